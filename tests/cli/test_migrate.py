@@ -326,6 +326,8 @@ Other().save
         ('command: ["accelerate", "launch", "t.py"]', 'command: ["trainwright", "launch", "t.py"]'),
         ("command:\n  - accelerate\n  - launch\n", "command:\n  - trainwright\n  - launch\n"),
         ("accelerate env; accelerate estimate-memory x", "trainwright env; trainwright estimate-memory x"),
+        ("accelerate config default && accelerate-config", "trainwright config default && trainwright config"),
+        ("accelerate to-fsdp2 --overwrite", "trainwright to-fsdp2 --overwrite"),
         ("accelerate merge-weights a b", "trainwright merge-weights a b"),
         ("# accelerate launch t.py\npip install accelerate\n", "# accelerate launch t.py\npip install accelerate\n"),
     ],
@@ -341,7 +343,6 @@ def test_commands_become_ours(before: str, after: str) -> None:
     [
         ("accelerate launch \\\n --use_megatron_lm t.py", 2, "--use_megatron_lm is not supported: "),
         ("accelerate launch --deepspeed_hostfile h t.py", 1, "start `trainwright launch` on each machine"),
-        ("accelerate config\n", 1, "trainwright launch reads the file"),
         ("\naccelerate test\n", 2, "there is no such command"),
         ("accelerate tpu-config\n", 1, "TPUs are not supported"),
     ],

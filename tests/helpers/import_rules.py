@@ -24,7 +24,7 @@ _MAY_IMPORT = {
     "bigmodels": _BELOW_TRAINER,
     "accelerator": _BELOW_TRAINER | {"accelerator"},
     "trainer": _BELOW_TRAINER | {"trainer"},
-    "utils": _BELOW_TRAINER | {"accelerator"},
+    "utils": _BELOW_TRAINER | {"accelerator", "launch"},
     "launch": _BELOW_TRAINER | {"accelerator", "trainer", "launch"},
     "cli": _BELOW_TRAINER | {"accelerator", "trainer", "launch", "cli"},
     "templates": set(PARTS),

@@ -45,6 +45,7 @@ _HOMES = {
     "processes.launcher": (
         "clear_environment disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading patch_environment"
     ),
+    "launch.config_file": "write_basic_config",
     "processes.random_states": "set_seed synchronize_rng_state synchronize_rng_states",
     "strategies.precision": "get_grad_scaler",
 }
@@ -95,7 +96,7 @@ _UTILS = {
     ),
     "other": (
         "clear_environment convert_file_size_to_int extract_model_from_parallel is_peft_model load "
-        "patch_environment save wait_for_everyone"
+        "patch_environment save wait_for_everyone write_basic_config"
     ),
     "random": "set_seed synchronize_rng_state synchronize_rng_states",
     "versions": "compare_versions is_torch_version",

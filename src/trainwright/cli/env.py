@@ -1,4 +1,4 @@
-"""`trainwright env`: facts about this machine for a bug report."""
+"""`trainwright env`: facts about this machine and its configuration for a bug report."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainwright import __version__
+from trainwright.core.errors import TrainwrightError
+from trainwright.launch.config_commands import described
 
 if TYPE_CHECKING:
     import torch
@@ -21,11 +23,12 @@ _PACKAGES = (
 
 
 def env(argv: Sequence[str]) -> int:
-    """Print versions, devices and the detected launcher; `--json` prints them as JSON."""
-    parser = argparse.ArgumentParser(prog="trainwright env", description="Show versions and devices.")
+    """Print versions, devices, the detected launcher and its configuration; `--json` prints them as JSON."""
+    parser = argparse.ArgumentParser(prog="trainwright env", description="Show versions, devices and configuration.")
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="configuration of `trainwright launch`")
     parser.add_argument("--json", action="store_true", help="print JSON")
     wanted = parser.parse_args(argv)
-    facts = collect()
+    facts = collect(wanted.config_file)
     if wanted.json:
         print(json.dumps(facts, indent=2))
         return 0
@@ -35,8 +38,12 @@ def env(argv: Sequence[str]) -> int:
     return 0
 
 
-def collect() -> dict[str, Any]:
-    """Return the output of `trainwright env`, as JSON values by name; missing packages have None."""
+def collect(config_file: str | None = None) -> dict[str, Any]:
+    """Return the output of `trainwright env`, as JSON values by name; missing packages have None.
+
+    Args:
+        config_file: Configuration of `trainwright launch`. Default: None, the file that it reads by default.
+    """
     import torch
 
     from trainwright.core.process import detect
@@ -53,7 +60,16 @@ def collect() -> dict[str, Any]:
     facts["accelerator"] = None if accelerator is None else accelerator.type
     facts["devices"] = _device_names(accelerator)
     facts["process"] = str(detect())
+    facts["configuration"] = _configuration(config_file)
     return facts
+
+
+def _configuration(config_file: str | None) -> list[str]:
+    """Return the configuration file and the options that are set, or the error of reading them."""
+    try:
+        return described(config_file)
+    except TrainwrightError as error:
+        return [str(error)]
 
 
 def _version(package: str) -> str | None:

@@ -31,6 +31,8 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "new": Command("trainwright.cli.new:new", "write a project that trains, from a template"),
     "launch": Command("trainwright.launch.launch:launch", "run a script in several processes"),
+    "config": Command("trainwright.launch.config_commands:config", "write, update or show the options of launch"),
+    "to-fsdp2": Command("trainwright.launch.config_commands:to_fsdp2", "write options of FSDP1 as those of FSDP2"),
     "fit": Command("trainwright.cli.fit:fit", "train the task of a configuration file"),
     "validate": Command("trainwright.cli.fit:validate", "run the validation of a configuration file"),
     "test": Command("trainwright.cli.fit:test", "run the test of a configuration file"),

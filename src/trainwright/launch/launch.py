@@ -55,7 +55,19 @@ def check(command: LaunchCommand) -> None:
     Raises:
         ConfigurationError: The first thing that is wrong.
     """
-    config = command.config
+    check_options(command.config)
+    if command.kind == "script":
+        _check_script(command.script)
+    elif command.kind == "program" and shutil.which(command.script) is None:
+        raise ConfigurationError(f"the program {command.script!r} was not found. Give its path.")
+
+
+def check_options(config: LaunchConfig) -> None:
+    """Check options against each other.
+
+    Raises:
+        ConfigurationError: The first thing that is wrong.
+    """
     check_supported(config)
     if config.use_fsdp and config.use_deepspeed:
         raise ConfigurationError("--use_fsdp and --use_deepspeed exclude each other. Pass one of them.")
@@ -79,10 +91,6 @@ def check(command: LaunchCommand) -> None:
             f"--num_processes {config.num_processes} is the number on all machines, and cannot be divided by "
             f"--num_machines {machines}."
         )
-    if command.kind == "script":
-        _check_script(command.script)
-    elif command.kind == "program" and shutil.which(command.script) is None:
-        raise ConfigurationError(f"the program {command.script!r} was not found. Give its path.")
 
 
 def _check_script(script: str) -> None:
@@ -103,7 +111,7 @@ def _process_counts(config: LaunchConfig) -> tuple[int, int]:
     if config.cpu or (wanted == 1 and machines == 1):
         return wanted or 1, (wanted or 1) * machines
     named = None if config.gpu_ids in (None, _ALL) else len(str(config.gpu_ids).split(","))
-    available = named if named is not None else _device_count()
+    available = named if named is not None else device_count()
     if wanted is not None and available and wanted > available:
         raise ConfigurationError(
             f"{wanted} processes on this machine, which has {available} devices. Pass --num_processes "
@@ -113,7 +121,7 @@ def _process_counts(config: LaunchConfig) -> tuple[int, int]:
     return local, local * machines
 
 
-def _device_count() -> int:
+def device_count() -> int:
     """Return the number of accelerators of this machine."""
     if not any(Path("/dev").glob("nvidia[0-9]*")) and "torch" not in sys.modules and sys.platform == "linux":
         others = ("dri/renderD*", "davinci[0-9]*", "accel/accel*", "kfd")

@@ -52,7 +52,7 @@ class Option:
         """
         if value is None:
             return None
-        text = str(value)
+        text = "no" if value is False and "no" in self.choices else str(value)  # YAML reads `no` as false
         try:
             found = self.read(text)
         except ValueError:
@@ -115,8 +115,8 @@ _TPU = "TPUs are not supported"
 _FP8 = "training in 8 bits is not supported; use --mixed_precision bf16"
 
 
-def _fsdp(help: str, name: str, read: Callable[[str], Any] = str) -> Any:
-    return _option(help, read, group=_FSDP, variable=f"FSDP_{name}", section="fsdp_config")
+def _fsdp(help: str, name: str, read: Callable[[str], Any] = str, choices: tuple[str, ...] = ()) -> Any:
+    return _option(help, read, group=_FSDP, variable=f"FSDP_{name}", section="fsdp_config", choices=choices)
 
 
 def _deepspeed(help: str, variable: str | None, read: Callable[[str], Any] = str) -> Any:
@@ -211,7 +211,7 @@ class LaunchConfig:
     dynamo_use_regional_compilation: bool | None = _dynamo(
         "Compile repeated blocks.", "USE_REGIONAL_COMPILATION", as_bool
     )
-    fsdp_version: int | None = _fsdp("Version whose options are given.", "VERSION", int)
+    fsdp_version: int | None = _fsdp("Version whose options are given.", "VERSION", int, ("1", "2"))
     fsdp_sharding_strategy: str | None = _fsdp("Sharding strategy of version 1.", "SHARDING_STRATEGY")
     fsdp_reshard_after_forward: str | None = _fsdp(
         "Free gathered parameters after the forward.", "RESHARD_AFTER_FORWARD"
@@ -276,6 +276,10 @@ class LaunchConfig:
     mpirun_hostfile: str | None = _later(
         "start the script by mpirun itself, whose variables are read", section="mpirun_config"
     )
+
+    def set_options(self) -> dict[str, Any]:
+        """Return the options that are set, by their names."""
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
 
     def environment(self) -> dict[str, str]:
         """Return the variables by which set options reach the script."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from trainwright.core.process import variable
 from trainwright.launch.launch_config import LaunchConfig, Option, options
 
 SHORT = {"-q": "quiet", "-t": "tee", "-m": "module", "-h": "help"}
-_FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
+FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 # Keys of Accelerate's files that name an option of ours differently.
 _KEYS = {"use_cpu": "cpu", "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
 _SECTIONS = ("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "mpirun_config")
@@ -22,17 +23,17 @@ _SWITCHES = {name: f"use_{name.removesuffix('_config')}" for name in ("fsdp_conf
 _SWITCHES["parallelism_config"] = "use_parallelism_config"
 _ALONE = ("gradient_accumulation_steps", "gradient_clipping")  # of DeepSpeed's section, but of use without it
 # Beginnings of keys that request nothing here: those of TPUs and SageMaker, and options that have one value.
-_SILENT = (
+SILENT = (
     *("tpu_", "command", "ipex_", "mpirun_ccl", "main_training_function", "downcast_bf16", "megatron_lm_", "use_xpu"),
     *("fsdp_activation_checkpointing_offload", "parallelism_config_cp_", "parallelism_config_sp_"),
 )
-_TYPES: dict[str, dict[str, bool]] = {
+TYPES: dict[str, dict[str, bool]] = {
     "NO": {},
     "FSDP": {"use_fsdp": True},
     "DEEPSPEED": {"use_deepspeed": True},
     "MEGATRON_LM": {"use_megatron_lm": True},
 }
-_DEVICES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU", "TP")
+DEVICES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU", "TP")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ def config_folders() -> list[Path]:
 
 def default_file() -> Path | None:
     """Return the default file; None if there is none."""
-    files = (folder / name for folder in config_folders() for name in _FILE_NAMES)
+    files = (folder / name for folder in config_folders() for name in FILE_NAMES)
     return next((file for file in files if file.is_file()), None)
 
 
@@ -188,17 +189,25 @@ def read_file(path: str | os.PathLike[str] | None) -> tuple[str, dict[str, Any]]
         ConfigurationError: It cannot be read, a key is unknown, or it describes what is not supported.
     """
     found = default_file() if path is None else Path(path)
-    if found is None:
-        return "", {}
+    return ("", {}) if found is None else (str(found), options_of(read_content(found), str(found)))
+
+
+def read_content(path: Path) -> Any:
+    """Return the content of a configuration file, as YAML reads it.
+
+    Raises:
+        ConfigurationError: It cannot be read, or is not YAML.
+    """
     import yaml  # `--help` does without it
 
     try:
-        content = yaml.safe_load(found.read_text())
+        return (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text())
     except OSError as error:
-        raise ConfigurationError(f"config_file={str(found)!r} cannot be read: {error}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{found} is not a YAML file: {error}.") from error
-    return str(found), options_of(content, str(found))
+        raise ConfigurationError(f"config_file={str(path)!r} cannot be read: {error}.") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path} is not a {'JSON' if path.suffix == '.json' else 'YAML'} file: {error}."
+        ) from error
 
 
 def options_of(content: object, origin: str) -> dict[str, Any]:
@@ -221,31 +230,36 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     kind = str(left.pop("distributed_type", "NO")).upper()
     if kind in ("XLA", "TPU"):
         raise ConfigurationError(f"{origin}: distributed_type={kind!r}: TPUs are not supported.")
-    if kind not in _TYPES and kind not in _DEVICES:
+    if kind not in TYPES and kind not in DEVICES:
         raise ConfigurationError(
-            f"{origin}: distributed_type={kind!r} is not supported. Use {', '.join((*_TYPES, *_DEVICES))}."
+            f"{origin}: distributed_type={kind!r} is not supported. Use {', '.join((*TYPES, *DEVICES))}."
         )
-    flat: dict[str, Any] = dict(_TYPES.get(kind, {}))
+    flat: dict[str, Any] = dict(TYPES.get(kind, {}))
     if kind == "MULTI_CPU":
         flat["cpu"] = True
     if isinstance(left.get("dynamo_backend"), str):  # version 0.13
         left["dynamo_config"] = {"dynamo_backend": left.pop("dynamo_backend")}
+    if left.pop("fp16", None) is True:  # version 0.9
+        left.setdefault("mixed_precision", "fp16")
     for section in _SECTIONS:
         values = left.pop(section, None) or {}
         if not isinstance(values, dict):
             raise ConfigurationError(f"{origin}: {section}={values!r} is not a mapping.")
         if section == "parallelism_config" and values:
             flat["use_parallelism_config"] = True
+        if section == "fsdp_config":  # version 0.13: without the beginning
+            values = {key if str(key).startswith("fsdp_") else f"fsdp_{key}": value for key, value in values.items()}
         flat |= values
     flat |= left
     found = {}
     for key, value in flat.items():
+        if str(key).startswith(SILENT) and key not in known_options():
+            continue
         name = _KEYS.get(key, key)
         option = known_options().get(name)
-        if option is None and key.startswith(_SILENT):
-            continue
         if option is None:
-            raise ConfigurationError(f"{origin} has the unknown key {key!r}.{nearest(key, known_options())}")
+            advice = nearest(str(key), known_options()) or " `trainwright config` writes such a file."
+            raise ConfigurationError(f"{origin} has the unknown key {key!r}.{advice}")
         text = ",".join(map(str, value)) if isinstance(value, list) else value if value != "" else None
         found[name] = option.parse(text, origin)
     return {name: value for name, value in found.items() if value is not None}

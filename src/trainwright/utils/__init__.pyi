@@ -121,6 +121,7 @@ from trainwright.core.names.packages import is_transformers_available as is_tran
 from trainwright.core.names.packages import is_triton_available as is_triton_available
 from trainwright.core.names.packages import is_wandb_available as is_wandb_available
 from trainwright.core.names.packages import is_xpu_available as is_xpu_available
+from trainwright.launch.config_file import write_basic_config as write_basic_config
 from trainwright.processes.collectives import broadcast as broadcast
 from trainwright.processes.collectives import broadcast_object_list as broadcast_object_list
 from trainwright.processes.collectives import concatenate as concatenate

@@ -15,10 +15,8 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.launch.launch_config import LaunchConfig, options
 from trainwright.launch.reading import check_supported, options_of
 
-_SAME = "launch|env|estimate-memory|merge-weights"
+_SAME = "launch|config|to-fsdp2|env|estimate-memory|merge-weights"
 _ANSWERS = {
-    "config": "trainwright launch reads the file that `accelerate config` has written. Write such a file by hand, or "
-    "delete the command",
     "test": "there is no such command. Run the script with fewer steps",
     "tpu-config": "TPUs are not supported. Delete the command",
 }

@@ -143,7 +143,6 @@ _ACCELERATE = {
         "SwanLabTracker TrackioTracker",
         "create a logger of trainwright.loggers, and call its log_metrics(values, step) and finish('success').",
     ),
-    **_each("write_basic_config", "no configuration file is needed; settings are arguments."),
     **_each(
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper",
         "prepare() returns the model and the optimizer; call accelerator.backward(loss) and optimizer.step().",

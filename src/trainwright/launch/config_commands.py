@@ -1,0 +1,127 @@
+"""`trainwright config` and `trainwright to-fsdp2`: write, update and show the configuration of `trainwright launch`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.launch import config_file, questions, reading
+from trainwright.launch.launch import check_options, device_count
+from trainwright.launch.launch_config import LaunchConfig
+
+_COMMANDS = {
+    "default": "write one process for each device of this machine, without questions",
+    "update": "rewrite a file in the current layout, with its values",
+    "show": "print the options that are set, and by which file or variable",
+}
+
+
+def config(argv: Sequence[str]) -> int:
+    """Ask questions and write a configuration file, or run the sub-command.
+
+    Raises:
+        ConfigurationError: There is no terminal, or a file cannot be read or written.
+        KeyboardInterrupt: Ctrl-C; nothing has been written.
+    """
+    name = argv[0] if argv and argv[0] in _COMMANDS else ""
+    lines = "\n".join(f"  {command:<8} {text}" for command, text in _COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog=f"trainwright config {name}".strip(),
+        description=_COMMANDS.get(name, "Ask questions and write a configuration file.").capitalize(),
+        epilog="" if name else f"sub-commands:\n{lines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    text = "the file. Default: default_config.yaml in the folder of `trainwright launch`"
+    parser.add_argument("--config_file", "--config-file", type=Path, metavar="FILE", help=text)
+    if name == "default":
+        parser.add_argument("--mixed_precision", "--mixed-precision", default="no", help="no, fp16 or bf16")
+    options = parser.parse_args(argv[1:] if name else argv)
+    path = options.config_file
+    if name == "update":
+        return _update(path or reading.default_file())
+    if name == "show":
+        return _show(path)
+    path = path or config_file.default_path()
+    if name == "default":
+        found = config_file.basic_config(options.mixed_precision)
+        if path.exists():
+            raise ConfigurationError(f"{path} exists. Delete it, or pass --config_file with another path.")
+        return _write(found, path)
+    questions.check_terminal()
+    config_file.check_writable(path)
+    if path.exists() and not questions.confirm(f"{path} exists. Replace it?"):
+        print("Nothing was written.")
+        return 1
+    found = questions.ask(device_count())
+    check_options(found)
+    return _write(found, path)
+
+
+def _update(path: Path | None) -> int:
+    if path is None:
+        raise ConfigurationError("there is no configuration file. Write one with `trainwright config`.")
+    content, values = reading.read_content(path), reading.read_file(path)[1]
+    kind = str(content.get("distributed_type"))
+    _write(LaunchConfig(**values), path, kind if kind in reading.DEVICES and kind != "MULTI_CPU" else "MULTI_GPU")
+    unused = [key for key in content if key.startswith(reading.SILENT) and key not in reading.known_options()]
+    if unused:
+        print(f"Left out, because they set nothing: {', '.join(unused)}")
+    return 0
+
+
+def _show(path: Path | None) -> int:
+    for line in described(path):
+        print(line)
+    return 0
+
+
+def described(path: str | Path | None = None) -> list[str]:
+    """Return lines that name the configuration file and each option that is set, with its origin.
+
+    Args:
+        path: Default: None, the file that `trainwright launch` reads by default.
+
+    Raises:
+        ConfigurationError: The file cannot be read.
+    """
+    variables, file = reading.read_variables(), reading.read_file(path)
+    found, notes = reading.merged({}, variables, file)
+    known = reading.known_options()
+    origins = {name: f"the variable {known[name].variable}" if name in variables else file[0] for name in found}
+    return [file[0] or "none", *(f"{name}={value} ({origins[name]})" for name, value in found.items()), *notes]
+
+
+def to_fsdp2(argv: Sequence[str]) -> int:
+    """Write a configuration file of FSDP1 as one of FSDP2.
+
+    Raises:
+        ConfigurationError: It does not describe FSDP1, or a file cannot be read or written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="trainwright to-fsdp2", description="Write a configuration of FSDP1 as one of FSDP2.", allow_abbrev=False
+    )
+    parser.add_argument("--config_file", "--config-file", type=Path, required=True, metavar="FILE", help="of FSDP1")
+    parser.add_argument("--output_file", "--output-file", type=Path, metavar="FILE", help="of FSDP2")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file; without --output_file, its own one")
+    options = parser.parse_args(argv)
+    if options.output_file is None and not options.overwrite:
+        raise ConfigurationError("pass --output_file with a path, or --overwrite to replace --config_file.")
+    target = options.output_file or options.config_file
+    if target.exists() and not options.overwrite:
+        raise ConfigurationError(f"{target} exists. Pass --overwrite to replace it.")
+    origin, values = reading.read_file(options.config_file)
+    found, removed = config_file.to_fsdp2(LaunchConfig(**values), origin)
+    _write(found, target)
+    if removed:
+        print(f"Left out, because FSDP2 does not have them: {', '.join(removed)}")
+    return 0
+
+
+def _write(found: LaunchConfig, path: Path, devices: str = "MULTI_GPU") -> int:
+    config_file.write_file(found, path, devices)
+    option = "" if path == config_file.default_path() else f" --config_file {path}"
+    print(f"{path} is written. Start a script with it: trainwright launch{option} script.py")
+    return 0

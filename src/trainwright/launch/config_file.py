@@ -1,0 +1,188 @@
+"""Configuration files of `trainwright launch`: writing them, their defaults, and the change from FSDP1 to FSDP2."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.constants import FSDP_SHARDING_STRATEGY
+from trainwright.launch.launch import check_options, device_count
+from trainwright.launch.launch_config import LaunchConfig
+from trainwright.launch.reading import FILE_NAMES, TYPES, config_folders, known_options
+
+_AXES = "parallelism_config"
+# Options of FSDP1 that FSDP2 does not have.
+_FSDP1 = (
+    *("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_sync_module_states"),
+    "fsdp_use_orig_params",
+)
+
+
+def default_path() -> Path:
+    """Return the path of the file that is written and read by default."""
+    return config_folders()[0] / FILE_NAMES[0]
+
+
+def content_of(config: LaunchConfig, devices: str = "MULTI_GPU") -> dict[str, Any]:
+    """Return the content of a file in the layout of `accelerate config`. `options_of` reads the same options back.
+
+    Args:
+        config: The options.
+        devices: `distributed_type` of several processes that are not on the CPU. Default: `"MULTI_GPU"`.
+    """
+    kind = _type_of(config, devices)
+    implied: dict[str, Any] = dict(TYPES.get(kind, {}))
+    content: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind}
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in config.set_options().items():
+        section = known_options()[name].section
+        if section == _AXES and config.use_parallelism_config is None:
+            section = ""  # a section would set use_parallelism_config
+        if value in ("True", "False"):  # an option that is a truth value or a name
+            value = value == "True"
+        if section:
+            sections.setdefault(section, {})[name] = value
+        elif implied.get(name) != value:
+            content["use_cpu" if name == "cpu" else name] = value
+    if sections.get(_AXES) and config.use_parallelism_config:
+        del content["use_parallelism_config"]
+    return content | sections
+
+
+def _type_of(config: LaunchConfig, devices: str) -> str:
+    for kind, values in TYPES.items():
+        if values and any(getattr(config, name) for name in values):
+            return kind
+    if (config.num_processes or 1) > 1 or (config.num_machines or 1) > 1:
+        return "MULTI_CPU" if config.cpu else devices
+    return "NO"
+
+
+def write_file(config: LaunchConfig, path: Path, devices: str = "MULTI_GPU") -> Path:
+    """Write a configuration file by one rename, and return its path. JSON if its name ends in `.json`, else YAML.
+
+    Args:
+        config: The options.
+        path: The file. Its folder is created.
+        devices: See `content_of`.
+
+    Raises:
+        ConfigurationError: It cannot be written. A file that exists stays as it is.
+    """
+    import yaml  # `--help` does without it
+
+    content = content_of(config, devices)
+    text = f"{json.dumps(content, indent=2)}\n" if path.suffix == ".json" else yaml.safe_dump(content)
+    check_writable(path)
+    target = path.resolve()  # a link stays one
+    staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging.write_text(text)
+        staging.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            staging.unlink()
+        raise _unwritable(path, str(error)) from error
+    return path
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file could be written, without writing.
+
+    Raises:
+        ConfigurationError: It is a folder, or it has no folder where this user can write.
+    """
+    if path.is_dir():
+        raise _unwritable(path, "it is a folder")
+    folder = next(folder for folder in path.resolve().parents if folder.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise _unwritable(path, f"{folder} is not a folder in which you can write")
+
+
+def _unwritable(path: Path, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"config_file={str(path)!r} cannot be written: {reason}. Pass --config_file with another path."
+    )
+
+
+def basic_config(mixed_precision: str = "no") -> LaunchConfig:
+    """Return the options of one process for each device of this machine.
+
+    Raises:
+        ConfigurationError: The precision is unknown or not supported.
+    """
+    devices = device_count()
+    found = LaunchConfig(
+        cpu=devices == 0,
+        num_machines=1,
+        num_processes=devices or 1,
+        mixed_precision=known_options()["mixed_precision"].parse(mixed_precision, "a basic configuration"),
+    )
+    check_options(found)
+    return found
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
+) -> Path | Literal[False]:
+    """Write a configuration file with one process for each device of this machine.
+
+    Args:
+        mixed_precision: `"no"`, `"fp16"` or `"bf16"`. Default: `"no"`.
+        save_location: The file. Default: None, the file that `trainwright launch` reads by default.
+
+    Returns:
+        Its path; False if the file exists, which stays as it is.
+
+    Raises:
+        ConfigurationError: The precision is unknown, or the file cannot be written.
+    """
+    path = default_path() if save_location is None else Path(save_location)
+    config = basic_config(mixed_precision)
+    if path.is_file():
+        print(f"{path} exists and stays as it is. Delete it, or pass another save_location.")
+        return False
+    return write_file(config, path)
+
+
+def to_fsdp2(config: LaunchConfig, origin: str) -> tuple[LaunchConfig, list[str]]:
+    """Return the options of FSDP2 for those of FSDP1, and the names of options that FSDP2 does not have.
+
+    Args:
+        config: The options with those of FSDP1.
+        origin: Path of the file, for errors.
+
+    Raises:
+        ConfigurationError: They do not describe FSDP1, or FSDP2 has no counterpart.
+    """
+    if not config.use_fsdp:
+        raise ConfigurationError(f"{origin} does not describe FSDP: distributed_type: FSDP is missing.")
+    if config.fsdp_version == 2:
+        raise ConfigurationError(f"{origin} has fsdp_version: 2 already.")
+    given, strategy = str(config.fsdp_reshard_after_forward), config.fsdp_sharding_strategy
+    if given.upper() in FSDP_SHARDING_STRATEGY:  # files of FSDP1 may have the strategy under this key
+        strategy = strategy or given
+    numbers = {str(number): name for number, name in enumerate(FSDP_SHARDING_STRATEGY, 1)}
+    strategy = numbers.get(str(strategy or 1), str(strategy).upper())
+    if strategy not in FSDP_SHARDING_STRATEGY or strategy == "NO_SHARD":
+        advice = "FSDP2 always shards. Use distributed_type: MULTI_GPU" if strategy == "NO_SHARD" else "It is unknown"
+        raise ConfigurationError(f"{origin}: fsdp_sharding_strategy={strategy!r} has no counterpart. {advice}.")
+    reshards = strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    values: dict[str, Any] = {"fsdp_version": 2, "fsdp_reshard_after_forward": str(reshards)}
+    if strategy.startswith("HYBRID") and (config.num_machines or 1) > 1 and not config.use_parallelism_config:
+        if config.num_processes is None:
+            raise ConfigurationError(f"{origin}: {strategy} needs num_processes. Write it into the file.")
+        machines = config.num_machines or 1
+        values |= {
+            "use_parallelism_config": True,
+            f"{_AXES}_dp_replicate_size": machines,
+            f"{_AXES}_dp_shard_size": config.num_processes // machines,
+        }
+    removed = [name for name in _FSDP1 if getattr(config, name) is not None]
+    return replace(config, **values, **dict.fromkeys(_FSDP1)), removed

@@ -1,0 +1,176 @@
+"""`trainwright config default`, `update`, `show`, `to-fsdp2`, and what `env` shows of a configuration."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainwright.cli.main import main
+from trainwright.launch.reading import read_file
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.setattr("trainwright.launch.config_file.device_count", lambda: 0)
+
+
+def _fails(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_default_writes_the_file_that_launch_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "default", "--mixed_precision", "bf16"]) == 0
+    assert "Start a script with it: trainwright launch script.py" in capsys.readouterr().out
+    assert read_file(None)[1] == {"cpu": True, "num_machines": 1, "num_processes": 1, "mixed_precision": "bf16"}
+    _fails(["config", "default"], "exists. Delete it", capsys)
+    assert read_file(None)[1]["mixed_precision"] == "bf16"
+
+
+def test_update_keeps_values_and_the_kind_of_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_NPU\nfp16: true\nnum_processes: 2\n"
+        "main_training_function: main\ndynamo_backend: INDUCTOR\nmain_process_ip: null\n"
+    )
+    values = read_file(file)[1]
+    assert main(["config", "update", "--config_file", str(file)]) == 0
+    assert "Left out, because they set nothing: main_training_function" in capsys.readouterr().out
+    assert read_file(file)[1] == values
+    assert yaml.safe_load(file.read_text()) == {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_NPU",
+        "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+        "mixed_precision": "fp16",
+        "num_processes": 2,
+    }
+    before = file.read_text()
+    assert main(["config", "update", "--config_file", str(file)]) == 0
+    assert file.read_text() == before
+
+
+def test_show_names_the_origin_of_each_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "show"]) == 0
+    assert capsys.readouterr().out == "none\n"
+    file = tmp_path / "a.yaml"
+    file.write_text("num_processes: 2\nmixed_precision: no\n")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert main(["config", "show", "--config_file", str(file)]) == 0
+    variable = "the variable ACCELERATE_MIXED_PRECISION"
+    assert capsys.readouterr().out.splitlines() == [
+        str(file),
+        f"num_processes=2 ({file})",
+        f"mixed_precision=bf16 ({variable})",
+        f"mixed_precision=bf16 of {variable} is used, not no of {file}.",
+    ]
+
+
+def test_to_fsdp2_writes_another_file_or_replaces_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = tmp_path / "1.yaml", tmp_path / "2.yaml"
+    text = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP, fsdp_use_orig_params: true}\n"
+    before.write_text(text)
+    command = ["to-fsdp2", "--config_file", str(before)]
+    _fails(command, "pass --output_file with a path, or --overwrite", capsys)
+    assert main([*command, "--output_file", str(after)]) == 0
+    assert "Left out, because FSDP2 does not have them: fsdp_sharding_strategy" in capsys.readouterr().out
+    assert before.read_text() == text
+    assert yaml.safe_load(after.read_text())["fsdp_config"] == {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": False,
+    }
+    _fails([*command, "--output_file", str(after)], "exists. Pass --overwrite", capsys)
+    assert main([*command, "--overwrite"]) == 0
+    assert before.read_text() == after.read_text()
+
+
+def test_env_shows_the_configuration_or_what_is_wrong_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*arguments: str) -> list[str]:
+        assert main(["env", "--json", *arguments]) == 0
+        found: list[str] = json.loads(capsys.readouterr().out)["configuration"]
+        return found
+
+    assert shown() == ["none"]
+    main(["config", "default"])
+    capsys.readouterr()
+    assert shown()[1] == f"cpu=True ({tmp_path}/cache/trainwright/default_config.yaml)"
+    (tmp_path / "a.yaml").write_text("services: 1")
+    assert "has the unknown key 'services'" in shown("--config_file", str(tmp_path / "a.yaml"))[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("services: {web: {image: a}}", "has the unknown key 'services'. `trainwright config` writes such a file"),
+        ("1: 2", "has the unknown key 1."),
+        ("[1]", "does not hold a mapping"),
+        ("a: [", "is not a YAML file"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 3}", "fsdp_version='3' is unknown. Known: 1, 2"),
+    ],
+)
+@pytest.mark.parametrize("command", [["config", "update"], ["config", "show"], ["to-fsdp2", "--overwrite"]])
+def test_a_file_of_another_tool_is_an_error_and_stays(
+    command: list[str], text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    _fails([*command, "--config_file", str(file)], says, capsys)
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize("place", ["file/config.yaml", "file/new/config.yaml", "."])
+def test_a_place_that_cannot_be_written_is_an_error(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("trainwright.launch.questions.check_terminal", lambda: None)
+    text = "exists. Delete it" if place == "." else "cannot be written: "
+    _fails(["config", "default", "--config_file", str(tmp_path / place)], text, capsys)
+    _fails(["config", "--config_file", str(tmp_path / place)], "cannot be written: ", capsys)
+
+
+def test_questions_need_a_terminal_and_their_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fails(["config"], "this is not a terminal. Use `trainwright config default", capsys)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    _fails(["config"], "`trainwright config` needs the package 'questionary'", capsys)
+
+
+def test_update_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    _fails(["config", "update"], "there is no configuration file", capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "arguments",
+    [["config", "--help"], ["config", "show"], ["env", "--help"], ["launch", "--help"], ["to-fsdp2", "--help"]],
+)
+def test_these_commands_start_fast_and_import_no_torch(arguments: list[str]) -> None:
+    program = (
+        "import sys\nfrom trainwright.cli.main import main\n"
+        f"code = main({arguments!r})\nslow = {{'torch', 'numpy', 'questionary', 'prompt_toolkit'}} & set(sys.modules)\n"
+        "sys.exit(f'imported: {slow}' if slow else code)\n"
+    )
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == 0, done.stderr
+    assert min(seconds) < 0.3

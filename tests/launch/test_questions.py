@@ -1,0 +1,211 @@
+"""The questions of `trainwright config`: which are asked, which answers are refused, and what is written."""
+
+from __future__ import annotations
+
+import math
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from trainwright.launch import questions
+from trainwright.launch.config_file import content_of
+from trainwright.launch.launch import check_options
+from trainwright.launch.launch_config import LaunchConfig
+from trainwright.launch.questions import QUESTIONS, Question, ask
+from trainwright.launch.reading import options_of
+
+_DOWN, _ENTER, _CLEAR = "\x1b[B", "\r", "\x15"
+
+
+@contextmanager
+def _typed(text: str) -> Iterator[None]:
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        keys.send_text(text)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("devices", "keys", "expected"),
+    [
+        # machines, cpu, processes, deepspeed; dynamo, precision, accumulation
+        (1, ["", "", "", "", "", "", "", ""],
+         {"num_machines": 1, "cpu": False, "gpu_ids": "all", "num_processes": 1, "mixed_precision": "no",
+          "gradient_accumulation_steps": 1}),
+        (0, ["", "", "", "", _DOWN * 2, _CLEAR + "4"],
+         {"num_machines": 1, "cpu": True, "num_processes": 1, "mixed_precision": "bf16",
+          "gradient_accumulation_steps": 4}),
+    ],
+)  # fmt: skip
+def test_only_what_is_needed_is_asked(devices: int, keys: list[str], expected: dict[str, Any]) -> None:
+    with _typed("".join(f"{key}\r" for key in keys)):
+        assert ask(devices).set_options() == expected
+
+
+def _accepted(question: Question, text: str, answers: dict[str, Any]) -> bool:
+    return not question.problem(text, answers)
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_any_answers_make_options_that_launch_accepts(data: st.DataObject) -> None:
+    def answer(question: Question, answers: dict[str, Any], devices: int) -> str:
+        default = question.default(answers, devices) if callable(question.default) else question.default
+        if isinstance(default, bool):
+            return str(data.draw(st.booleans()))
+        if question.choices:
+            return data.draw(st.sampled_from(question.choices))
+        texts = [str(default), "0", "1", "2", "4", "8", "a", ""]
+        return data.draw(st.sampled_from([text for text in texts if _accepted(question, text, answers)]))
+
+    devices = data.draw(st.integers(0, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(questions, "_answer", answer)
+        found = ask(devices)
+    check_options(found)
+    assert LaunchConfig(**options_of(content_of(found), "a.yaml")) == found
+    if found.use_parallelism_config:
+        axes = [getattr(found, f"parallelism_config_{axis}_size") or 1 for axis in ("dp_replicate", "dp_shard", "tp")]
+        assert math.prod(axes) == found.num_processes
+    assert not (found.use_fsdp and found.use_deepspeed)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "answers", "problem"),
+    [
+        ("num_machines", "0", {}, "at least 1"),
+        ("num_machines", "two", {}, "expected a whole number"),
+        ("num_machines", " ", {}, "Write a value"),
+        ("machine_rank", "2", {"num_machines": 2}, "Ranks are 0 to 1"),
+        ("machine_rank", "-1", {"num_machines": 2}, "at least 0"),
+        ("num_processes", "3", {"num_machines": 2}, "3 processes cannot be divided by 2 machines"),
+        ("parallelism_config_dp_shard_size", "3", {"num_processes": 8, "parallelism_config_dp_replicate_size": 2},
+         "4 processes cannot be divided by 3"),
+        ("gradient_clipping", "", {}, ""),
+        ("gradient_clipping", "nan", {}, "at least 0"),
+    ],
+)  # fmt: skip
+def test_a_wrong_answer_is_refused(name: str, text: str, answers: dict[str, Any], problem: str) -> None:
+    (question,) = [question for question in QUESTIONS if question.name == name]
+    found = question.problem(text, answers)
+    assert problem in found
+    assert bool(problem) == bool(found)
+
+
+def test_ctrl_c_ends_the_questions() -> None:
+    with _typed("\r\x03"), pytest.raises(KeyboardInterrupt):
+        ask(0)
+
+
+class _Terminal:
+    """`trainwright config` in a pseudo-terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.keyboard, screen = pty.openpty()
+        environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        command = [sys.executable, "-m", "trainwright", "config", *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=screen, stdout=screen, stderr=screen, env=environment, start_new_session=True
+        )
+        os.close(screen)
+        self.shown = ""
+
+    def answer(self, question: str, keys: str) -> None:
+        """Wait until a question is shown, and press keys."""
+        self._read_until(question)
+        os.write(self.keyboard, keys.encode())
+
+    def end(self) -> int:
+        self._read_until(None)
+        os.close(self.keyboard)
+        return self.process.wait(30)
+
+    def _read_until(self, text: str | None) -> None:
+        limit = time.monotonic() + 60
+        seen = ""
+        while text is None or text not in seen:
+            assert time.monotonic() < limit, f"{text} is not shown in: {self.shown}"
+            if not select.select([self.keyboard], [], [], 1)[0]:
+                continue
+            try:
+                read = os.read(self.keyboard, 65536).decode(errors="replace")
+            except OSError:  # the process has ended
+                read = ""
+            if not read:
+                assert text is None, f"{text} is not shown in: {self.shown}"
+                return
+            seen += read
+            self.shown += read
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_terminal_asks_and_a_file_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "new/config.yaml"
+    terminal = _Terminal("--config_file", str(file))
+    terminal.answer("num_machines: ", _ENTER)
+    terminal.answer("cpu: ", "y")
+    terminal.answer("num_processes: ", f"{_CLEAR}2{_ENTER}")
+    terminal.answer("use_fsdp: ", "n")
+    terminal.answer("use_deepspeed: ", "y")
+    terminal.answer("deepspeed_config_file: ", _ENTER)
+    terminal.answer("zero_stage: ", f"{_DOWN}{_ENTER}")
+    terminal.answer("offload_optimizer_device: ", _ENTER)
+    terminal.answer("offload_param_device: ", f"{_DOWN}{_ENTER}")
+    terminal.answer("gradient_clipping: ", f"1.5{_ENTER}")
+    terminal.answer("dynamo_backend: ", _ENTER)
+    terminal.answer("mixed_precision: ", f"{_DOWN}{_DOWN}{_ENTER}")
+    terminal.answer("gradient_accumulation_steps: ", f"{_CLEAR}0{_ENTER}")
+    terminal.answer("at least 1", f"{_CLEAR}4{_ENTER}")
+    assert terminal.end() == 0, terminal.shown
+    assert f"trainwright launch --config_file {file} script.py" in terminal.shown.replace("\r\n", "")
+    assert file.read_text() == (
+        "compute_environment: LOCAL_MACHINE\n"
+        "deepspeed_config:\n"
+        "  gradient_accumulation_steps: 4\n"
+        "  gradient_clipping: 1.5\n"
+        "  offload_optimizer_device: none\n"
+        "  offload_param_device: cpu\n"
+        "  zero_stage: 3\n"
+        "distributed_type: DEEPSPEED\n"
+        "mixed_precision: bf16\n"
+        "num_machines: 1\n"
+        "num_processes: 2\n"
+        "use_cpu: true\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ctrl_c_in_a_terminal_writes_nothing(tmp_path: Path) -> None:
+    terminal = _Terminal("--config_file", str(tmp_path / "new/config.yaml"))
+    terminal.answer("num_machines: ", _ENTER)
+    terminal.answer("cpu: ", "\x03")
+    assert terminal.end() == 130
+    assert "Traceback" not in terminal.shown
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_file_is_replaced_only_after_a_yes(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("num_processes: 3\n")
+    terminal = _Terminal("--config_file", str(file))
+    terminal.answer("Replace it?", _ENTER)
+    assert terminal.end() == 1
+    assert "Nothing was written." in terminal.shown
+    assert file.read_text() == "num_processes: 3\n"
