@@ -43,7 +43,7 @@ def test_update_keeps_values_and_the_kind_of_device(tmp_path: Path, capsys: pyte
     )
     values = read_file(file)[1]
     assert main(["config", "update", "--config_file", str(file)]) == 0
-    assert "Left out, because they set nothing: main_training_function" in capsys.readouterr().out
+    assert "Omitted, because they set nothing: main_training_function" in capsys.readouterr().out
     assert read_file(file)[1] == values
     assert yaml.safe_load(file.read_text()) == {
         "compute_environment": "LOCAL_MACHINE",
@@ -82,7 +82,7 @@ def test_to_fsdp2_writes_another_file_or_replaces_one(tmp_path: Path, capsys: py
     command = ["to-fsdp2", "--config_file", str(before)]
     _fails(command, "pass --output_file with a path, or --overwrite", capsys)
     assert main([*command, "--output_file", str(after)]) == 0
-    assert "Left out, because FSDP2 does not have them: fsdp_sharding_strategy" in capsys.readouterr().out
+    assert "Omitted, because FSDP2 does not have them: fsdp_sharding_strategy" in capsys.readouterr().out
     assert before.read_text() == text
     assert yaml.safe_load(after.read_text())["fsdp_config"] == {
         "fsdp_version": 2,

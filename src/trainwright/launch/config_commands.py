@@ -68,7 +68,7 @@ def _update(path: Path | None) -> int:
     _write(LaunchConfig(**values), path, kind if kind in reading.DEVICES and kind != "MULTI_CPU" else "MULTI_GPU")
     unused = [key for key in content if key.startswith(reading.SILENT) and key not in reading.known_options()]
     if unused:
-        print(f"Left out, because they set nothing: {', '.join(unused)}")
+        print(f"Omitted, because they set nothing: {', '.join(unused)}")
     return 0
 
 
@@ -116,7 +116,7 @@ def to_fsdp2(argv: Sequence[str]) -> int:
     found, removed = config_file.to_fsdp2(LaunchConfig(**values), origin)
     _write(found, target)
     if removed:
-        print(f"Left out, because FSDP2 does not have them: {', '.join(removed)}")
+        print(f"Omitted, because FSDP2 does not have them: {', '.join(removed)}")
     return 0
 
 

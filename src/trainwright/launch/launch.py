@@ -215,7 +215,7 @@ def _agent_options(config: LaunchConfig, local: int, logs: str) -> list[str]:
 
 
 def is_busy(port: int | None) -> bool:
-    """Return whether a program listens on a port of this machine."""
+    """Return whether a port of this machine is in use."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
         return port is not None and one.connect_ex(("127.0.0.1", port)) == 0
 

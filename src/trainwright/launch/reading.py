@@ -93,7 +93,7 @@ def check_supported(config: LaunchConfig) -> None:
         ConfigurationError: One is.
     """
     for option in known_options().values():
-        if option.later and getattr(config, option.name) not in (None, False):
+        if option.later and getattr(config, option.name) not in (None, False, ""):
             raise ConfigurationError(f"--{option.name} is not supported: {option.later}.")
     if config.mixed_precision == "fp8":
         raise ConfigurationError("--mixed_precision fp8 is not supported. Use bf16.")
@@ -260,6 +260,6 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
         if option is None:
             advice = nearest(str(key), known_options()) or " `trainwright config` writes such a file."
             raise ConfigurationError(f"{origin} has the unknown key {key!r}.{advice}")
-        text = ",".join(map(str, value)) if isinstance(value, list) else value if value != "" else None
+        text = ",".join(map(str, value)) if isinstance(value, list) else value
         found[name] = option.parse(text, origin)
     return {name: value for name, value in found.items() if value is not None}
