@@ -18,7 +18,7 @@ SHORT = {"-q": "quiet", "-t": "tee", "-m": "module", "-h": "help"}
 FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 # Keys of Accelerate's files that name an option of ours differently.
 _KEYS = {"use_cpu": "cpu", "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
-_SECTIONS = ("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "mpirun_config")
+_SECTIONS = ("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "fp8_config", "mpirun_config")
 _SWITCHES = {name: f"use_{name.removesuffix('_config')}" for name in ("fsdp_config", "deepspeed_config")}
 _SWITCHES["parallelism_config"] = "use_parallelism_config"
 _ALONE = ("gradient_accumulation_steps", "gradient_clipping")  # of DeepSpeed's section, but of use without it
@@ -226,7 +226,6 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     where = left.pop("compute_environment", "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
         raise ConfigurationError(f"{origin}: compute_environment={where!r} is not supported. Use LOCAL_MACHINE.")
-    left.pop("fp8_config", None)  # refused by the precision
     kind = str(left.pop("distributed_type", "NO")).upper()
     if kind in ("XLA", "TPU"):
         raise ConfigurationError(f"{origin}: distributed_type={kind!r}: TPUs are not supported.")
@@ -249,6 +248,8 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
             flat["use_parallelism_config"] = True
         if section == "fsdp_config":  # version 0.13: without the beginning
             values = {key if str(key).startswith("fsdp_") else f"fsdp_{key}": value for key, value in values.items()}
+        if section == "fp8_config":  # details of a precision that is refused
+            values = {key: value for key, value in values.items() if key in known_options()}
         flat |= values
     flat |= left
     found = {}
