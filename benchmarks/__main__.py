@@ -12,6 +12,7 @@ SCRIPTS = (
     "save_cost.py",
     "checkpoint.py",
     "data_order.py",
+    "dispatch.py",
     "import_time.py",
     "ddp.py",
     "memory.py",

@@ -1,0 +1,75 @@
+"""Dispatched loaders against divided ones: two gloo processes, a small convolutional network, images of 3×64×64.
+
+    python benchmarks/dispatch.py
+
+The first process reads all samples with `dispatch_batches=True`. Rounds of both loaders are interleaved in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from trainwright import Accelerator, DataLoaderConfiguration, debug_launcher
+
+BATCH_SIZE, NUM_BATCHES, LEAST_RATIO = 32, 24, 0.9
+
+
+class Images(Dataset[tuple[torch.Tensor, int]]):
+    """Images that are made when they are read, and normalized."""
+
+    def __len__(self) -> int:
+        return 2 * BATCH_SIZE * NUM_BATCHES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(index))
+        return (image - image.mean()) / image.std(), index % 10
+
+
+def samples_per_s(rounds: int, num_workers: int) -> dict[str, float]:
+    """Return the median number of samples of all processes per second, for each kind of loader."""
+    kinds = {"divided": False, "dispatched": True}
+    loops = {}
+    for kind, dispatches in kinds.items():
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatches, data_seed=0)
+        )
+        net = nn.Sequential(nn.Conv2d(3, 16, 5, 2), nn.ReLU(), nn.Conv2d(16, 32, 5, 2), nn.Flatten(), nn.LazyLinear(10))
+        net(torch.zeros(1, 3, 64, 64))
+        loader = DataLoader(Images(), BATCH_SIZE, num_workers=num_workers, persistent_workers=num_workers > 0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        loops[kind] = (accelerator, *accelerator.prepare(net, optimizer, loader))
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(rounds + 1):
+        for kind, (accelerator, model, optimizer, loader) in loops.items():
+            accelerator.wait_for_everyone()
+            start_s = time.perf_counter()
+            for images, labels in loader:
+                accelerator.backward(nn.functional.cross_entropy(model(images), labels))
+                optimizer.step()
+                optimizer.zero_grad()
+            accelerator.wait_for_everyone()
+            found[kind].append(len(Images()) / (time.perf_counter() - start_s))
+    return {kind: statistics.median(values[1:]) for kind, values in found.items()}
+
+
+def main() -> None:
+    """Print the throughput of both loaders."""
+    parser = argparse.ArgumentParser(description="Throughput of a dispatched loader over that of a divided one.")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-workers", type=int, default=0, help="of each loader")
+    arguments = parser.parse_args()
+    found = debug_launcher(samples_per_s, (arguments.rounds, arguments.num_workers), num_processes=2)
+    for kind, value in found.items():
+        print(f"{kind:<12} {value:8.0f} samples/s")
+    ratio = found["dispatched"] / found["divided"]
+    print(f"{'ok  ' if ratio >= LEAST_RATIO else 'MISS'} dispatched over divided: {ratio:.3f} (at least {LEAST_RATIO})")
+
+
+if __name__ == "__main__":
+    main()
