@@ -100,7 +100,7 @@ def check_optimizers(
 
 
 class TrainedParameters:
-    """Which parameters an engine was made to train: it goes on with these, whatever is frozen later."""
+    """Parameters that an engine was created to train, which must not be frozen later."""
 
     def __init__(self, task: nn.Module) -> None:
         self._name = type(task).__name__

@@ -261,7 +261,7 @@ def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes
     told = "its optimizer's own count" if state.step else "unknown"
     if options.step is None:
         notes.append(f"Accelerate does not save the step; it is {state.step} ({told}). Set it with --step.")
-    notes.append("Accelerate does not save the epoch; a resume begins one anew. Set how many are done with --epoch.")
+    notes.append("Accelerate does not save the epoch; a resume starts a new epoch. Set how many are done with --epoch.")
     rng = [accelerate_rng(read[name]) for name in sorted(read, key=_number) if name.startswith("random_states_")]
     if len(rng) > 1 and any(name.startswith("scheduler") for name in read):
         notes.append(
@@ -305,7 +305,7 @@ def _from_sharded(sharded: Sharded, options: ConvertOptions, notes: list[str]) -
     elif not sharded.progress and options.step is None:
         notes.append(f"The source does not say the step; it is {state.step}, its optimizer's. Set it with --step.")
     if not sharded.progress:
-        notes.append("The epoch is not in the source; a resume begins one anew. Set how many are done with --epoch.")
+        notes.append("The epoch is not in the source; a resume starts a new epoch. Set how many are done with --epoch.")
     trainer = {"hyper_parameters": sharded.progress.get("hyper_parameters") or {}, "task": {}}
     return _with_optimizers(
         Snapshot(state.to_dict(), _state_dict(sharded.weights), trainer=trainer),

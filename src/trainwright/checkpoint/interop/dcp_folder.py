@@ -89,7 +89,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
             f"{path} is missing, so that the other files of the folder cannot be read. It is written last: the save "
             "was interrupted, or the copy is incomplete. Copy it, or use another checkpoint."
         )
-    with reading(path, "is no metadata of torch.distributed.checkpoint"):
+    with reading(path, "is not metadata of torch.distributed.checkpoint"):
         data = read_bytes(path, max_bytes=MAX_PICKLE_BYTES)
         found = _Metadata(folder, PickleParser(data, limit=MAX_PICKLE_BYTES, origin=str(path)).parse())
         values = {name: found.value(name, entry) for name, entry in found.entries.items()}
@@ -182,7 +182,7 @@ class _Metadata:
     @staticmethod
     def _size(node: Any) -> tuple[int, ...]:
         if not isinstance(node, Node) or node.name != ("torch", "Size"):
-            raise ValueError("a shape that is no torch.Size")
+            raise ValueError("a shape that is not a torch.Size")
         return tuple(checked_sizes(node.args[0]))
 
 

@@ -97,7 +97,7 @@ def read_deepspeed(folder: Path) -> DeepSpeedState:
         )
     shapes = first.get("param_shapes")
     partitions = [state["optimizer_state_dict"] for state in _read_ranks(folder, _OPTIMIZER_FILE)]
-    with reading(folder, "is no checkpoint of DeepSpeed that is read"):
+    with reading(folder, "is not a supported checkpoint of DeepSpeed"):
         scheduler = first.get("lr_scheduler")
         state = DeepSpeedState({}, None, int(first["global_steps"]), scheduler if scheduler else None)
         if shapes is None:

@@ -70,7 +70,7 @@ def read_sharded(path: Path) -> Sharded | None:
     """Read a folder of torch.distributed.checkpoint or DeepSpeed, or one of Accelerate or Lightning with such.
 
     Returns:
-        None: there are no such shards in it.
+        None: it holds no such shards.
 
     Raises:
         CheckpointError: a file is missing or damaged, or there are no weights; the message names it.
