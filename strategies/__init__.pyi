@@ -11,8 +11,6 @@ from trainwright.processes.collectives import wait_for_everyone as wait_for_ever
 from trainwright.processes.devices import DistributedType as DistributedType
 from trainwright.processes.partial_state import PartialState as PartialState
 from trainwright.strategies.capabilities import Capabilities as Capabilities
-from trainwright.strategies.data_parallel import DataParallel as DataParallel
-from trainwright.strategies.data_parallel import ParallelEngine as ParallelEngine
 from trainwright.strategies.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from trainwright.strategies.ddp.local_sgd import LocalSGDStrategy as LocalSGDStrategy
@@ -33,5 +31,7 @@ from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy a
 from trainwright.strategies.offload.training import OffloadStrategy as OffloadStrategy
 from trainwright.strategies.precision import Precision as Precision
 from trainwright.strategies.registry import STRATEGIES as STRATEGIES
+from trainwright.strategies.strategy import DataParallel as DataParallel
+from trainwright.strategies.strategy import ParallelEngine as ParallelEngine
 from trainwright.strategies.strategy import SingleDeviceStrategy as SingleDeviceStrategy
 from trainwright.strategies.strategy import Strategy as Strategy

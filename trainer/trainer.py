@@ -57,7 +57,8 @@ MakeLoop = Callable[[StageRun], Loop]
 
 
 class Trainer(LightningNames):
-    """Trains, evaluates and predicts with a task.
+    """Trains, evaluates and predicts with a task. `trainwright launch` sets what `strategy`,
+    `precision`, `accumulate_grad_batches` and `compile` are if they are not given.
 
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or a vendor's name.

@@ -19,10 +19,8 @@ from trainwright.accelerator.accelerator_state import get_active_deepspeed_plugi
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
 from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
 from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
-from trainwright.accelerator.handlers import DynamoBackend as DynamoBackend
 from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwargs
 from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
-from trainwright.accelerator.handlers import TorchDynamoPlugin as TorchDynamoPlugin
 from trainwright.accelerator.local_sgd_block import LocalSGD as LocalSGD
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader as AcceleratedLoader
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel as AcceleratedModel
@@ -149,6 +147,8 @@ from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as
 from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainwright.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy as TensorParallelStrategy
+from trainwright.strategies.launched import DynamoBackend as DynamoBackend
+from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin
 from trainwright.strategies.offload.training import OffloadStrategy as OffloadStrategy
 from trainwright.strategies.strategy import SingleDeviceStrategy as SingleDeviceStrategy
 from trainwright.strategies.strategy import Strategy as Strategy

@@ -20,7 +20,6 @@ from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.ddp.replicas import (
     any_trained,
@@ -33,6 +32,7 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.gradients import GradientClip, parameters_of, weights_of_one_rank, without_loss
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
+from trainwright.strategies.strategy import DataParallel, ParallelEngine
 
 
 class LocalSGDStrategy(DataParallel):

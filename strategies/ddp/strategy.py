@@ -24,7 +24,6 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import OF_LIGHTNING, refuse_removed
-from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.ddp.comm_hooks import (
     CommHook,
     DDPCommunicationHookType,
@@ -42,6 +41,7 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
+from trainwright.strategies.strategy import DataParallel, ParallelEngine
 
 _REMOVED = {
     **OF_LIGHTNING,

@@ -27,7 +27,6 @@ from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
-from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.deepspeed.checks import (
     check_full,
     check_optimizers,
@@ -48,6 +47,7 @@ from trainwright.strategies.state import FullState, JointState, state_dict_type_
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.steps.transfer import move_task
+from trainwright.strategies.strategy import DataParallel, ParallelEngine
 from trainwright.strategies.units import replace_parameters
 
 

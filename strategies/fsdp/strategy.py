@@ -40,7 +40,6 @@ from trainwright.core.task import TaskModule
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
-from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import MetaBuilding, end_pieces
@@ -69,6 +68,7 @@ from trainwright.strategies.shards import local_piece
 from trainwright.strategies.state import FullState, shard_like, state_dict_type_name
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import Step, StepParts
+from trainwright.strategies.strategy import DataParallel, ParallelEngine
 from trainwright.strategies.units import (
     WrapPolicy,
     check_can_be_cut,

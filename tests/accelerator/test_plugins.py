@@ -36,10 +36,10 @@ from trainwright import (
     TorchTensorParallelPlugin,
     get_active_deepspeed_plugin,
 )
-from trainwright.accelerator.handlers import DynamoBackend
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
+from trainwright.strategies.launched import DynamoBackend
 
 
 @pytest.fixture(autouse=True)
@@ -331,6 +331,7 @@ def test_an_argument_that_overrides_a_variable_is_warned_of(monkeypatch: pytest.
     assert texts == ["kwargs_handlers=[DistributedDataParallelKwargs(…)] is not used: ACCELERATE_USE_FSDP=true."]
     PartialState._reset_state()
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    monkeypatch.delenv("FSDP_SHARDING_STRATEGY")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     _, texts = _with_warnings(lambda: Accelerator(cpu=True, dynamo_backend="eager"))
     assert texts == ["ACCELERATE_DYNAMO_BACKEND=INDUCTOR is overridden by dynamo_backend, which has backend='eager'."]

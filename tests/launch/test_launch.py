@@ -61,6 +61,19 @@ def test_several_processes_get_them_too(options: list[str], kind: str, script: P
     assert sorted(lines) == sorted([f"0 2 no 1 {kind}", f"[rank 1] 1 2 no 1 {kind}"])
 
 
+def test_a_trainer_gets_them_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from trainwright import Trainer\n"
+        "selection = Trainer(logger=False).settings.selection\n"
+        "print(type(selection.strategy).__name__, selection.settings.num_processes, selection.settings.precision.name,"
+        " selection.settings.accumulate_grad_batches, flush=True)"
+    )
+    options = ["--use_fsdp", "--mixed_precision", "bf16", "--gradient_accumulation_steps", 3]
+    found = _launch("--cpu", "--num_processes", 2, *options, script)
+    assert "FSDPStrategy 2 bf16-mixed 3" in found.stdout.splitlines(), found.stderr
+
+
 def test_modules_and_programs_run(script: Path) -> None:
     found = _launch("--cpu", "-m", "script", "x", cwd=script.parent)
     assert found.stdout.split() == ["0", "1", "no", "1", "NO", "x"]

@@ -22,13 +22,13 @@ from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.processes.process_group import Processes
 from trainwright.strategies import Capabilities
-from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.gradients import GradientClip, Gradients
 from trainwright.strategies.steps.step import AutomaticStep, StepParts
+from trainwright.strategies.strategy import DataParallel, ParallelEngine
 
 _LAST = 1
 

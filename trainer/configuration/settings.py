@@ -20,6 +20,7 @@ from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.trainer.configuration.arguments import TrainerArguments
 from trainwright.trainer.configuration.assembly import default_callbacks, given_callbacks, savers_last
 from trainwright.trainer.configuration.checks import check_callbacks, check_graphs, check_needs
+from trainwright.trainer.configuration.launcher_defaults import with_launched
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _POLICIES = ("raise", "skip", "rollback")  # of `on_nonfinite`
@@ -305,6 +306,7 @@ def configure(arguments: TrainerArguments) -> Settings:
         ConfigurationError: the first thing that is wrong.
     """
     check_plain_arguments(arguments)
+    arguments = with_launched(arguments)
     dev_batches = int(arguments.fast_dev_run)
     quiet = bool(dev_batches) or arguments.barebones
     if dev_batches:

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.accelerator.accelerator_state import AcceleratorState
 from trainwright.accelerator.accumulation import Accumulation, GradientAccumulationPlugin, GradientState
 from trainwright.accelerator.gathering import gather_objects, gather_real
-from trainwright.accelerator.handlers import AutocastKwargs, DataLoaderConfiguration, DynamoBackend, TorchDynamoPlugin
+from trainwright.accelerator.handlers import AutocastKwargs, DataLoaderConfiguration
 from trainwright.accelerator.item_counts import ItemCounts
 from trainwright.accelerator.logging import install_rich_tracebacks, read_trackers
 from trainwright.accelerator.loop_checkpoints import (
@@ -64,6 +64,7 @@ from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.signals import LoopSignal
+from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin
 from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.strategy import Strategy

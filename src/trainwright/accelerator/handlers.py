@@ -1,18 +1,15 @@
-"""Options of an Accelerator that belong to no engine: compilation, autocast, loss scale, process group."""
+"""Options of an Accelerator that belong to no engine: autocast, loss scale, process group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum
 from typing import Any
 
-import torch
-
-from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.core.names.foreign_names import check_class, check_owner
-from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.foreign_names import check_owner
+from trainwright.core.names.kwargs_handler import KwargsHandler
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 
 
@@ -51,84 +48,6 @@ class DataLoaderConfiguration:
             raise ConfigurationError(
                 "custom_classes is not supported. Remove it: a prepared loader keeps the class of yours."
             )
-
-
-class DynamoBackend(str, Enum):  # noqa: UP042 -- as text a member shows its class, as Accelerate's does
-    """Backends of `torch.compile`; a member equals its name in upper case. Some need another package."""
-
-    NO = "NO"
-    EAGER = "EAGER"
-    AOT_EAGER = "AOT_EAGER"
-    INDUCTOR = "INDUCTOR"
-    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
-    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
-    CUDAGRAPHS = "CUDAGRAPHS"
-    OFI = "OFI"
-    FX2TRT = "FX2TRT"
-    ONNXRT = "ONNXRT"
-    TENSORRT = "TENSORRT"
-    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
-    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
-    IPEX = "IPEX"
-    TVM = "TVM"
-    HPU_BACKEND = "HPU_BACKEND"
-
-
-@dataclass(frozen=True)
-class TorchDynamoPlugin(KwargsHandler):
-    """Options of `torch.compile` for the models that are prepared.
-
-    A field that is None takes the value of its environment variable (`ACCELERATE_DYNAMO_BACKEND`, …).
-
-    Attributes:
-        backend: A `DynamoBackend`, its name, or a function. `"no"` compiles nothing. Default: `"no"`.
-        mode, fullgraph, dynamic, options, disable: See `torch.compile`.
-        use_regional_compilation: Compile each repeated block of a model, which takes less time than compiling the whole
-            model. Sharded models are always compiled by their units. Default: False.
-    """
-
-    backend: DynamoBackend | str | Callable[..., Any] | None = from_variable("ACCELERATE_DYNAMO_BACKEND")
-    mode: str | None = from_variable("ACCELERATE_DYNAMO_MODE")
-    fullgraph: bool | None = from_variable("ACCELERATE_DYNAMO_USE_FULLGRAPH", as_flag)
-    dynamic: bool | None = from_variable("ACCELERATE_DYNAMO_USE_DYNAMIC", as_flag)
-    options: dict[str, Any] | None = None
-    disable: bool = False
-    use_regional_compilation: bool | None = from_variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", as_flag)
-
-    def compile_options(self) -> dict[str, Any] | None:
-        """Return the arguments of `torch.compile`; None if nothing is compiled.
-
-        Raises:
-            ConfigurationError: The backend is unknown.
-        """
-        backend: Any = self.backend
-        if isinstance(backend, str):
-            name = backend.value if isinstance(backend, DynamoBackend) else backend
-            known = [member.lower() for member in DynamoBackend.__members__]
-            backend = name.lower() if name.lower() in known else name
-            if backend not in known and backend not in torch.compiler.list_backends():
-                raise ConfigurationError(
-                    f"dynamo backend {name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}."
-                )
-        if backend in (None, "no"):
-            return None
-        options = {"mode": self.mode, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": self.options}
-        found = {name: value for name, value in options.items() if value is not None}
-        return {"backend": backend, **found, **({"disable": True} if self.disable else {})}
-
-
-def read_dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """Return how models are compiled, from the two arguments that may say it, or else from variables.
-
-    Raises:
-        ConfigurationError: Both are given, or the plugin is not a `TorchDynamoPlugin`.
-    """
-    if plugin is None:
-        return TorchDynamoPlugin(backend)
-    if backend is not None:
-        raise ConfigurationError(f"dynamo_backend={backend!r} and dynamo_plugin both select a compiler. Pass one.")
-    check_class("dynamo_plugin", plugin, TorchDynamoPlugin)
-    return plugin
 
 
 @dataclass(frozen=True)

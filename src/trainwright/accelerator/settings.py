@@ -16,21 +16,18 @@ import torch
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin, check_steps
 from trainwright.accelerator.handlers import (
     DataLoaderConfiguration,
-    DynamoBackend,
     Handlers,
-    TorchDynamoPlugin,
-    read_dynamo,
     sort_handlers,
 )
 from trainwright.accelerator.project import ProjectConfiguration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.names.foreign_names import check_class
 from trainwright.core.names.stand_in import is_active
-from trainwright.core.process import detect, variables
+from trainwright.core.process import detect
+from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin, read_dynamo, read_launched
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import (
     ENGINE_ARGUMENTS,
-    ENGINE_VARIABLES,
     EnginePlugin,
     Selection,
     choose_for_loop,
@@ -150,9 +147,16 @@ def read_settings(
     topology = detect()
     handlers = sort_handlers(kwargs_handlers or ())
     choice = choose_for_loop(strategy, plugins, shared, handlers.ddp)
-    mixed_precision, steps, cpu, texts = read_launcher_variables(mixed_precision, steps, accumulation, cpu)
-    mixed_precision = choice.mixed_precision if mixed_precision is None else mixed_precision
-    accumulation = accumulation_of(steps, accumulation)
+    launched = read_launched(choice.argument)
+    texts = launched.unused(
+        f"mixed_precision={mixed_precision!r}" if mixed_precision not in (None, launched.mixed_precision) else None,
+        _stated_steps(steps, accumulation, launched.accumulation),
+    )
+    mixed_precision = mixed_precision or launched.mixed_precision or choice.mixed_precision
+    accumulation = accumulation_of(
+        launched.accumulation if steps == 1 and accumulation is None else steps, accumulation
+    )
+    cpu = cpu or launched.cpu
     accumulation = _stated(accumulation, choice.accumulation, texts)
     dynamo = read_dynamo(dynamo_backend, dynamo_plugin)
     origin = "dynamo_backend" if dynamo_plugin is None else "dynamo_plugin"
@@ -181,6 +185,14 @@ def read_settings(
         choice.plugins,
         choice.arrangement,
     )
+
+
+def _stated_steps(steps: int, plugin: object, launched: int) -> str | None:
+    """Return the argument that states another number of micro-batches than the launcher's variable; None: none does."""
+    if plugin is not None:
+        own = getattr(plugin, "num_steps", None) or 1
+        return f"gradient_accumulation_plugin: {own} steps" if own != launched else None
+    return f"gradient_accumulation_steps={steps}" if steps not in (1, launched) else None
 
 
 def _stated(
@@ -333,86 +345,3 @@ def compare_precision(accelerator: object, precision: str, *, warns: bool) -> No
             TrainwrightWarning,
             stacklevel=4,
         )
-
-
-_PREFIX = "ACCELERATE_"
-_PRECISION, _STEPS, _CPU = (_PREFIX + name for name in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_CPU"))
-_SAYS_NOTHING = ("", "0", "no", "none", "false", "default")
-_ENGINES = {"USE_MEGATRON_LM": "megatron_lm_plugin"}
-_INSTEAD = {
-    **{
-        name: f"Accelerator trains replicas of a model; write a TaskModule for {ENGINE_ARGUMENTS[plugin]}"
-        for name, plugin in _ENGINES.items()
-    },
-    "TORCH_DEVICE": "choose devices by CUDA_VISIBLE_DEVICES",
-    "USE_SAGEMAKER": "start the script with torchrun",
-}
-# Read elsewhere, about the launcher's own output, or details of what is warned of by another name.
-_QUIET = (
-    "CPU_AFFINITY",
-    "DEBUG_MODE",
-    "ENABLE_RICH",
-    "DISABLE_RICH",
-    "LOG_LEVEL",
-    "CONFIG_DS_FIELDS",
-    "GRADIENT_CLIPPING",
-    *(name.removeprefix(_PREFIX) for name in ENGINE_VARIABLES),
-)
-_DETAILS = ("DYNAMO_", "DEEPSPEED_", "FP8_", "SAGEMAKER_")
-
-
-def read_launcher_variables(
-    mixed_precision: str | None, steps: Any, plugin: Any, cpu: bool
-) -> tuple[str | None, Any, bool, list[str]]:
-    """Return the precision, the accumulation steps and `cpu`, from the variables where the arguments say nothing.
-
-    Last comes a text for each variable that an argument overrides or that is not honored.
-
-    Args:
-        mixed_precision: the argument; None says nothing.
-        steps: the argument `gradient_accumulation_steps`; 1 says nothing.
-        plugin: the argument `gradient_accumulation_plugin`, which has `num_steps`; None says nothing.
-        cpu: the argument; False says nothing.
-
-    Raises:
-        ConfigurationError: A variable has a value that it cannot have.
-    """
-    said = variables(_PREFIX)
-    unheard: list[str] = []
-    precision = said.pop(_PRECISION, "no").lower()
-    if mixed_precision is None and precision != "no":
-        if precision not in _PRECISIONS:
-            raise ConfigurationError(f"{_PRECISION}={precision!r}: expected 'no', 'fp16' or 'bf16'.")
-        mixed_precision = precision
-    elif precision not in ("no", mixed_precision):
-        unheard.append(f"{_PRECISION}={precision} is overridden by mixed_precision={mixed_precision!r}.")
-    wanted = _steps(said.pop(_STEPS, "1"))
-    own = steps if plugin is None else getattr(plugin, "num_steps", None) or 1
-    if plugin is None and steps == 1:
-        steps = wanted
-    elif wanted not in (1, own):
-        origin = (
-            f"gradient_accumulation_steps={own}" if plugin is None else f"gradient_accumulation_plugin: {own} steps"
-        )
-        unheard.append(f"{_STEPS}={wanted} is overridden by {origin}.")
-    cpu = said.pop(_CPU, "false").lower() not in _SAYS_NOTHING or cpu
-    unheard += [text for name, value in sorted(said.items()) if (text := _unheard(name, value))]
-    return mixed_precision, steps, cpu, unheard
-
-
-def _steps(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigurationError(f"{_STEPS}={text!r}: expected a whole number of at least 1.")
-    return int(text)
-
-
-def _unheard(name: str, value: str) -> str | None:
-    """Return what to say of a variable; None where it says nothing, or is for others."""
-    short = name.removeprefix(_PREFIX)
-    if value.lower() in _SAYS_NOTHING or short in _QUIET:
-        return None
-    if short in _INSTEAD:
-        return f"{name}={value} is not honoured: {_INSTEAD[short]}."
-    if short.startswith(_DETAILS):
-        return None
-    return f"{name}={value} is not read by Trainwright. Unset it, or pass what it says as an argument."

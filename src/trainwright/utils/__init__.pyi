@@ -9,10 +9,8 @@ from trainwright.accelerator.functions import merge_fsdp_weights as merge_fsdp_w
 from trainwright.accelerator.functions import save as save
 from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
 from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
-from trainwright.accelerator.handlers import DynamoBackend as DynamoBackend
 from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwargs
 from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
-from trainwright.accelerator.handlers import TorchDynamoPlugin as TorchDynamoPlugin
 from trainwright.accelerator.logging import tqdm as tqdm
 from trainwright.accelerator.prepared.scheduler import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
@@ -152,4 +150,6 @@ from trainwright.strategies.deepspeed.placeholders import DummyScheduler as Dumm
 from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from trainwright.strategies.launched import DynamoBackend as DynamoBackend
+from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin
 from trainwright.strategies.precision import get_grad_scaler as get_grad_scaler

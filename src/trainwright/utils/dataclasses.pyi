@@ -2,10 +2,8 @@ from trainwright.accelerator.accumulation import GradientAccumulationPlugin as G
 from trainwright.accelerator.functions import get_module_class_from_name as get_module_class_from_name
 from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
 from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
-from trainwright.accelerator.handlers import DynamoBackend as DynamoBackend
 from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwargs
 from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
-from trainwright.accelerator.handlers import TorchDynamoPlugin as TorchDynamoPlugin
 from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
 from trainwright.bigmodels.maps.sizes import CustomDtype as CustomDtype
 from trainwright.bigmodels.quantization.quantization import BnbQuantizationConfig as BnbQuantizationConfig
@@ -21,3 +19,5 @@ from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs 
 from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from trainwright.strategies.launched import DynamoBackend as DynamoBackend
+from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin

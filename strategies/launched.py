@@ -1,0 +1,199 @@
+"""What the launcher's environment variables set, for Trainers and Accelerators whose arguments do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+import torch
+
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.names.foreign_names import check_class
+from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable, read_variable
+from trainwright.core.process import variables
+from trainwright.strategies.select import ENGINE_VARIABLES, PLUGINS
+
+_PREFIX = "ACCELERATE_"
+_PRECISION, _STEPS, _CPU = (_PREFIX + name for name in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_CPU"))
+_EMPTY = ("", "0", "no", "none", "false", "default")
+_INSTEAD = {
+    "USE_MEGATRON_LM": "set ACCELERATE_USE_PARALLELISM_CONFIG, which splits layers, or ACCELERATE_USE_FSDP",
+    "TORCH_DEVICE": "choose devices by CUDA_VISIBLE_DEVICES",
+    "USE_SAGEMAKER": "start the script with torchrun",
+}
+# Read elsewhere, about the launcher's own output, or details of what is warned of by another name.
+_READ_ELSEWHERE = (
+    *("CPU_AFFINITY", "DEBUG_MODE", "ENABLE_RICH", "DISABLE_RICH", "LOG_LEVEL", "CONFIG_DS_FIELDS"),
+    *(name.removeprefix(_PREFIX) for name in ENGINE_VARIABLES),
+)
+_DETAILS = ("DYNAMO_", "FP8_", "SAGEMAKER_")
+# Beginnings of the variables with the options of an engine, and those that are read without it too.
+_OPTIONS = {
+    "ACCELERATE_USE_FSDP": ("FSDP_",),
+    "ACCELERATE_USE_DEEPSPEED": ("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_CLIPPING"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("PARALLELISM_CONFIG_",),
+}
+_ALWAYS_READ = ("FSDP_CPU_RAM_EFFICIENT_LOADING",)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What the launcher's variables set.
+
+    Attributes:
+        mixed_precision: `"fp16"` or `"bf16"`; None: not set.
+        accumulation: micro-batches of one optimizer step; 1: not set.
+        cpu: use the CPU although there is an accelerator.
+        not_read: a text for each variable that is set and that nothing reads.
+    """
+
+    mixed_precision: str | None
+    accumulation: int
+    cpu: bool
+    not_read: list[str]
+
+    def unused(self, precision: str | None, accumulation: str | None) -> list[str]:
+        """Return a text for each variable that is set and makes no difference.
+
+        Args:
+            precision: the argument that sets another precision; None: none does.
+            accumulation: the argument that sets another number of micro-batches; None: none does.
+        """
+        found = []
+        if precision is not None and self.mixed_precision is not None:
+            found.append(f"{_PRECISION}={self.mixed_precision} is overridden by {precision}.")
+        if accumulation is not None and self.accumulation != 1:
+            found.append(f"{_STEPS}={self.accumulation} is overridden by {accumulation}.")
+        return found + self.not_read
+
+
+def read_launched(argument: str | None) -> Launched:
+    """Read the launcher's variables.
+
+    Args:
+        argument: the argument of an Accelerator whose plugin describes the engine, whichever of the argument and the
+            variables has selected it; None: there is none.
+
+    Raises:
+        ConfigurationError: A variable has a value that it cannot have.
+    """
+    found = variables(_PREFIX)
+    precision = found.pop(_PRECISION, "no").lower()
+    if precision not in ("no", "fp16", "bf16"):
+        raise ConfigurationError(f"{_PRECISION}={precision!r}: expected 'no', 'fp16' or 'bf16'.")
+    steps = found.pop(_STEPS, "1")
+    if not steps.isdecimal() or int(steps) < 1:
+        raise ConfigurationError(f"{_STEPS}={steps!r}: expected a whole number of at least 1.")
+    cpu = found.pop(_CPU, "false").lower() not in _EMPTY
+    texts = [text for name, value in sorted(found.items()) if (text := _not_read(name, value))]
+    texts += _engine_options_not_read(argument)
+    return Launched(None if precision == "no" else precision, int(steps), cpu, texts)
+
+
+def _not_read(name: str, value: str) -> str | None:
+    """Return the text for a variable that nothing reads; None if something does, or it says nothing."""
+    short = name.removeprefix(_PREFIX)
+    engines = tuple(prefix for prefixes in _OPTIONS.values() for prefix in prefixes)
+    if value.lower() in _EMPTY or short in _READ_ELSEWHERE or name.startswith(engines):
+        return None
+    if short in _INSTEAD:
+        return f"{name}={value} is not honoured: {_INSTEAD[short]}."
+    if short.startswith(_DETAILS):
+        return None
+    return f"{name}={value} is not read by Trainwright. Unset it, or pass what it says as an argument."
+
+
+def _engine_options_not_read(argument: str | None) -> list[str]:
+    """Return a text for each engine that is not used although variables set options of it."""
+    found = []
+    for switch, prefixes in _OPTIONS.items():
+        names = [name for prefix in prefixes for name, value in sorted(variables(prefix).items()) if value.strip()]
+        names = [name for name in names if name not in _ALWAYS_READ]
+        if ENGINE_VARIABLES[switch] != argument and names and not read_variable(switch, as_flag):
+            found.append(f"{', '.join(names)}: not used, because {switch} is not set.")
+        elif names:
+            plugin: Any = PLUGINS.get(ENGINE_VARIABLES[switch])
+            known = {one.metadata.get("variable") for one in fields(plugin)}
+            unknown = sorted(set(names) - known)
+            found += [f"{name} is not known, and not used.{nearest(name, filter(None, known))}" for name in unknown]
+    return found
+
+
+class DynamoBackend(str, Enum):  # noqa: UP042 -- as text a member shows its class, as Accelerate's does
+    """Backends of `torch.compile`; a member equals its name in upper case. Some need another package."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    IPEX = "IPEX"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+
+
+@dataclass(frozen=True)
+class TorchDynamoPlugin(KwargsHandler):
+    """Options of `torch.compile` for the models that are prepared.
+
+    A field that is None takes the value of its environment variable (`ACCELERATE_DYNAMO_BACKEND`, …).
+
+    Attributes:
+        backend: A `DynamoBackend`, its name, or a function. `"no"` compiles nothing. Default: `"no"`.
+        mode, fullgraph, dynamic, options, disable: See `torch.compile`.
+        use_regional_compilation: Compile each repeated block of a model, which takes less time than compiling the whole
+            model. Sharded models are always compiled by their units. Default: False.
+    """
+
+    backend: DynamoBackend | str | Callable[..., Any] | None = from_variable("ACCELERATE_DYNAMO_BACKEND")
+    mode: str | None = from_variable("ACCELERATE_DYNAMO_MODE")
+    fullgraph: bool | None = from_variable("ACCELERATE_DYNAMO_USE_FULLGRAPH", as_flag)
+    dynamic: bool | None = from_variable("ACCELERATE_DYNAMO_USE_DYNAMIC", as_flag)
+    options: dict[str, Any] | None = None
+    disable: bool = False
+    use_regional_compilation: bool | None = from_variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", as_flag)
+
+    def compile_options(self) -> dict[str, Any] | None:
+        """Return the arguments of `torch.compile`; None if nothing is compiled.
+
+        Raises:
+            ConfigurationError: The backend is unknown.
+        """
+        backend: Any = self.backend
+        if isinstance(backend, str):
+            name = backend.value if isinstance(backend, DynamoBackend) else backend
+            known = [member.lower() for member in DynamoBackend.__members__]
+            backend = name.lower() if name.lower() in known else name
+            if backend not in known and backend not in torch.compiler.list_backends():
+                raise ConfigurationError(
+                    f"dynamo backend {name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}."
+                )
+        if backend in (None, "no"):
+            return None
+        options = {"mode": self.mode, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": self.options}
+        found = {name: value for name, value in options.items() if value is not None}
+        return {"backend": backend, **found, **({"disable": True} if self.disable else {})}
+
+
+def read_dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """Return how models are compiled, from the two arguments that may say it, or else from variables.
+
+    Raises:
+        ConfigurationError: Both are given, or the plugin is not a `TorchDynamoPlugin`.
+    """
+    if plugin is None:
+        return TorchDynamoPlugin(backend)
+    if backend is not None:
+        raise ConfigurationError(f"dynamo_backend={backend!r} and dynamo_plugin both select a compiler. Pass one.")
+    check_class("dynamo_plugin", plugin, TorchDynamoPlugin)
+    return plugin

@@ -1,0 +1,107 @@
+"""Settings of `trainwright launch` in a Trainer that does not give them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from trainwright import ConfigurationError, DDPStrategy, Trainer
+from trainwright.trainer.configuration.settings import Settings
+
+
+def _settings(**arguments: Any) -> Settings:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(**quiet, **arguments).settings
+
+
+@pytest.fixture(autouse=True)
+def _no_other_warning() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def test_variables_are_the_defaults_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3",
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_DYNAMO_BACKEND": "EAGER",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    }.items():
+        monkeypatch.setenv(name, value)
+    found = _settings()
+    settings = found.selection.settings
+    assert type(found.selection.strategy).__name__ == "FSDPStrategy"
+    assert settings.precision.name == "bf16-mixed"
+    assert (settings.accumulate_grad_batches, found.accumulate_grad_batches) == (3, 3)
+    assert (settings.device_type, settings.compile_options) == ("cpu", {"backend": "eager"})
+
+
+def test_the_configuration_of_deepspeed_states_accumulation_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    found = _settings()
+    strategy: Any = found.selection.strategy
+    assert (strategy.config.stage, strategy.config.clipping) == (1, 0.5)
+    assert found.selection.settings.precision.name == "bf16-mixed"
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "text"),
+    [
+        (
+            {"ACCELERATE_MIXED_PRECISION": "bf16"},
+            {"precision": "32-true"},
+            "ACCELERATE_MIXED_PRECISION=bf16 is overridden by precision='32-true'.",
+        ),
+        (
+            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"},
+            {"accumulate_grad_batches": 2},
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=3 is overridden by accumulate_grad_batches=2.",
+        ),
+        (
+            {"ACCELERATE_USE_FSDP": "true"},
+            {"strategy": DDPStrategy()},
+            "ACCELERATE_USE_FSDP=true is overridden by strategy=DDPStrategy().",
+        ),
+        ({"FSDP_VERSION": "2"}, {}, "FSDP_VERSION: not used, because ACCELERATE_USE_FSDP is not set."),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSIONS": "2"},
+            {},
+            "FSDP_VERSIONS is not known, and not used. Did you mean 'FSDP_VERSION'?",
+        ),
+        (
+            {"ACCELERATE_DYNAMO_BACKEND": "EAGER"},
+            {"compile": "default"},
+            "ACCELERATE_DYNAMO_BACKEND=EAGER is overridden by compile='default'.",
+        ),
+        (
+            {"ACCELERATE_LAUNCH_DELAY": "2"},
+            {},
+            "ACCELERATE_LAUNCH_DELAY=2 is not read by Trainwright. Unset it, or pass what it says as an argument.",
+        ),
+    ],
+)
+def test_what_is_not_used_is_told(
+    variables: dict[str, str], arguments: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        _settings(**arguments)
+    assert [str(one.message) for one in seen] == [text]
+    assert seen[0].filename == __file__
+
+
+def test_a_value_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp61")
+    with pytest.raises(ConfigurationError, match="expected 'no', 'fp16' or 'bf16'"):
+        _settings()

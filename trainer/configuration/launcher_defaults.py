@@ -1,0 +1,55 @@
+"""A Trainer's arguments, with the launcher's environment variables where they are not given."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.process import detect
+from trainwright.strategies.launched import TorchDynamoPlugin, read_launched
+from trainwright.strategies.select import choose_for_loop
+from trainwright.trainer.configuration.arguments import TrainerArguments
+
+_PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+def with_launched(arguments: TrainerArguments) -> TrainerArguments:
+    """Return the arguments, with what the launcher's variables set where they are not given.
+
+    An argument that is given takes precedence; rank 0 warns of variables that it overrides and of those that are not
+    used.
+
+    Raises:
+        ConfigurationError: A variable has a value that it cannot have, or two select an engine.
+    """
+    choice = choose_for_loop(arguments.strategy, {}, {}, None)
+    launched = read_launched(choice.argument)
+    dynamo = TorchDynamoPlugin()
+    precision, steps = arguments.precision, arguments.accumulate_grad_batches
+    different = precision is not None and precision != _PRECISIONS.get(launched.mixed_precision or "")
+    texts = choice.overridden + launched.unused(
+        f"precision={precision!r}" if different else None,
+        f"accumulate_grad_batches={steps}" if steps not in (1, launched.accumulation) else None,
+    )
+    if launched.cpu and arguments.accelerator not in ("auto", "cpu"):
+        texts.append(f"ACCELERATE_USE_CPU=true is overridden by accelerator={arguments.accelerator!r}.")
+    options = dynamo.compile_options()
+    if options is not None and arguments.compile is not False:
+        texts.append(f"ACCELERATE_DYNAMO_BACKEND={dynamo.backend} is overridden by compile={arguments.compile!r}.")
+    if options is not None and dynamo.use_regional_compilation:
+        texts.append("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true is not used: a Trainer compiles whole steps.")
+    for text in texts if detect(arguments.launcher).rank == 0 else ():
+        warnings.warn(text, TrainwrightWarning, stacklevel=5)
+    (strategy,) = choice.strategies
+    said, stated = launched.mixed_precision, None
+    if choice.argument is not None:  # the variables select the engine, whose configuration may state these
+        said, stated = said or choice.mixed_precision, choice.accumulation
+    return replace(
+        arguments,
+        strategy=strategy,
+        precision=_PRECISIONS[said] if precision is None and said else precision,
+        accumulate_grad_batches=steps if steps != 1 else stated or launched.accumulation,
+        accelerator="cpu" if launched.cpu and arguments.accelerator == "auto" else arguments.accelerator,
+        compile=options if options is not None and arguments.compile is False else arguments.compile,
+    )
