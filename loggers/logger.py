@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.process import detect
 
 if TYPE_CHECKING:
@@ -106,8 +106,19 @@ class Logger(ABC):
         self.prefix = prefix
 
     @classmethod
-    def in_folder(cls, root_dir: Path) -> Logger:
-        """Return a logger with default settings that writes below `root_dir`; for `Trainer(logger="csv")`."""
+    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
+        """Return a logger that writes below a folder; for `Trainer(logger="csv")` and `Accelerator.init_trackers`.
+
+        Args:
+            root_dir: the folder.
+            project: the name of the project or of the run. Default: None, which is the logger's own.
+            options: of the backend.
+
+        Raises:
+            ConfigurationError: there is no such option.
+        """
+        if options:
+            raise ConfigurationError(f"{cls.__name__} has no options, and got {', '.join(options)}.")
         return cls()
 
     # Opening and closing
@@ -165,6 +176,17 @@ class Logger(ABC):
     def log_text(self, key: str, text: str, step: int) -> None:
         """Record a text."""
         _cannot_log(self, "text")
+
+    def log_table(
+        self,
+        key: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: object = None,
+        step: int | None = None,
+    ) -> None:
+        """Record a table: `columns` with rows of `data`, or a pandas frame. Default: as a text in Markdown."""
+        self.log_text(key, markdown(*cells(columns, data, dataframe)), step or 0)
 
     def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
         """Record the graph of `task.forward(example_input)`; `task.example_input_array` if no input is given."""
@@ -268,6 +290,21 @@ class Logger(ABC):
         if message not in warned:
             warned.add(message)
             warnings.warn(message, TrainwrightWarning, stacklevel=3)
+
+
+def cells(columns: list[str] | None, data: list[list[Any]] | None, dataframe: Any) -> tuple[list[str], list[list[Any]]]:
+    """Return the columns and rows of a table that is given as either or as a pandas frame."""
+    if dataframe is not None:
+        frame: Any = dataframe
+        return [str(name) for name in frame.columns], frame.to_numpy().tolist()
+    rows = [] if data is None else [list(row) for row in data]
+    return columns or [str(index) for index in range(len(rows[0]) if rows else 0)], rows
+
+
+def markdown(columns: list[str], rows: list[list[Any]]) -> str:
+    """Return a table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 def _cannot_log(logger: Logger, what: str) -> None:

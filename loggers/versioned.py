@@ -72,8 +72,9 @@ class VersionedLogger(Logger):
     """Attributes that hold open things, which a copy in another process opens for itself."""
 
     @classmethod
-    def in_folder(cls, root_dir: Path) -> Logger:
-        return cls(save_dir=root_dir)
+    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
+        """Return a logger that writes below a folder; into `root_dir/project` if there is a project."""
+        return cls(root_dir, **options) if project is None else cls(root_dir, None, project, **options)
 
     @property
     def name(self) -> str:

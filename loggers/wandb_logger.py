@@ -103,8 +103,9 @@ class WandbLogger(Logger):
         self._ended: Any = None  # the W&B run that `finish` has closed
 
     @classmethod
-    def in_folder(cls, root_dir: Path) -> Logger:
-        return cls(save_dir=root_dir)
+    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
+        """Return a logger for runs of a project; `options` may name another folder."""
+        return cls(project=project, **{"save_dir": root_dir, **options})
 
     @property
     def name(self) -> str | None:

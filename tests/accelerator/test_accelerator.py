@@ -354,8 +354,8 @@ def test_arguments_that_say_nothing_are_accepted() -> None:
 
 def test_methods_that_are_not_there_name_what_serves() -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(AttributeError, match=r"no 'init_trackers' yet\. Instead: a logger of trainwright"):
-        accelerator.init_trackers("project")
+    with pytest.raises(AttributeError, match=r"no 'profile' yet\. Instead: torch"):
+        accelerator.profile()
     with pytest.raises(AttributeError, match="Did you mean 'gather'"):
         _ = accelerator.gathr
 

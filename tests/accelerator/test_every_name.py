@@ -18,13 +18,12 @@ import torch
 import trainwright
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, PartialState
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.host import cpu_affinity
 from trainwright.core.names.foreign_names import answer
 from trainwright.logging import get_logger
 from trainwright.tracking import on_main_process
 from trainwright.utils import (
-    LoggerType,
     get_cpu_distributed_information,
     load,
     override_numa_affinity,
@@ -110,7 +109,7 @@ REFUSED_NAMES = (
     "MegatronLMPlugin avg_losses_across_data_parallel_group gather_across_data_parallel_groups initialize "
     "FP8RecipeKwargs apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers "
     "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper ProfileKwargs install_xla "
-    "AimTracker ClearMLTracker CometMLTracker GeneralTracker MLflowTracker TensorBoardTracker WandBTracker"
+    "AimTracker ClearMLTracker CometMLTracker MLflowTracker"
 )
 _IMPORTS = [(path, name) for path, names in NAMES.items() for name in names.split()]
 
@@ -148,33 +147,6 @@ def test_each_name_is_importable_by_its_path_or_names_what_to_write(path: str) -
         with pytest.raises(ImportError, match=f"{name} of Accelerate is not here: .*[a-z]") as caught:
             exec(f"from {module.__name__} import {name}", {})
         assert str(answer(name, "Accelerate")) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("log_with", "trackers", "text"),
-    [
-        ("wandb", [LoggerType.WANDB], "trainwright.loggers.WandbLogger"),
-        ([LoggerType.TENSORBOARD, "wandb"], [LoggerType.TENSORBOARD, LoggerType.WANDB], "TensorBoardLogger or train"),
-        ("mlflow", [LoggerType.MLFLOW], "a sub-class of trainwright.loggers.Logger"),
-    ],
-)
-def test_a_requested_tracker_gives_one_warning_that_names_a_logger(
-    log_with: Any, trackers: list[LoggerType], text: str
-) -> None:
-    with pytest.warns(TrainwrightWarning, match="log_with=") as seen:
-        accelerator = Accelerator(cpu=True, log_with=log_with)
-    assert accelerator.log_with == trackers
-    assert len(seen) == 1
-    assert text in str(seen[0].message)
-    assert seen[0].filename == __file__
-    assert Accelerator(cpu=True).log_with == []  # and no warning
-
-
-def test_an_unknown_tracker_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'tensorboard'"):
-        Accelerator(cpu=True, log_with="tensorbord")
-    with pytest.raises(ConfigurationError, match=r"of your own, sub-class trainwright\.loggers\.Logger"):
-        Accelerator(cpu=True, log_with=[object()])  # type: ignore[list-item]
 
 
 def test_a_tracker_s_method_runs_on_the_main_process() -> None:

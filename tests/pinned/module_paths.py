@@ -28,6 +28,7 @@ _HOMES = {
     "core.host.cpu_affinity": "get_cpu_distributed_information override_numa_affinity set_numa_affinity",
     "strategies.deepspeed.hf_config": "HfDeepSpeedConfig",
     "accelerator.prepared.free_loaders": "DataLoaderDispatcher DataLoaderShard prepare_data_loader",
+    "accelerator.trackers": "GeneralTracker TensorBoardTracker WandBTracker",
     "accelerator.logging": "MultiProcessAdapter get_logger on_main_process tqdm",
     "core.names.constants": (
         "FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE "
@@ -119,7 +120,7 @@ PATHS: dict[str, str] = {
     "parallelism_config": "ParallelismConfig",
     "scheduler": "AcceleratedScheduler",
     "state": "AcceleratorState GradientState PartialState",
-    "tracking": "LoggerType get_logger on_main_process",
+    "tracking": "GeneralTracker LoggerType TensorBoardTracker WandBTracker get_logger on_main_process",
     "utils": " ".join([*_UTILS.values(), "tqdm"]),
     **{f"utils.{name}": names for name, names in _UTILS.items()},
 }

@@ -30,7 +30,7 @@ from trainwright.accelerator.accumulation import Accumulation, GradientAccumulat
 from trainwright.accelerator.gathering import gather_objects, gather_real
 from trainwright.accelerator.handlers import AutocastKwargs, DataLoaderConfiguration
 from trainwright.accelerator.item_counts import ItemCounts
-from trainwright.accelerator.logging import install_rich_tracebacks, read_trackers
+from trainwright.accelerator.logging import install_rich_tracebacks
 from trainwright.accelerator.loop_checkpoints import (
     LoadHook,
     LoopCheckpoints,
@@ -55,6 +55,7 @@ from trainwright.accelerator.settings import (
     refuse_unknown,
     schedule_steps_of,
 )
+from trainwright.accelerator.trackers import GeneralTracker, LoopTrackers, read_trackers
 from trainwright.bigmodels.saving import save_model, save_object, save_sharded_model
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.host.memory import release_memory
@@ -113,8 +114,8 @@ class Accelerator:
         dynamo_backend: compile models that are prepared with this backend of `torch.compile`. Default: `"no"`.
         dynamo_plugin: a `TorchDynamoPlugin` instead of the backend, with all options.
         dataloader_config: a `DataLoaderConfiguration` with the options for preparing loaders. Default: None.
-        log_with: Trackers of a program written for Accelerate: a `LoggerType`, its name, or a list of them. None is
-            started; a warning names the logger to use. Default: None.
+        log_with: trackers that `init_trackers` starts: a `LoggerType`, its name, a `GeneralTracker` or a list of these;
+            `"all"`: every one that is installed. Default: None.
         project_dir: Folder of the project, or its URL. Default: None.
         project_config: Where states are saved, and how many are kept. Default: None.
         rng_types: generators that get the state of the first process before each pass of a prepared loader; see
@@ -162,7 +163,7 @@ class Accelerator:
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
-        log_with: str | LoggerType | Sequence[str | LoggerType] | None = None,
+        log_with: str | LoggerType | GeneralTracker | Sequence[str | LoggerType | GeneralTracker] | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         rng_types: Sequence[str | RNGType] | None = None,
@@ -172,7 +173,8 @@ class Accelerator:
         if deepspeed_plugins is not None and deepspeed_plugin is not None:
             raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are the same argument. Pass one of them.")
         install_rich_tracebacks()
-        self.log_with = read_trackers(log_with)
+        self.project_configuration = project_of(project_dir, project_config)
+        self.log_with = read_trackers(log_with, self.project_configuration.logging_dir)
         self.dataloader_config = loader_settings(split_batches, seed, dataloader_config)
         self._settings = settings = read_settings(
             mixed_precision=mixed_precision,
@@ -203,7 +205,7 @@ class Accelerator:
         self.schedule_steps = schedule_steps_of(schedule_steps)
         self._syncs_each_batch = settings.accumulation.sync_each_batch or self.strategy.sync_each_batch
         self._others: list[Any] = []
-        self.project_configuration = project_of(project_dir, project_config)
+        self._trackers = LoopTrackers(self.log_with, self.project_configuration.logging_dir)
         self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
         self._begin(
             self.dataloader_config.data_seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process
@@ -1028,8 +1030,94 @@ class Accelerator:
         release_memory()
         return found
 
+    # Trackers
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers that `init_trackers` has started and that have not failed."""
+        return self._trackers.started
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Open a run of each tracker of `log_with`, and close earlier ones.
+
+        A tracker that fails, here or later, raises a warning and is not used any more.
+
+        Args:
+            project_name: The project of the run; with TensorBoard the folder inside the folder of the project.
+            config: Hyper-parameters to record. Default: None.
+            init_kwargs: Options of trackers, by their names: `{"wandb": {"tags": ["a"]}}`. Default: None.
+
+        Raises:
+            ConfigurationError: `init_kwargs` names another tracker, or an option is wrong.
+        """
+        self._trackers.start(project_name, config, init_kwargs or {})
+
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record values with each tracker. Not collective: the first process's are recorded.
+
+        Args:
+            values: Numbers, tensors with one element (which are read, so this waits for the device), texts, and
+                mappings of them. Trackers of your own get them as they are.
+            step: Of the curves. Default: None, which is the one after the last.
+            log_kwargs: Options for the `log` of trackers of your own, by their names. Default: None.
+
+        Raises:
+            ConfigurationError: `init_trackers` has not been called, or `log_kwargs` names another tracker.
+        """
+        self._trackers.each("log", values, step, options=log_kwargs)
+
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record lists of images by their names, with each tracker that takes images. See `log`."""
+        self._trackers.each("log_images", values, step, options=log_kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: object = None,
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record a table, as `columns` with rows of `data` or as a pandas frame, with each tracker that takes tables.
+
+        See `log`.
+        """
+        self._trackers.each("log_table", table_name, columns, data, dataframe, step, options=log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return the tracker of a name; on other processes than the first an object that does nothing.
+
+        Args:
+            name: `"wandb"`, `"tensorboard"`, …, or the name of a tracker of your own.
+            unwrap: Return the run of the tracker's library. Default: False.
+
+        Raises:
+            ConfigurationError: There is none.
+        """
+        return self._trackers.get(name, unwrap=unwrap)
+
     def end_training(self) -> None:
-        """Wait for the last save, restore signal handlers and leave the process group, without waiting for others."""
+        """Wait for the last save, close trackers, restore signal handlers and leave the process group.
+
+        It does not wait for other processes.
+        """
+        self._trackers.finish()
         self._checkpoints.close()
         if self._signal is not None:
             self._signal.close()

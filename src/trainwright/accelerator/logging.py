@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections.abc import Callable, MutableMapping
 from typing import Any, ParamSpec, TypeVar
 
-from trainwright.core.errors import TrainwrightWarning, unknown
-from trainwright.core.names.constants import LoggerType
 from trainwright.core.names.kwargs_handler import as_flag, read_variable
 from trainwright.core.names.packages import is_rich_available
 from trainwright.core.process import detect, variable
@@ -20,8 +17,6 @@ T = TypeVar("T")
 
 _LEVEL = "ACCELERATE_LOG_LEVEL"
 _RICH = "ACCELERATE_ENABLE_RICH"
-_LOGGER = "trainwright.loggers.Logger"
-_LOGGERS = {LoggerType.TENSORBOARD: "TensorBoardLogger", LoggerType.WANDB: "WandbLogger"}
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
@@ -73,30 +68,6 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         logger.setLevel(level.upper())
         logger.root.setLevel(level.upper())
     return MultiProcessAdapter(logger, {})
-
-
-def read_trackers(log_with: object) -> list[LoggerType]:
-    """Return the trackers that `Accelerator(log_with=…)` names. Rank 0 warns that none of them is started.
-
-    Raises:
-        ConfigurationError: An entry is not a `LoggerType`.
-    """
-    given: Any = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
-    for one in given:
-        if not isinstance(one, str) or one not in LoggerType.list():
-            hint = f" For a tracker of your own, sub-class {_LOGGER}."
-            raise unknown("log_with", str(one) if isinstance(one, str) else one, LoggerType.list(), hint)
-    found = [LoggerType(one) for one in given]
-    if found and detect().rank == 0:
-        named = sorted({f"trainwright.loggers.{_LOGGERS[one]}" for one in found if one in _LOGGERS})
-        warnings.warn(
-            f"log_with={[str(one) for one in found]} starts no tracker: init_trackers and log are not supported yet. "
-            f"Create {' or '.join(named) or f'a sub-class of {_LOGGER}'}, and call its log_metrics(values, step) and "
-            "finish('success').",
-            TrainwrightWarning,
-            stacklevel=4,
-        )
-    return found
 
 
 def install_rich_tracebacks() -> None:

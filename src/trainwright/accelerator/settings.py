@@ -57,9 +57,7 @@ ELSEWHERE = {
     "use_seedable_sampler": "seed=: shuffled data always has the order of a seed",
     "use_distributed_sampler": "nothing: an iterable data set says how it is divided (see ShardedIterable)",
 }
-_LOGGER = "a logger of trainwright.loggers: create it, and call its log_metrics(values, step) and finish('success')"
 METHODS = {
-    **dict.fromkeys(("init_trackers", "log", "get_tracker"), _LOGGER),
     "profile": "torch.profiler.profile around the loop",
 }
 

@@ -139,8 +139,7 @@ _ACCELERATE = {
     ),
     "ProfileKwargs": "enter torch.profiler.profile around your loop.",
     **_each(
-        "GeneralTracker AimTracker ClearMLTracker CometMLTracker MLflowTracker TensorBoardTracker WandBTracker "
-        "SwanLabTracker TrackioTracker",
+        "AimTracker ClearMLTracker CometMLTracker MLflowTracker SwanLabTracker TrackioTracker",
         "create a logger of trainwright.loggers, and call its log_metrics(values, step) and finish('success').",
     ),
     **_each(

@@ -1,0 +1,319 @@
+"""Trackers of experiments in user-written loops, under the names of Hugging Face Accelerate."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainwright.accelerator.logging import on_main_process
+from trainwright.core.errors import ConfigurationError, MissingPackageError, TrainwrightWarning, nearest, unknown
+from trainwright.core.names.constants import LoggerType
+from trainwright.core.names.foreign_names import check_owner
+from trainwright.loggers.logger import Logger, RunInfo, Silence
+from trainwright.loggers.registry import LOGGERS
+from trainwright.processes.partial_state import PartialState
+
+
+class GeneralTracker:
+    """Base class of trackers.
+
+    A sub-class has the class attributes `name` and `requires_logging_directory` (whether it writes into the folder of
+    the project), and the property `tracker`, which returns the object of its library. It defines
+    `store_init_configuration` and `log`, and `start` and `finish` if it has something to open and to close. Pass an
+    object of it to `Accelerator(log_with=…)`.
+
+    Attributes:
+        main_process_only: only the first process calls it. Default: True.
+    """
+
+    main_process_only: bool = True
+    name: str
+    requires_logging_directory: bool
+
+    def start(self) -> None:
+        """Open the run; `init_trackers` calls it. Default: nothing."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the configuration of the run."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
+        """Record values; `kwargs` are those that `Accelerator.log` gets for this tracker."""
+
+    def finish(self) -> None:
+        """Write everything and close the run; `end_training` calls it. Default: nothing."""
+
+
+class LoggerTracker(GeneralTracker):
+    """A logger of `trainwright.loggers` as a tracker. The sub-classes are one for each kind of logger.
+
+    It takes numbers, tensors with one element, texts, and mappings of them; a warning names the first value of another
+    type. It writes on the first process only.
+
+    Args:
+        run_name: name of the project.
+        logging_dir: folder of the project. Default: None, which is the current one.
+        options: of the library: what `init_kwargs` of `init_trackers` contains for this tracker.
+    """
+
+    def __init__(self, run_name: str, logging_dir: str | None = None, **options: Any) -> None:
+        self.run_name = run_name
+        self._folder = Path(logging_dir or ".")
+        self.logger: Logger = LOGGERS.get(self.name).in_folder(self._folder, run_name, **options)
+        self._step = -1
+
+    @property
+    def tracker(self) -> Any:
+        """The run, in the form of the tracker's library; on other processes an object that does nothing."""
+        return self.logger.experiment if PartialState().is_main_process else Silence()
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the run."""
+        self.logger.start(RunInfo(self._folder, self.run_name))
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the hyper-parameters of the run."""
+        self.logger.log_hyperparams(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
+        """Record values.
+
+        Args:
+            values: numbers, tensors with one element, texts, and mappings of them.
+            step: of the curves. Default: the one after the last one.
+            kwargs: not supported.
+
+        Raises:
+            ConfigurationError: there are `kwargs`.
+        """
+        if kwargs:
+            raise ConfigurationError(
+                f"log_kwargs={{{self.name!r}: {kwargs!r}}} is not supported. Call the library's own method: "
+                f"accelerator.get_tracker({self.name!r}, unwrap=True)."
+            )
+        self._step = self._step + 1 if step is None else int(step)
+        metrics: dict[str, float] = {}
+        self._sort(values, "", metrics)
+        if metrics:
+            self.logger.log_metrics(metrics, self._step)
+
+    def _sort(self, values: Mapping[str, Any], prefix: str, metrics: dict[str, float]) -> None:
+        """Add the numbers to `metrics`, and record the texts."""
+        for key, value in values.items():
+            name = f"{prefix}{key}"
+            has_one = isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1
+            if has_one or isinstance(value, numbers.Real):
+                metrics[name] = float(value)
+            elif isinstance(value, str):
+                self.logger.log_text(name, value, self._step)
+            elif isinstance(value, Mapping):
+                self._sort(value, f"{name}/", metrics)
+            else:
+                self.logger.warn_once(f"{self.name} cannot log {name!r}, a {type(value).__name__}; it is left out.")
+
+    def _at(self, step: int | None) -> int:
+        return max(self._step, 0) if step is None else step
+
+    @on_main_process
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
+        """Record images: names and lists of images, or arrays of them; see `Logger.log_image`. Options do nothing."""
+        del kwargs
+        for key, images in values.items():
+            for index, image in enumerate(images):
+                self.logger.log_image(key if len(images) == 1 else f"{key}/{index}", image, self._at(step))
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: object = None,
+        step: int | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Record a table: `columns` with rows of `data`, or a pandas frame. Options do nothing."""
+        del kwargs
+        self.logger.log_table(table_name, columns, data, dataframe, self._at(step))
+
+    @on_main_process
+    def finish(self) -> None:
+        """Write everything and close the run."""
+        self.logger.finish("success")
+
+
+class TensorBoardTracker(LoggerTracker):
+    """TensorBoard: event files in `logging_dir/run_name`; options are those of `SummaryWriter`."""
+
+    name = LoggerType.TENSORBOARD.value
+    requires_logging_directory = True
+
+
+class WandBTracker(LoggerTracker):
+    """Weights & Biases: `run_name` is the project; options are those of `WandbLogger` and `wandb.init`."""
+
+    name = LoggerType.WANDB.value
+    requires_logging_directory = False
+
+
+_CLASSES: dict[LoggerType, type[LoggerTracker]] = {
+    LoggerType.TENSORBOARD: TensorBoardTracker,
+    LoggerType.WANDB: WandBTracker,
+}
+
+
+_REQUIRED = ("name", "requires_logging_directory", "tracker")
+
+
+def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | GeneralTracker]:
+    """Return what `Accelerator(log_with=…)` names; `"all"` stands for every tracker whose package is installed.
+
+    Raises:
+        MissingPackageError: the package of a tracker is not installed.
+        ConfigurationError: an entry is unknown or incomplete, or needs the folder of the project, which is None.
+    """
+    given: Any = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
+    found: list[LoggerType | GeneralTracker] = []
+    for one in given:
+        if isinstance(one, GeneralTracker):
+            missing = [name for name in _REQUIRED if inspect.getattr_static(one, name, None) is None]
+            if missing:
+                raise ConfigurationError(f"the tracker {type(one).__name__} has no {', no '.join(missing)}. Add it.")
+            found.append(one)
+        elif one == LoggerType.ALL:
+            found += [kind for kind in _CLASSES if _usable(kind, folder) and kind not in found]
+        elif isinstance(one, str) and one in LoggerType.list():
+            kind = LoggerType(one)
+            if kind not in _CLASSES:
+                raise ConfigurationError(f"log_with={kind.value!r} is not supported. {_ADVICE.get(kind, '')}")
+            if find_spec(kind.value) is None:
+                raise MissingPackageError(
+                    f"log_with={kind.value!r} needs a package that is not installed. Run: pip install "
+                    f"{kind.value.replace('_', '-')}"
+                )
+            if _CLASSES[kind].requires_logging_directory and folder is None:
+                raise ConfigurationError(
+                    f"log_with={kind.value!r} needs a folder. Pass project_dir='…', or "
+                    "project_config=ProjectConfiguration(logging_dir='…')."
+                )
+            found += [kind] if kind not in found else []
+        else:
+            check_owner(one)
+            hint = " A tracker of your own is an object of a sub-class of GeneralTracker."
+            raise unknown("log_with", one if isinstance(one, str) else repr(one), LoggerType.list(), hint)
+    return found
+
+
+_ADVICE = {LoggerType.AIM: "Aim's own reader did not find what was written; sub-class GeneralTracker to use it."}
+
+
+def _usable(kind: LoggerType, folder: str | None) -> bool:
+    needs_folder = _CLASSES[kind].requires_logging_directory
+    return find_spec(kind.value) is not None and (folder is not None or not needs_folder)
+
+
+class LoopTrackers:
+    """The trackers of an Accelerator. The failure of one is a warning, and ends its use, but not the training.
+
+    Args:
+        kinds: see `read_trackers`.
+        folder: of the project; None: there is none.
+    """
+
+    def __init__(self, kinds: Sequence[LoggerType | GeneralTracker], folder: str | None) -> None:
+        self._kinds = kinds
+        self._folder = folder
+        self.started: list[GeneralTracker] = []
+        self._all: list[GeneralTracker] = []
+
+    def start(self, project: str, config: dict[str, Any] | None, options: Mapping[str, Mapping[str, Any]]) -> None:
+        """Open a run of each tracker.
+
+        Args:
+            project: its name.
+            config: the hyper-parameters; None: none.
+            options: of trackers, by their names.
+
+        Raises:
+            ConfigurationError: `options` names another tracker, or an option is wrong. Nothing has been opened.
+        """
+        names = [kind.name if isinstance(kind, GeneralTracker) else kind.value for kind in self._kinds]
+        self._check_names("init_kwargs", options, names)
+        self.finish()
+        self._all = [
+            kind
+            if isinstance(kind, GeneralTracker)
+            else _CLASSES[kind](project, self._folder, **options.get(kind.value, {}))
+            for kind in self._kinds
+        ]
+        self.started = list(self._all)
+        self.each("start")
+        if config is not None:
+            self.each("store_init_configuration", config)
+
+    def _check_names(self, argument: str, given: Iterable[str], names: Sequence[str]) -> None:
+        for name in given:
+            if name not in names:
+                raise ConfigurationError(
+                    f"{argument} names {name!r}, which is not among the trackers: {', '.join(names) or 'none'}."
+                    f"{nearest(name, names)}"
+                )
+
+    def each(self, method: str, *args: Any, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """Call a method of each tracker that has it.
+
+        Raises:
+            ConfigurationError: trackers are not started, an option is wrong, or `options` names another tracker.
+        """
+        if self._kinds and not self._all:
+            raise ConfigurationError("the trackers are not started. Call accelerator.init_trackers('project') first.")
+        self._check_names("log_kwargs", options or {}, [tracker.name for tracker in self._all])
+        is_main = PartialState().is_main_process
+        for tracker in list(self.started):
+            if not hasattr(tracker, method) or (tracker.main_process_only and not is_main):
+                continue
+            try:
+                getattr(tracker, method)(*args, **(options or {}).get(tracker.name, {}))
+            except ConfigurationError:
+                raise
+            except Exception as error:  # noqa: BLE001  # whatever a tracker raises, the training continues
+                self.started.remove(tracker)
+                warnings.warn(
+                    f"the tracker {tracker.name!r} failed in {method} with {type(error).__name__}: {error}. It is not "
+                    "used any more; training and the other trackers continue.",
+                    TrainwrightWarning,
+                    stacklevel=3,
+                )
+
+    def get(self, name: str, *, unwrap: bool) -> Any:
+        """Return a tracker; on other processes than the first an object that does nothing.
+
+        Raises:
+            ConfigurationError: there is none of that name.
+        """
+        found = next((tracker for tracker in self._all if tracker.name == name), None)
+        if found is None:
+            names = [tracker.name for tracker in self._all]
+            raise ConfigurationError(
+                f"there is no tracker {name!r}.{nearest(name, names)} Started: {', '.join(names) or 'none'}."
+            )
+        if found.main_process_only and not PartialState().is_main_process:
+            return Silence()
+        return found.tracker if unwrap else found  # type: ignore[attr-defined]  # checked by read_trackers
+
+    def finish(self) -> None:
+        """Close all trackers; called again, it does nothing."""
+        if self.started:
+            self.each("finish")
+        self.started, self._all = [], []

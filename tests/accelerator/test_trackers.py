@@ -1,0 +1,191 @@
+"""Trackers in user-written loops, read back from what their libraries have written."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_distributed
+from tests.loggers.wandb_file import read_run
+from trainwright import Accelerator, ConfigurationError
+from trainwright.core.errors import MissingPackageError, TrainwrightWarning
+from trainwright.tracking import GeneralTracker, on_main_process
+from trainwright.utils import LoggerType, ProjectConfiguration
+
+
+class Recorder(GeneralTracker):
+    """A tracker as a user writes one."""
+
+    name = "recorder"
+    requires_logging_directory = False
+
+    def __init__(self, fails_in: str = "") -> None:
+        self.calls: list[Any] = []
+        self._fails_in = fails_in
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.calls
+
+    def _record(self, method: str, *values: Any) -> None:
+        if method == self._fails_in:
+            raise OSError("the server is away")
+        self.calls.append((method, *values))
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._record("config", values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self._record("log", values, step, kwargs)
+
+    def finish(self) -> None:
+        self._record("finish")
+
+
+def _events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0}).Reload()
+
+
+def test_tensorboard_is_read_back(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("project", config={"lr": 0.1}, init_kwargs={"tensorboard": {"flush_secs": 5}})
+    accelerator.log({"loss": torch.tensor(1.5), "val": {"f1": 0.5}, "note": "hello"}, step=3)
+    accelerator.log({"loss": 1})
+    accelerator.log_images({"digit": torch.rand(1, 3, 4, 4), "pair": [torch.rand(4, 4), torch.rand(4, 4)]}, step=4)
+    accelerator.log_table("rows", ["a", "b"], [[1, "x|y"]])
+    assert accelerator.get_tracker("tensorboard").run_name == "project"
+    accelerator.get_tracker("tensorboard", unwrap=True).add_scalar("own", 7.0, 0)
+    with pytest.warns(TrainwrightWarning, match="cannot log 'many', a Tensor; it is left out"):
+        accelerator.log({"many": torch.rand(3)})
+    accelerator.end_training()
+    events = _events(tmp_path / "project")
+    assert [(one.step, one.value) for one in events.Scalars("loss")] == [(3, 1.5), (4, 1.0)]
+    assert [one.value for one in events.Scalars("val/f1")] == [0.5]
+    assert [one.value for one in events.Scalars("own")] == [7.0]
+    assert events.Tags()["images"] == ["digit", "pair/0", "pair/1"]
+    (table,) = events.Tensors("rows/text_summary")
+    assert table.tensor_proto.string_val[0].decode() == "| a | b |\n| --- | --- |\n| 1 | x\\|y |"
+    assert "lr: 0.1" in (tmp_path / "project/hparams.yaml").read_text()
+
+
+def test_wandb_is_read_back(tmp_path: Path) -> None:
+    config = ProjectConfiguration(project_dir="elsewhere", logging_dir=str(tmp_path))
+    accelerator = Accelerator(cpu=True, log_with=[LoggerType.WANDB], project_config=config)
+    accelerator.init_trackers("project", {"lr": 0.1}, {"wandb": {"offline": True, "dir": tmp_path, "tags": ["a"]}})
+    accelerator.log({"loss": 1.5}, step=3)
+    run = accelerator.get_tracker("wandb", unwrap=True)
+    run.summary["own"] = 1
+    accelerator.end_training()
+    found = read_run(tmp_path)
+    assert (found["project"], found["config"]["lr"], found["exit_code"]) == ("project", 0.1, 0)
+    assert [row["loss"] for row in found["history"] if "loss" in row] == [1.5]
+
+
+def test_a_tracker_of_one_s_own_is_called_as_it_is_written(tmp_path: Path) -> None:
+    recorder = Recorder()
+    accelerator = Accelerator(cpu=True, log_with=[recorder, "tensorboard"], project_dir=tmp_path)
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    values = {"loss": torch.tensor(1.0)}
+    accelerator.log(values, step=2, log_kwargs={"recorder": {"commit": True}})
+    accelerator.log_images({"image": [torch.rand(2, 2)]})  # it has no such method
+    assert [tracker.name for tracker in accelerator.trackers] == ["recorder", "tensorboard"]
+    assert accelerator.get_tracker("recorder") is recorder
+    assert accelerator.get_tracker("recorder", unwrap=True) is recorder.calls
+    accelerator.end_training()
+    accelerator.end_training()
+    assert recorder.calls == [("config", {"lr": 0.1}), ("log", values, 2, {"commit": True}), ("finish",)]
+    assert recorder.calls[1][1] is values
+
+
+def test_a_failure_ends_the_use_of_a_tracker_and_nothing_else() -> None:
+    recorder, broken = Recorder(), Recorder(fails_in="log")
+    broken.name = "broken"
+    accelerator = Accelerator(cpu=True, log_with=[broken, recorder])
+    accelerator.init_trackers("project")
+    with pytest.warns(TrainwrightWarning, match="'broken' failed in log with OSError: the server is away"):
+        accelerator.log({"loss": 1.0}, step=0)
+    accelerator.log({"loss": 2.0}, step=1, log_kwargs={"broken": {"commit": True}})
+    assert accelerator.get_tracker("broken") is broken
+    assert accelerator.trackers == [recorder]
+    accelerator.end_training()
+    assert [call[0] for call in recorder.calls] == ["log", "log", "finish"]
+
+
+def test_all_are_those_that_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.accelerator.trackers.find_spec", lambda name: name in ("tensorboard", "wandb"))
+    recorder = Recorder()
+    assert Accelerator(cpu=True, log_with=[recorder, "all"]).log_with == [recorder, LoggerType.WANDB]
+    both = Accelerator(cpu=True, log_with="all", project_dir=".").log_with
+    assert both == [LoggerType.TENSORBOARD, LoggerType.WANDB]
+
+
+class Incomplete(GeneralTracker):
+    name = "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("log_with", "text"),
+    [
+        ("tensorbord", "Did you mean 'tensorboard'"),
+        ([object()], "sub-class of GeneralTracker"),
+        ("tensorboard", "Pass project_dir="),
+        (Incomplete(), "Incomplete has no requires_logging_directory, no tracker"),
+    ],
+)
+def test_a_wrong_tracker_is_an_error(log_with: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        Accelerator(cpu=True, log_with=log_with)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.accelerator.trackers.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match="pip install wandb"):
+        Accelerator(cpu=True, log_with="wandb")
+
+
+def test_wrong_calls_are_errors(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"init_trackers\('project'\) first"):
+        accelerator.log({"loss": 1.0})
+    with pytest.raises(ConfigurationError, match=r"init_kwargs names 'tensorbord'.*Did you mean 'tensorboard'"):
+        accelerator.init_trackers("project", init_kwargs={"tensorbord": {}})
+    accelerator.init_trackers("project")
+    with pytest.raises(ConfigurationError, match=r"log_kwargs=.* is not supported"):
+        accelerator.log({"loss": 1.0}, log_kwargs={"tensorboard": {"commit": True}})
+    with pytest.raises(ConfigurationError, match="no tracker 'wandb'"):
+        accelerator.get_tracker("wandb")
+    accelerator.end_training()
+
+
+def test_without_trackers_nothing_is_logged() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator = Accelerator(cpu=True)
+        accelerator.init_trackers("project")
+        accelerator.log({"loss": 1.0})
+        accelerator.end_training()
+
+
+def _log(folder: Path) -> int:
+    recorder = Recorder()
+    accelerator = Accelerator(cpu=True, log_with=["tensorboard", recorder], project_dir=folder)
+    accelerator.init_trackers("project")
+    accelerator.log({"rank": accelerator.process_index}, step=0)
+    accelerator.get_tracker("tensorboard", unwrap=True).add_scalar("own", accelerator.process_index, 0)
+    accelerator.end_training()
+    return len(recorder.calls)
+
+
+@pytest.mark.distributed
+def test_the_first_process_logs(tmp_path: Path) -> None:
+    assert run_distributed(_log, 2, tmp_path, init=False) == [2, 0]
+    events = _events(tmp_path / "project")
+    assert [one.value for one in events.Scalars("rank")] == [0.0]
+    assert [one.value for one in events.Scalars("own")] == [0.0]
