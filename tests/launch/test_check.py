@@ -20,8 +20,6 @@ from trainwright.launch import check_processes
 from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, STOPPED, Row, complete, failed, table
 from trainwright.launch.check_processes import Check, combined
 
-_real_processes = [pytest.mark.slow, pytest.mark.distributed]
-
 
 def _rows(*names: str) -> list[Row]:
     return [Row(name, PASS, "good") for name in names]
@@ -157,27 +155,24 @@ def _check(*arguments: object) -> tuple[dict[str, dict[str, str]], int]:
     return {row["part"]: row for row in json.loads(done.stdout)}, done.returncode
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.parametrize(
-    "options",
+    ("options", "kind"),
     [
-        ["--num_processes", 1],
-        ["--num_processes", 2],
-        ["--num_processes", 2, "--use_fsdp", "--mixed_precision", "bf16"],
+        ("--num_processes 1", "1 (NO, no communication)"),
+        ("--num_processes 2", "2 (MULTI_CPU, gloo)"),
+        ("--num_processes 2 --use_fsdp --mixed_precision bf16", "2 (FSDP, gloo)"),
     ],
-    ids=str,
 )
-class TestRealProcesses:
-    pytestmark = _real_processes
-
-    def test_every_part_passes(self, options: list[object], tmp_path: Path) -> None:
-        rows, code = _check(*options, "--run_folder", tmp_path)
-        assert code == 0, rows
-        assert list(rows) == list(PARTS)
-        skipped = {"clocks", "collectives"} if options[1] == 1 else set()
-        assert {part for part, row in rows.items() if row["result"] == SKIPPED} == skipped
-        kind = {1: "1 (NO", 2: "2 (FSDP, gloo)" if "--use_fsdp" in options else "2 (MULTI_CPU, gloo)"}[options[1]]
-        assert rows["processes"]["found"].startswith(kind)
-        assert list(tmp_path.iterdir()) == []
+def test_every_part_passes(options: str, kind: str, tmp_path: Path) -> None:
+    rows, code = _check(*options.split(), "--run_folder", tmp_path)
+    assert code == 0, rows
+    assert list(rows) == list(PARTS)
+    assert rows["processes"]["found"] == kind
+    skipped = {"clocks", "collectives"} if kind.startswith("1") else set()
+    assert {part for part, row in rows.items() if row["result"] == SKIPPED} == skipped
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -60,14 +60,20 @@ class Watch:
     def __init__(self, results: Path) -> None:
         self.store: Any = None
         self._here, self._now = detect(), ("processes", time.monotonic())
-        self._rows = results / f"{os.getpid()}.jsonl"
+        self._rows, self._stop = results / f"{os.getpid()}.jsonl", threading.Event()
         self._rows.touch()
-        self._limit_s = LIMIT_S + (2.0 if self._here.local_rank else 0.0)  # one process of a machine writes the row
-        threading.Thread(target=self._run, name="trainwright-check", daemon=True).start()
+        self._delay_s = 2.0 if self._here.local_rank else 0.0  # one process of a machine writes the row
+        self._thread = threading.Thread(target=self._run, name="trainwright-check", daemon=True)
+        self._thread.start()
 
     def begin(self, part: str) -> None:
         """Watch the next part."""
         self._now = (part, time.monotonic())
+
+    def close(self) -> None:
+        """Stop. The thread must not use the store when the interpreter ends."""
+        self._stop.set()
+        self._thread.join()
 
     def write(self, row: Row) -> None:
         """Append a row to this process's file."""
@@ -76,39 +82,39 @@ class Watch:
 
     def _run(self) -> None:
         failed_s = 0.0
-        while True:
-            time.sleep(0.25)
-            now = self._now
-            missing, silent, problems = self._others(now[0])
+        while not self._stop.wait(0.25):
+            part, start_s = now = self._now
+            try:
+                missing, problems, silent = self._others(part)
+            except RuntimeError as error:  # the store has ended, with the machine of rank 0
+                self._end(part, [f"the connection to rank 0 is lost: {error}"])
             failed_s = failed_s + 0.25 if problems and missing else 0.0
-            if time.monotonic() - now[1] < self._limit_s and failed_s < self._limit_s - LIMIT_S + _GRACE_S:
-                continue
-            late = f"rank {missing} did not finish within {_GRACE_S if problems else LIMIT_S:.0f} s"
-            gone = [f"rank {silent} does not respond"] if silent else []
-            if now is not self._now:
-                continue
-            self.write(failed(now[0], f"{STOPPED}{'; '.join([*problems, late, *gone])}"))
-            for file in set(self._rows.parent.glob("*.jsonl")) - {
-                self._rows
-            }:  # torch's agent waits 30 s for a process that is stopped
-                with suppress(OSError):
-                    os.kill(int(file.stem), signal.SIGKILL)
-            os._exit(1)
+            is_late = time.monotonic() - start_s > LIMIT_S + self._delay_s
+            if (is_late or failed_s > _GRACE_S + self._delay_s) and now is self._now:
+                late = f"rank {missing} did not finish within {LIMIT_S if is_late else _GRACE_S:.0f} s"
+                self._end(part, [*problems, late, *silent])
 
-    def _others(self, part: str) -> tuple[str, str, list[str]]:
-        """Return the ranks that have not finished a part, those that do not respond, and the problems of the others."""
+    def _end(self, part: str, reasons: list[str]) -> None:
+        self.write(failed(part, f"{STOPPED}{'; '.join(reasons)}"))
+        # torch's agent would wait 30 s for a process that is stopped.
+        for file in set(self._rows.parent.glob("*.jsonl")) - {self._rows}:
+            with suppress(OSError):
+                os.kill(int(file.stem), signal.SIGKILL)
+        os._exit(1)
+
+    def _others(self, part: str) -> tuple[str, list[str], list[str]]:
+        """Return the ranks that have not finished a part, the problems of the others, and who does not respond."""
         if self.store is None:
-            return str(self._here.rank), "", []
+            return str(self._here.rank), [], []
         self.store.set(f"alive/{self._here.rank}", str(time.time()))
         ranks = range(self._here.world_size)
         missing = [rank for rank in ranks if not self.store.check([f"{part}/{rank}"])]
-        silent = [rank for rank in ranks if not self._responds(rank)]
         facts = {rank: json.loads(self.store.get(f"{part}/{rank}")) for rank in ranks if rank not in missing}
         problems = [f"rank {rank}: {found}" for rank, (result, found) in facts.items() if result == FAIL]
-        return ", ".join(map(str, missing)), ", ".join(map(str, silent)), problems
+        silent = [f"rank {rank} does not respond" for rank in ranks if not self._responds(f"alive/{rank}")]
+        return ", ".join(map(str, missing)), problems, silent
 
-    def _responds(self, rank: int) -> bool:
-        key = f"alive/{rank}"
+    def _responds(self, key: str) -> bool:
         return bool(self.store.check([key])) and time.time() - float(self.store.get(key)) < _SILENCE_S
 
 
@@ -168,8 +174,8 @@ def combined(part: str, facts: list[Facts]) -> Row:
 
 def processes(check: Check) -> str:
     """Describe the processes."""
-    state = check.accelerator.state
-    return f"{check.world_size} ({state.distributed_type.name}, {state.backend or 'no communication'})"
+    kind, backend = check.accelerator.distributed_type.name, check.accelerator.state.backend
+    return f"{check.world_size} ({kind}, {backend or 'no communication'})"
 
 
 def devices(check: Check) -> str:
@@ -453,6 +459,7 @@ def main(folder: Path, results: Path) -> None:
     for part, work in zip(PARTS, _WORK, strict=True):
         watch.begin(part)
         watch.write(check.run(part, work))
+    watch.close()
     check.accelerator.end_training()
 
 
