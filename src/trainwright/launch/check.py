@@ -42,14 +42,7 @@ _MODULE = "trainwright.launch.check_processes"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Result of one part.
-
-    Attributes:
-        part: Its name.
-        result: `"pass"`, `"fail"` or `"skipped"`.
-        found: Figures, or the error.
-        advice: Remedy for a failure.
-    """
+    """Result of one part: its name, `"pass"`, `"fail"` or `"skipped"`, figures or the error, advice for a failure."""
 
     part: str
     result: str
@@ -141,12 +134,7 @@ def _read(results: Path) -> list[Row]:
 
 
 def complete(rows: Sequence[Row], ended: str) -> list[Row]:
-    """Return a row for every part.
-
-    Args:
-        rows: Of the parts that finished.
-        ended: How a process failed. It is the result of the next part, unless a part has failed that names it.
-    """
+    """Return a row for every part: `rows`, the part in which a process `ended`, and those that were not reached."""
     found, left = list(rows), list(PARTS)[len(rows) :]
     if left and not (found and found[-1].found.startswith(STOPPED)):
         found.append(failed(left.pop(0), STOPPED + (ended or "processes ended without a result")))

@@ -50,12 +50,13 @@ class _NotNeeded(Exception):
     """A check that does not apply."""
 
 
-class Watch:
-    """A daemon thread that ends the processes of this machine when a part takes too long, or a rank has failed in it.
+def _expect(condition: bool, problem: str) -> None:
+    if not condition:
+        raise _ProblemError(problem)
 
-    Args:
-        results: Folder for the rows.
-    """
+
+class Watch:
+    """A daemon thread that ends the processes of this machine when a part takes too long or a rank failed in it."""
 
     def __init__(self, results: Path) -> None:
         self.store: Any = None
@@ -119,12 +120,7 @@ class Watch:
 
 
 class Check:
-    """What the parts share: the Accelerator, the exchange of facts between ranks, and the folder.
-
-    Args:
-        accelerator: With the options of the launcher.
-        folder: Folder for the run, which does not exist. Its parent is the run folder.
-    """
+    """Accelerator, folder of the run, which does not exist yet, and exchange of facts between ranks."""
 
     def __init__(self, accelerator: Accelerator, folder: Path) -> None:
         self.accelerator, self.folder = accelerator, folder
@@ -188,11 +184,9 @@ def devices(check: Check) -> str:
         memory = torch.accelerator.get_memory_info(device)[1]
     facts = check.exchange([device.type, name, memory, socket.gethostname(), str(device)])
     kinds = sorted({kind for kind, *_ in facts})
-    if len(kinds) > 1:
-        raise _ProblemError(f"ranks have different kinds of device: {', '.join(kinds)}")
+    _expect(len(kinds) == 1, f"ranks have different kinds of device: {', '.join(kinds)}")
     own = {(host, place) for *_, host, place in facts}
-    if device.type != "cpu" and len(own) < len(facts):
-        raise _ProblemError(f"{len(facts)} processes have {len(own)} devices")
+    _expect(device.type == "cpu" or len(own) == len(facts), f"{len(facts)} processes have {len(own)} devices")
     names, least = sorted({name for _, name, *_ in facts}), min(fact[2] for fact in facts)
     hosts = len({host for host, _ in own})
     of = "the machine" if device.type == "cpu" else "each"
@@ -208,8 +202,7 @@ def versions(check: Check) -> str:
     }
     every = check.exchange(mine)
     other = [f"rank {rank} has {facts}" for rank, facts in enumerate(every) if facts != every[0]]
-    if other:
-        raise _ProblemError(f"rank 0 has {every[0]}; {'; '.join(other[:3])}")
+    _expect(not other, f"rank 0 has {every[0]}; {'; '.join(other[:3])}")
     return ", ".join(f"{name} {version}" for name, version in mine.items())
 
 
@@ -224,10 +217,8 @@ def clocks(check: Check) -> str:
     every = check.exchange(times)
     offsets = [statistics.median(map(float.__sub__, one, every[0])) for one in every]
     skew = max(offsets) - min(offsets)
-    if skew > _MAX_SKEW_S:
-        raise _ProblemError(
-            f"{skew:.1f} s between ranks {offsets.index(min(offsets))} and {offsets.index(max(offsets))}"
-        )
+    ranks = f"{offsets.index(min(offsets))} and {offsets.index(max(offsets))}"
+    _expect(skew <= _MAX_SKEW_S, f"{skew:.1f} s between ranks {ranks}")
     return f"{skew * 1e3:.1f} ms between ranks"
 
 
@@ -256,8 +247,7 @@ def collectives(check: Check) -> str:
             raise
         note = " (no reduce_scatter in this backend)"
     for name, (tensor, value) in checked.items():
-        if not torch.equal(tensor, filled(value)):
-            raise _ProblemError(f"{name} returned {tensor[0].item()}, expected {value}")
+        _expect(torch.equal(tensor, filled(value)), f"{name} returned {tensor[0].item()}, expected {value}")
     size = 2**24 if device.type == "cpu" else 2**28
     small, big = torch.ones(1, device=device), torch.ones(size // 4, device=device)
     latency_s, seconds = _seconds(small, 20), _seconds(big, 3)
@@ -283,9 +273,8 @@ def data(check: Check) -> str:
     loader = check.accelerator.prepare(DataLoader(TensorDataset(torch.arange(number)), batch_size=2, shuffle=True))
     for (batch,) in loader:
         seen += check.accelerator.gather_for_metrics(batch).tolist()
-    if sorted(seen) != list(range(number)):
-        missing, repeated = sorted(set(range(number)) - set(seen)), len(seen) - len(set(seen))
-        raise _ProblemError(f"of {number} samples {missing} are missing, and {repeated} are repeated")
+    missing, repeated = sorted(set(range(number)) - set(seen)), len(seen) - len(set(seen))
+    _expect(not missing and not repeated, f"of {number} samples {missing} are missing, and {repeated} are repeated")
     return f"each of {number} samples once"
 
 
@@ -305,12 +294,7 @@ class _Model(nn.Sequential):
 
 
 class Training:
-    """A small training through the Accelerator. Collective.
-
-    Args:
-        check: Its Accelerator drops everything that was prepared.
-        seed: Of the weights.
-    """
+    """A small training through the Accelerator, which drops everything that was prepared. Collective."""
 
     def __init__(self, check: Check, seed: int) -> None:
         self.accelerator = accelerator = check.accelerator
@@ -377,16 +361,11 @@ def parity(check: Check) -> str:
     plain = training.plain.state_dict()
     if check.accelerator.is_main_process:
         differences += [float((weights[name] - one).norm() / one.norm()) for name, one in plain.items()]
-    largest, precision = (
-        max(differences, key=lambda one: float("inf") if one != one else one),
-        check.accelerator.mixed_precision,
-    )
-    tolerance = _TOLERANCE.get(precision, 5e-2)
-    text = (
-        f"{_STEPS} steps: largest relative difference {largest:.1e} (tolerance {tolerance:.0e}, precision {precision})"
-    )
-    if not largest <= tolerance:
-        raise _ProblemError(text)
+    largest = max(differences, key=lambda one: one if one == one else float("inf"))  # NaN is the largest
+    tolerance = _TOLERANCE[check.accelerator.mixed_precision]
+    bound = f"tolerance {tolerance:.0e}, precision {check.accelerator.mixed_precision}"
+    text = f"{_STEPS} steps: largest relative difference {largest:.1e} ({bound})"
+    _expect(largest <= tolerance, text)
     return text
 
 
@@ -406,15 +385,13 @@ def run_folder(check: Check) -> str:
         except OSError as error:
             problem = str(error)
     problem = check.exchange(problem)[0]
-    if problem:
-        raise _ProblemError(problem)
-    if not (check.folder / "written").is_file():
-        raise _ProblemError(f"{check.folder.parent} does not show the file of rank 0: it is not shared")
+    _expect(not problem, problem)
+    shared = (check.folder / "written").is_file()
+    _expect(shared, f"{check.folder.parent} does not show the file of rank 0: it is not shared")
     (check.folder / f"written by rank {check.rank}").write_text("")
     free = shutil.disk_usage(check.folder).free
     text = f"{free / 1e9:.1f} GB free, {_WRITTEN / seconds / 1e6:.0f} MB/s written"
-    if free < _MIN_FREE:
-        raise _ProblemError(text)
+    _expect(free >= _MIN_FREE, f"{text}; at least {_MIN_FREE / 1e9:.1f} GB are needed")
     return text
 
 
@@ -434,12 +411,10 @@ def resume(check: Check) -> str:
     again = Training(check, seed=1)
     check.accelerator.load_state(state)
     repeated = [batch for _, batch in zip(range(half), again.batches(), strict=False)]
-    if repeated != losses:
-        raise _ProblemError("batches or losses after load_state differ from those of the run that continued")
+    _expect(repeated == losses, "batches or losses after load_state differ from those of the run that continued")
     found = again.weights()
     other = [name for name, one in weights.items() if not torch.equal(one, found[name])]
-    if other:
-        raise _ProblemError(f"weights after load_state and {_STEPS // 2} steps differ: {', '.join(other)}")
+    _expect(not other, f"weights after load_state and {_STEPS // 2} steps differ: {', '.join(other)}")
     return f"{_STEPS // 2} steps after load_state are bit-equal to the run that continued"
 
 
