@@ -17,16 +17,16 @@ import torch
 from trainwright import Accelerator
 from trainwright.cli.main import main
 from trainwright.launch import check_processes
-from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, STOPPED, Row, complete, failed, table
+from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, STOPPED, Finding, complete, failed, table
 from trainwright.launch.check_processes import Check, combined
 
 
-def _rows(*names: str) -> list[Row]:
-    return [Row(name, PASS, "good") for name in names]
+def _rows(*names: str) -> list[Finding]:
+    return [Finding(name, PASS, "good") for name in names]
 
 
 def test_the_table_has_the_advice_below_a_failure() -> None:
-    assert table([Row("data", PASS, "each of 11 samples once"), failed("clocks", "3.0 s")]).splitlines() == [
+    assert table([Finding("data", PASS, "each of 11 samples once"), failed("clocks", "3.0 s")]).splitlines() == [
         "part         result   found",
         "data         pass     each of 11 samples once",
         "clocks       fail     3.0 s",
@@ -47,7 +47,7 @@ def test_parts_that_were_not_reached_have_rows() -> None:
 
 
 def test_a_failure_of_one_rank_is_a_failure() -> None:
-    assert combined("data", [(PASS, "good"), (PASS, "good")]) == Row("data", PASS, "good")
+    assert combined("data", [(PASS, "good"), (PASS, "good")]) == Finding("data", PASS, "good")
     assert combined("data", [(PASS, "good"), (FAIL, "bad")]) == failed("data", "rank 1: bad")
     assert combined("data", [(FAIL, "bad"), (FAIL, "bad")]) == failed("data", "bad")
     assert combined("clocks", [(SKIPPED, "one process")]).result == SKIPPED

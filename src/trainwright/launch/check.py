@@ -41,7 +41,7 @@ _MODULE = "trainwright.launch.check_processes"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Finding:
     """Result of one part: its name, `"pass"`, `"fail"` or `"skipped"`, figures or the error, advice for a failure."""
 
     part: str
@@ -50,9 +50,11 @@ class Row:
     advice: str = ""
 
 
-def failed(part: str, found: str) -> Row:
+def failed(part: str, found: str) -> Finding:
     """Return the row of a part that failed."""
-    return Row(part, FAIL, found, _STOP_ADVICE if found.startswith(STOPPED) and part != "processes" else PARTS[part])
+    return Finding(
+        part, FAIL, found, _STOP_ADVICE if found.startswith(STOPPED) and part != "processes" else PARTS[part]
+    )
 
 
 def check(argv: Sequence[str]) -> int:
@@ -85,7 +87,7 @@ def check(argv: Sequence[str]) -> int:
     return int(any(row.result == FAIL for row in rows))
 
 
-def _run(config: LaunchConfig, run_folder: str, temporary: Path) -> list[Row]:
+def _run(config: LaunchConfig, run_folder: str, temporary: Path) -> list[Finding]:
     """Run all parts in new processes, and return a row for each."""
     local, _ = set_environment(config)
     set_variable(PREFIX, "[rank ${rank}] ")
@@ -127,21 +129,21 @@ def _first_failure(error: Any) -> str:
     return f"rank {rank} ended ({how}); its output is above"
 
 
-def _read(results: Path) -> list[Row]:
+def _read(results: Path) -> list[Finding]:
     """Return the rows of the process that wrote most of them. A process that hangs writes no further ones."""
     files = [file.read_text().splitlines() for file in sorted(results.glob("*.jsonl"))]
-    return [Row(**json.loads(line)) for line in max(files, key=len, default=[])]
+    return [Finding(**json.loads(line)) for line in max(files, key=len, default=[])]
 
 
-def complete(rows: Sequence[Row], ended: str) -> list[Row]:
+def complete(rows: Sequence[Finding], ended: str) -> list[Finding]:
     """Return a row for every part: `rows`, the part in which a process `ended`, and those that were not reached."""
     found, left = list(rows), list(PARTS)[len(rows) :]
     if left and not (found and found[-1].found.startswith(STOPPED)):
         found.append(failed(left.pop(0), STOPPED + (ended or "processes ended without a result")))
-    return found + [Row(part, SKIPPED, "not reached") for part in left]
+    return found + [Finding(part, SKIPPED, "not reached") for part in left]
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Finding]) -> str:
     """Return the rows as text, with the advice below a failure."""
     lines = [f"{'part':<12} {'result':<8} found"]
     for row in rows:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.core.process import detect
-from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, STOPPED, Row, failed
+from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, STOPPED, Finding, failed
 
 LIMIT_S = 45.0
 _SILENCE_S = 20.0  # larger than a skew of clocks
@@ -76,7 +76,7 @@ class Watch:
         self._stop.set()
         self._thread.join()
 
-    def write(self, row: Row) -> None:
+    def write(self, row: Finding) -> None:
         """Append a row to this process's file."""
         with self._rows.open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
@@ -141,7 +141,7 @@ class Check:
             time.sleep(0.002)
         return [json.loads(self._store.get(one)) for one in keys]
 
-    def run(self, part: str, work: Callable[[Check], str]) -> Row:
+    def run(self, part: str, work: Callable[[Check], str]) -> Finding:
         """Run one part, and return its row, the same one on every rank. Collective."""
         facts: Facts
         try:
@@ -158,11 +158,11 @@ class Check:
         return row
 
 
-def combined(part: str, facts: list[Facts]) -> Row:
+def combined(part: str, facts: list[Facts]) -> Finding:
     """Return the row of a part from the results of all ranks: a failure of one is a failure."""
     problems = {rank: found for rank, (result, found) in enumerate(facts) if result == FAIL}
     if not problems:
-        return Row(part, *facts[0])
+        return Finding(part, *facts[0])
     if len(set(problems.values())) == 1 and len(problems) == len(facts):
         return failed(part, facts[0][1])
     return failed(part, "; ".join(f"rank {rank}: {found}" for rank, found in problems.items()))
@@ -288,7 +288,7 @@ class _Block(nn.Module):
         return x + hidden
 
 
-class _Model(nn.Sequential):
+class _CheckedModel(nn.Sequential):
     def tensor_parallel_plan(self, mesh: object) -> dict[str, str]:
         return {f"{i}.{name}": kind for i in range(len(self) - 1) for name, kind in _PLAN.items()}
 
@@ -301,11 +301,12 @@ class Training:
         accelerator.free_memory()
         self.num_batches = _STEPS * accelerator.gradient_accumulation_steps
         torch.manual_seed(seed)
-        named = getattr(accelerator.state.fsdp_plugin, "transformer_cls_names_to_wrap", None) or "Block"
+        fsdp = accelerator.state.fsdp_plugin
+        named = (None if fsdp is None else fsdp.transformer_cls_names_to_wrap) or "Block"
         names = [name.strip() for name in named.split(",")] if isinstance(named, str) else list(named)
         # FSDP finds the classes that the options name.
         blocks = [type(str(names[i % len(names)]), (_Block,), {})() for i in range(max(2, len(names)))]
-        model = _Model(*blocks, nn.Linear(_WIDTH, 1))
+        model = _CheckedModel(*blocks, nn.Linear(_WIDTH, 1))
         self.plain = copy.deepcopy(model)
         self.x = torch.randn(check.world_size * _BATCH * self.num_batches, _WIDTH, generator=torch.Generator())
         self.y = torch.sin(self.x.sum(1, keepdim=True))
@@ -337,7 +338,8 @@ def plain_training(training: Training, batches: list[tuple[list[int], float, boo
     """Train `training.plain` on the same global batches by plain PyTorch in this process, and return the losses."""
     accelerator, model, losses = training.accelerator, training.plain, []
     optimizer, size = _optimizer(model), accelerator.gradient_accumulation_steps
-    clip = getattr(accelerator.deepspeed_plugin, "gradient_clipping", None)
+    deepspeed = accelerator.deepspeed_plugin
+    clip = None if deepspeed is None else deepspeed.gradient_clipping
     for number, (index, _, skipped) in enumerate(batches, 1):
         loss = nn.functional.mse_loss(model(training.x[index]), training.y[index])
         torch.autograd.backward(loss / size)
