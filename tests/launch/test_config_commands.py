@@ -158,7 +158,14 @@ def test_update_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "arguments",
-    [["config", "--help"], ["config", "show"], ["env", "--help"], ["launch", "--help"], ["to-fsdp2", "--help"]],
+    [
+        ["check", "--help"],
+        ["config", "--help"],
+        ["config", "show"],
+        ["env", "--help"],
+        ["launch", "--help"],
+        ["to-fsdp2", "--help"],
+    ],
 )
 def test_these_commands_start_fast_and_import_no_torch(arguments: list[str]) -> None:
     program = (

@@ -31,6 +31,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "new": Command("trainwright.cli.new:new", "write a project that trains, from a template"),
     "launch": Command("trainwright.launch.launch:launch", "run a script in several processes"),
+    "check": Command("trainwright.launch.check:check", "check that the processes of launch can train"),
     "config": Command("trainwright.launch.config_commands:config", "write, update or show the options of launch"),
     "to-fsdp2": Command("trainwright.launch.config_commands:to_fsdp2", "write options of FSDP1 as those of FSDP2"),
     "fit": Command("trainwright.cli.fit:fit", "train the task of a configuration file"),

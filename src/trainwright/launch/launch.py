@@ -36,13 +36,24 @@ def launch(argv: Sequence[str]) -> int:
     check(command)
     for note in command.notes:
         print(f"trainwright launch: {note}", file=sys.stderr)
-    local, total = _process_counts(command.config)
-    set_variables(command.config.environment() | _visible_devices(command.config.gpu_ids))
+    local, total = set_environment(command.config)
     if total == 1:
         program = _program(command)
         os.execvp(program[0], program)
-    set_variable("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local)))
     return _run_agent(command, local)
+
+
+def set_environment(config: LaunchConfig) -> tuple[int, int]:
+    """Set the variables of the processes, and return their number on this machine, and on all.
+
+    Raises:
+        ConfigurationError: This machine has fewer devices.
+    """
+    local, total = _process_counts(config)
+    set_variables(config.environment() | _visible_devices(config.gpu_ids))
+    if total > 1:
+        set_variable("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local)))
+    return local, total
 
 
 def _before_script(argv: Sequence[str]) -> int:
@@ -242,6 +253,18 @@ def _lines(files: Sequence[Path]) -> list[str]:
 
 
 def _help() -> str:
+    return (
+        "usage: trainwright launch [options] script.py [its arguments]\n"
+        "       trainwright launch [options] -m module [its arguments]\n"
+        "       trainwright launch [options] --no_python program [its arguments]\n\n"
+        "Run a script in one process or in several. Options come from flags, then environment variables, then\n"
+        "--config_file FILE (default: default_config.yaml in trainwright's or accelerate's cache folder).\n"
+        "Flags may be written with dashes or underscores.\n\n" + options_help()
+    )
+
+
+def options_help() -> str:
+    """Return the description of all options in `--help`."""
     groups: dict[str, list[str]] = {}
     short = {name: flag for flag, name in SHORT.items()}
     for option in options():
@@ -249,12 +272,4 @@ def _help() -> str:
         flag = f"{short[option.name]}, " if option.name in short else ""
         if not option.later:
             groups.setdefault(option.group, []).append(f"  {flag}--{option.name}{value}\n        {option.help}")
-    parts = "\n\n".join(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())
-    return (
-        "usage: trainwright launch [options] script.py [its arguments]\n"
-        "       trainwright launch [options] -m module [its arguments]\n"
-        "       trainwright launch [options] --no_python program [its arguments]\n\n"
-        "Run a script in one process or in several. Options come from flags, then environment variables, then\n"
-        "--config_file FILE (default: default_config.yaml in trainwright's or accelerate's cache folder).\n"
-        "Flags may be written with dashes or underscores.\n\n" + parts
-    )
+    return "\n\n".join(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())

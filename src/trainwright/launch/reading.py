@@ -14,6 +14,7 @@ from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.process import variable
 from trainwright.launch.launch_config import LaunchConfig, Option, options
 
+_FURTHER = {"config_file": True, "module": False, "no_python": False}  # flags of launch; True: with a value
 SHORT = {"-q": "quiet", "-t": "tee", "-m": "module", "-h": "help"}
 FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 # Keys of Accelerate's files that name an option of ours differently.
@@ -72,18 +73,32 @@ def read_command(argv: Sequence[str]) -> LaunchCommand:
     Raises:
         ConfigurationError: A flag or key is unknown, a value is not one of an option's, or there is no script.
     """
-    flags, further, rest = _split(argv)
+    flags, further, rest = split(argv)
     if not rest:
         raise ConfigurationError("name a script: trainwright launch [options] script.py [its arguments].")
     if "module" in further and "no_python" in further:
         raise ConfigurationError("-m and --no_python exclude each other. Pass one of them.")
     kind = "module" if "module" in further else "program" if "no_python" in further else "script"
-    values, notes = merged(flags, read_variables(), read_file(further.get("config_file")))
+    config, notes = read_config(flags, further.get("config_file"))
+    return LaunchCommand(config, rest[0], list(rest[1:]), kind, notes)
+
+
+def read_config(flags: Mapping[str, Any], file: str | None) -> tuple[LaunchConfig, list[str]]:
+    """Return the options of flags, environment variables and a file, and a note for each that is overridden.
+
+    Args:
+        flags: Values of the flags.
+        file: Path of the configuration file. None: the default file, if there is one.
+
+    Raises:
+        ConfigurationError: See `read_command`.
+    """
+    values, notes = merged(flags, read_variables(), read_file(file))
     for name in flags.keys() - set(_ALONE):
         switch = _SWITCHES.get(known_options()[name].section)
         if switch is not None and not values.get(switch):
             raise ConfigurationError(f"--{name} needs --{switch} too.")
-    return LaunchCommand(LaunchConfig(**values), rest[0], list(rest[1:]), kind, notes)
+    return LaunchConfig(**values), notes
 
 
 def check_supported(config: LaunchConfig) -> None:
@@ -99,8 +114,19 @@ def check_supported(config: LaunchConfig) -> None:
         raise ConfigurationError("--mixed_precision fp8 is not supported. Use bf16.")
 
 
-def _split(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Return the options that flags set, `module`, `no_python` and `config_file`, and the script with its arguments."""
+def split(
+    argv: Sequence[str], command: str = "launch", further_flags: Mapping[str, bool] = _FURTHER
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Return the options that flags set, the values of further flags, and the script with its arguments.
+
+    Args:
+        argv: The arguments after the command.
+        command: Its name, for errors. Default: `"launch"`.
+        further_flags: Flags of the command that are not options of `LaunchConfig`; True for one with a value.
+
+    Raises:
+        ConfigurationError: A flag is unknown, or a value is missing or is not one of an option's.
+    """
     flags: dict[str, Any] = {}
     further: dict[str, str] = {}
     left = list(argv)
@@ -108,14 +134,13 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str], list[st
         flag, equals, text = left.pop(0).partition("=")
         name = SHORT.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else flag)
         option = known_options().get(name)
-        if name in ("module", "no_python"):
+        if further_flags.get(name) is False:
             further[name] = "true"
             continue
-        if option is None and name != "config_file":
-            names = (*known_options(), "config_file", "module", "no_python")
-            raise ConfigurationError(
-                f"trainwright launch has no option {flag}.{nearest(name, names)} Arguments of the script come after it."
-            )
+        if option is None and name not in further_flags:
+            hint = nearest(name, (*known_options(), *further_flags))
+            hint += " Arguments of the script come after it." if command == "launch" else ""
+            raise ConfigurationError(f"trainwright {command} has no option {flag}.{hint}")
         if option is not None and option.is_flag and not equals:
             flags[name] = True
             continue

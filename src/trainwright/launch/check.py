@@ -1,0 +1,165 @@
+"""`trainwright check`: start processes as `trainwright launch` does, and check that they can train."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.launch.launch import PREFIX, check_options, options_help, run_agent, set_environment
+from trainwright.launch.launch_config import LaunchConfig
+from trainwright.launch.reading import LaunchCommand, read_config, split
+from trainwright.processes.launcher import set_variable
+
+PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
+STOPPED = "stopped: "  # before what was found in the part with which all processes end
+# Each part, in its order, with the advice for a failure.
+PARTS = {
+    "processes": "Correct the options. Check that machines reach each other at --main_process_ip and its port.",
+    "devices": "Give each process a device of its own, and all of them the same kind.",
+    "versions": "Install the same versions on all machines.",
+    "clocks": "Synchronize the clocks by NTP. They affect logs and which checkpoints are kept.",
+    "collectives": "Check the network: NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the interface to use.",
+    "data": "Report it with the output of `trainwright env`. Samples would be missing or repeated.",
+    "parity": "Train on one process, or without --mixed_precision, to find the option that changes the result.",
+    "run folder": "Pass --run_folder with an existing folder that all machines share and this user can write.",
+    "resume": "Train without interruption until it is repaired: a resumed run would differ.",
+}
+_STOP_ADVICE = "Read the output of that rank above: its error, or its position. Look at its machine and its memory."
+_FLAGS = {"config_file": True, "run_folder": True, "json": False}
+_MODULE = "trainwright.launch.check_processes"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one part: its name, `"pass"`, `"fail"` or `"skipped"`, figures or the error, advice for a failure."""
+
+    part: str
+    result: str
+    found: str
+    advice: str = ""
+
+
+def failed(part: str, found: str) -> Finding:
+    """Return the row of a part that failed."""
+    return Finding(
+        part, FAIL, found, _STOP_ADVICE if found.startswith(STOPPED) and part != "processes" else PARTS[part]
+    )
+
+
+def check(argv: Sequence[str]) -> int:
+    """Check that the processes which these options describe can train. Return 0 if nothing failed, and otherwise 1.
+
+    Raises:
+        ConfigurationError: Something is wrong with the options; nothing has been started.
+    """
+    if {"-h", "--help"} & set(argv):
+        print(_help())
+        return 0
+    flags, further, rest = split(argv, "check", _FLAGS)
+    if rest:
+        raise ConfigurationError(f"trainwright check takes options only, not {rest[0]!r}. It runs a script of its own.")
+    config, notes = read_config(flags, further.get("config_file"))
+    check_options(config)
+    if (config.num_machines or 1) > 1 and "run_folder" not in further:
+        raise ConfigurationError("several machines need --run_folder with a folder that all of them share.")
+    for note in notes:
+        print(f"trainwright check: {note}", file=sys.stderr)
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="trainwright-check-", ignore_cleanup_errors=True) as temporary:
+        rows = _run(replace(config, max_restarts=None), further.get("run_folder", temporary), Path(temporary))
+    if "json" in further:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        print(table(rows))
+        counts = (f"{sum(row.result == result for row in rows)} {result}" for result in (PASS, FAIL, SKIPPED))
+        print(f"\n{', '.join(counts)}, in {time.monotonic() - start_s:.1f} s")
+    return int(any(row.result == FAIL for row in rows))
+
+
+def _run(config: LaunchConfig, run_folder: str, temporary: Path) -> list[Finding]:
+    """Run all parts in new processes, and return a row for each."""
+    local, _ = set_environment(config)
+    set_variable(PREFIX, "[rank ${rank}] ")
+    results = temporary / "results"
+    results.mkdir()
+    work = Path(run_folder).absolute() / f"trainwright-check-{uuid.uuid4().hex[:8]}"
+    command = LaunchCommand(config, _MODULE, [str(work), str(results)], "module", [])
+    try:
+        with redirect_stdout(sys.stderr):  # of the agent: the rows alone are output
+            ended = _ended(command, local, str(temporary / "logs"))
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return complete(_read(results), ended)
+
+
+def _ended(command: LaunchCommand, local: int, logs: str) -> str:
+    """Run the processes, and return how the first one failed. Empty: none has."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run_agent(command, local, command.config.log_dir or logs)
+    except ChildFailedError as error:
+        return _first_failure(error)
+    except SignalException as error:
+        raise SystemExit(128 + int(error.sigval)) from error
+    except (OSError, RuntimeError, TimeoutError) as error:  # machines that do not meet
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _first_failure(error: Any) -> str:
+    """Name the process that failed first. The errors of others follow from one that was killed."""
+    killed = [
+        (rank, one) for rank, one in error.failures.items() if one.exitcode < 0 and one.exitcode != -signal.SIGTERM
+    ]
+    rank, one = killed[0] if killed else error.get_first_failure()
+    how = f"signal {one.signal_name()}" if one.exitcode < 0 else f"exit code {one.exitcode}"
+    return f"rank {rank} ended ({how}); its output is above"
+
+
+def _read(results: Path) -> list[Finding]:
+    """Return the rows of the process that wrote most of them. A process that hangs writes no further ones."""
+    files = [file.read_text().splitlines() for file in sorted(results.glob("*.jsonl"))]
+    return [Finding(**json.loads(line)) for line in max(files, key=len, default=[])]
+
+
+def complete(rows: Sequence[Finding], ended: str) -> list[Finding]:
+    """Return a row for every part: `rows`, the part in which a process `ended`, and those that were not reached."""
+    found, left = list(rows), list(PARTS)[len(rows) :]
+    if left and not (found and found[-1].found.startswith(STOPPED)):
+        found.append(failed(left.pop(0), STOPPED + (ended or "processes ended without a result")))
+    return found + [Finding(part, SKIPPED, "not reached") for part in left]
+
+
+def table(rows: Sequence[Finding]) -> str:
+    """Return the rows as text, with the advice below a failure."""
+    lines = [f"{'part':<12} {'result':<8} found"]
+    for row in rows:
+        lines.append(f"{row.part:<12} {row.result:<8} {row.found}")
+        if row.advice:
+            lines.append(f"{'':<21} advice: {row.advice}")
+    return "\n".join(lines)
+
+
+def _help() -> str:
+    return (
+        "usage: trainwright check [options of launch] [--run_folder FOLDER] [--json]\n\n"
+        "Start processes as `trainwright launch` does with the same options, variables and files, and check that they\n"
+        f"can train: {', '.join(PARTS)}.\n"
+        "The exit code is 0 if nothing failed.\n\n"
+        "check:\n"
+        "  --run_folder FOLDER\n        Existing folder, shared by all machines. Default: a temporary one.\n"
+        "  --json\n        Print the rows as JSON.\n\n" + options_help()
+    )

@@ -1,0 +1,444 @@
+"""The parts of `trainwright check`, which runs this module in each process with two folders: for the run, for rows."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainwright.accelerator.accelerator import Accelerator
+from trainwright.core.process import detect
+from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, STOPPED, Finding, failed
+
+LIMIT_S = 45.0
+_SILENCE_S = 20.0  # larger than a skew of clocks
+_GRACE_S = 5.0  # for the other ranks after one has failed
+_WIDTH, _BATCH, _STEPS = 16, 4, 20
+_TOLERANCE = {"no": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
+_MAX_SKEW_S = 1.0
+_MIN_FREE, _WRITTEN = 2**30, 2**25
+
+_PLAN = {"up": "colwise", "down": "rowwise"}
+
+Facts = tuple[str, str]  # result and found
+
+
+class _ProblemError(Exception):
+    """A check that failed."""
+
+
+class _NotNeeded(Exception):
+    """A check that does not apply."""
+
+
+def _expect(condition: bool, problem: str) -> None:
+    if not condition:
+        raise _ProblemError(problem)
+
+
+class Watch:
+    """A daemon thread that ends the processes of this machine when a part takes too long or a rank failed in it."""
+
+    def __init__(self, results: Path) -> None:
+        self.store: Any = None
+        self._here, self._now = detect(), ("processes", time.monotonic())
+        self._rows, self._stop = results / f"{os.getpid()}.jsonl", threading.Event()
+        self._rows.touch()
+        self._delay_s = 2.0 if self._here.local_rank else 0.0  # one process of a machine writes the row
+        self._thread = threading.Thread(target=self._run, name="trainwright-check", daemon=True)
+        self._thread.start()
+
+    def begin(self, part: str) -> None:
+        """Watch the next part."""
+        self._now = (part, time.monotonic())
+
+    def close(self) -> None:
+        """Stop. The thread must not use the store when the interpreter ends."""
+        self._stop.set()
+        self._thread.join()
+
+    def write(self, row: Finding) -> None:
+        """Append a row to this process's file."""
+        with self._rows.open("a") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
+
+    def _run(self) -> None:
+        failed_s = 0.0
+        while not self._stop.wait(0.25):
+            part, start_s = now = self._now
+            try:
+                missing, problems, silent = self._others(part)
+            except RuntimeError as error:  # the store has ended, with the machine of rank 0
+                self._end(part, [f"the connection to rank 0 is lost: {error}"])
+            failed_s = failed_s + 0.25 if problems and missing else 0.0
+            is_late = time.monotonic() - start_s > LIMIT_S + self._delay_s
+            if (is_late or failed_s > _GRACE_S + self._delay_s) and now is self._now:
+                late = f"rank {missing} did not finish within {LIMIT_S if is_late else _GRACE_S:.0f} s"
+                self._end(part, [*problems, late, *silent])
+
+    def _end(self, part: str, reasons: list[str]) -> None:
+        self.write(failed(part, f"{STOPPED}{'; '.join(reasons)}"))
+        # torch's agent would wait 30 s for a process that is stopped.
+        for file in set(self._rows.parent.glob("*.jsonl")) - {self._rows}:
+            with suppress(OSError):
+                os.kill(int(file.stem), signal.SIGKILL)
+        os._exit(1)
+
+    def _others(self, part: str) -> tuple[str, list[str], list[str]]:
+        """Return the ranks that have not finished a part, the problems of the others, and who does not respond."""
+        if self.store is None:
+            return str(self._here.rank), [], []
+        self.store.set(f"alive/{self._here.rank}", str(time.time()))
+        ranks = range(self._here.world_size)
+        missing = [rank for rank in ranks if not self.store.check([f"{part}/{rank}"])]
+        facts = {rank: json.loads(self.store.get(f"{part}/{rank}")) for rank in ranks if rank not in missing}
+        problems = [f"rank {rank}: {found}" for rank, (result, found) in facts.items() if result == FAIL]
+        silent = [f"rank {rank} does not respond" for rank in ranks if not self._responds(f"alive/{rank}")]
+        return ", ".join(map(str, missing)), problems, silent
+
+    def _responds(self, key: str) -> bool:
+        return bool(self.store.check([key])) and time.time() - float(self.store.get(key)) < _SILENCE_S
+
+
+class Check:
+    """Accelerator, folder of the run, which does not exist yet, and exchange of facts between ranks."""
+
+    def __init__(self, accelerator: Accelerator, folder: Path) -> None:
+        self.accelerator, self.folder = accelerator, folder
+        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
+        self.failed: set[str] = set()
+        self._store = accelerator.state.processes.own_store("check")
+        self._num_exchanges = 0
+
+    def exchange(self, value: Any, key: str = "") -> list[Any]:
+        """Return the JSON `value` of every rank, by rank. Collective, through the store, whatever tensors do."""
+        if self._store is None:
+            return [value]
+        self._num_exchanges += 1
+        name = key or f"exchange {self._num_exchanges}"
+        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], json.dumps(value))
+        while not self._store.check(keys):
+            time.sleep(0.002)
+        return [json.loads(self._store.get(one)) for one in keys]
+
+    def run(self, part: str, work: Callable[[Check], str]) -> Finding:
+        """Run one part, and return its row, the same one on every rank. Collective."""
+        facts: Facts
+        try:
+            facts = PASS, work(self)
+        except _NotNeeded as reason:
+            facts = SKIPPED, str(reason)
+        except _ProblemError as problem:
+            facts = FAIL, str(problem)
+        except Exception as error:  # noqa: BLE001  # a part that raises is a failure, and the next ones run
+            facts = FAIL, " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        row = combined(part, [(result, found) for result, found in self.exchange(facts, part)])
+        if row.result == FAIL:
+            self.failed.add(part)
+        return row
+
+
+def combined(part: str, facts: list[Facts]) -> Finding:
+    """Return the row of a part from the results of all ranks: a failure of one is a failure."""
+    problems = {rank: found for rank, (result, found) in enumerate(facts) if result == FAIL}
+    if not problems:
+        return Finding(part, *facts[0])
+    if len(set(problems.values())) == 1 and len(problems) == len(facts):
+        return failed(part, facts[0][1])
+    return failed(part, "; ".join(f"rank {rank}: {found}" for rank, found in problems.items()))
+
+
+def processes(check: Check) -> str:
+    """Describe the processes."""
+    kind, backend = check.accelerator.distributed_type.name, check.accelerator.state.backend
+    return f"{check.world_size} ({kind}, {backend or 'no communication'})"
+
+
+def devices(check: Check) -> str:
+    """Compare the devices of all ranks."""
+    device = check.accelerator.device
+    if device.type == "cpu":
+        name, memory = platform.machine(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        memory = torch.accelerator.get_memory_info(device)[1]
+    facts = check.exchange([device.type, name, memory, socket.gethostname(), str(device)])
+    kinds = sorted({kind for kind, *_ in facts})
+    _expect(len(kinds) == 1, f"ranks have different kinds of device: {', '.join(kinds)}")
+    own = {(host, place) for *_, host, place in facts}
+    _expect(device.type == "cpu" or len(own) == len(facts), f"{len(facts)} processes have {len(own)} devices")
+    names, least = sorted({name for _, name, *_ in facts}), min(fact[2] for fact in facts)
+    hosts = len({host for host, _ in own})
+    of = "the machine" if device.type == "cpu" else "each"
+    return f"{len(facts)} x {kinds[0]} ({', '.join(names)}) on {hosts} machine(s), {least / 1e9:.1f} GB of {of}"
+
+
+def versions(check: Check) -> str:
+    """Compare the versions of all ranks."""
+    mine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "trainwright": importlib.metadata.version("trainwright"),
+    }
+    every = check.exchange(mine)
+    other = [f"rank {rank} has {facts}" for rank, facts in enumerate(every) if facts != every[0]]
+    _expect(not other, f"rank 0 has {every[0]}; {'; '.join(other[:3])}")
+    return ", ".join(f"{name} {version}" for name, version in mine.items())
+
+
+def clocks(check: Check) -> str:
+    """Compare the clocks of all ranks after common barriers."""
+    if check.world_size == 1:
+        raise _NotNeeded("one process")
+    times = []
+    for _ in range(7):
+        check.accelerator.wait_for_everyone()
+        times.append(time.time())
+    every = check.exchange(times)
+    offsets = [statistics.median(map(float.__sub__, one, every[0])) for one in every]
+    skew = max(offsets) - min(offsets)
+    ranks = f"{offsets.index(min(offsets))} and {offsets.index(max(offsets))}"
+    _expect(skew <= _MAX_SKEW_S, f"{skew:.1f} s between ranks {ranks}")
+    return f"{skew * 1e3:.1f} ms between ranks"
+
+
+def collectives(check: Check) -> str:
+    """Compare the results of collective operations with known values, and measure all_reduce."""
+    n, rank, device = check.world_size, check.rank, check.accelerator.device
+    if n == 1:
+        raise _NotNeeded("one process")
+
+    def filled(value: float) -> torch.Tensor:
+        return torch.full((1000,), float(value), device=device)
+
+    total = n * (n + 1) / 2
+    one, last, mine, every = filled(rank + 1), filled(rank + 1), filled(0), [filled(0) for _ in range(n)]
+    dist.all_reduce(one)
+    dist.all_gather(every, filled(rank + 1))
+    dist.broadcast(last, src=n - 1)
+    checked = {"all_reduce": (one, total), "broadcast": (last, n)}
+    checked |= {f"all_gather of rank {other}": (tensor, other + 1) for other, tensor in enumerate(every)}
+    note = ""
+    try:
+        dist.reduce_scatter(mine, [filled((rank + 1) * (other + 1)) for other in range(n)])
+        checked["reduce_scatter"] = (mine, total * (rank + 1))
+    except (RuntimeError, ValueError) as error:
+        if "support" not in str(error):
+            raise
+        note = " (no reduce_scatter in this backend)"
+    for name, (tensor, value) in checked.items():
+        _expect(torch.equal(tensor, filled(value)), f"{name} returned {tensor[0].item()}, expected {value}")
+    size = 2**24 if device.type == "cpu" else 2**28
+    small, big = torch.ones(1, device=device), torch.ones(size // 4, device=device)
+    latency_s, seconds = _seconds(small, 20), _seconds(big, 3)
+    speed = 2 * (n - 1) / n * size / seconds / 1e9
+    return f"results are right{note}; all_reduce {latency_s * 1e6:.0f} µs, {speed:.2f} GB/s at {size >> 20} MiB"
+
+
+def _seconds(tensor: torch.Tensor, repetitions: int) -> float:
+    """Return the time of one all_reduce."""
+    found = []
+    for _ in range(repetitions + 1):
+        start_s = time.perf_counter()
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        float(tensor[0])  # waits for the device
+        found.append(time.perf_counter() - start_s)
+    return statistics.median(found[1:])
+
+
+def data(check: Check) -> str:
+    """Compare the samples that all ranks receive with the data set."""
+    number, seen = 8 * check.world_size + 3, []
+    check.accelerator.free_memory()
+    loader = check.accelerator.prepare(DataLoader(TensorDataset(torch.arange(number)), batch_size=2, shuffle=True))
+    for (batch,) in loader:
+        seen += check.accelerator.gather_for_metrics(batch).tolist()
+    missing, repeated = sorted(set(range(number)) - set(seen)), len(seen) - len(set(seen))
+    _expect(not missing and not repeated, f"of {number} samples {missing} are missing, and {repeated} are repeated")
+    return f"each of {number} samples once"
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        return x + hidden
+
+
+class _CheckedModel(nn.Sequential):
+    def tensor_parallel_plan(self, mesh: object) -> dict[str, str]:
+        return {f"{i}.{name}": kind for i in range(len(self) - 1) for name, kind in _PLAN.items()}
+
+
+class Training:
+    """A small training through the Accelerator, which drops everything that was prepared. Collective."""
+
+    def __init__(self, check: Check, seed: int) -> None:
+        self.accelerator = accelerator = check.accelerator
+        accelerator.free_memory()
+        self.num_batches = _STEPS * accelerator.gradient_accumulation_steps
+        torch.manual_seed(seed)
+        fsdp = accelerator.state.fsdp_plugin
+        named = (None if fsdp is None else fsdp.transformer_cls_names_to_wrap) or "Block"
+        names = [name.strip() for name in named.split(",")] if isinstance(named, str) else list(named)
+        # FSDP finds the classes that the options name.
+        blocks = [type(str(names[i % len(names)]), (_Block,), {})() for i in range(max(2, len(names)))]
+        model = _CheckedModel(*blocks, nn.Linear(_WIDTH, 1))
+        self.plain = copy.deepcopy(model)
+        self.x = torch.randn(check.world_size * _BATCH * self.num_batches, _WIDTH, generator=torch.Generator())
+        self.y = torch.sin(self.x.sum(1, keepdim=True))
+        loader = DataLoader(TensorDataset(torch.arange(len(self.x)), self.x, self.y), batch_size=_BATCH, shuffle=True)
+        self.model, self.optimizer, self.loader = accelerator.prepare(model, _optimizer(model), loader)
+
+    def batches(self) -> Iterator[tuple[list[int], float, bool]]:
+        """Train, and yield each micro-batch of all ranks: its samples, its loss, and True if its step was skipped."""
+        for index, x, y in self.loader:
+            with self.accelerator.accumulate(self.model):
+                loss = nn.functional.mse_loss(self.model(x).float(), y.float())
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            mean = float(self.accelerator.reduce(loss.detach(), "mean"))
+            yield self.accelerator.gather(index).tolist(), mean, self.accelerator.optimizer_step_was_skipped
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the full weights on the main process. Collective."""
+        found = self.accelerator.get_state_dict(self.model)
+        return {name: tensor.detach().float().cpu() for name, tensor in found.items()}
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)  # small gradients do not decide the result
+
+
+def plain_training(training: Training, batches: list[tuple[list[int], float, bool]]) -> list[float]:
+    """Train `training.plain` on the same global batches by plain PyTorch in this process, and return the losses."""
+    accelerator, model, losses = training.accelerator, training.plain, []
+    optimizer, size = _optimizer(model), accelerator.gradient_accumulation_steps
+    deepspeed = accelerator.deepspeed_plugin
+    clip = None if deepspeed is None else deepspeed.gradient_clipping
+    for number, (index, _, skipped) in enumerate(batches, 1):
+        loss = nn.functional.mse_loss(model(training.x[index]), training.y[index])
+        torch.autograd.backward(loss / size)
+        losses.append(loss.item())
+        if number % size == 0:
+            if isinstance(clip, float) and clip > 0:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if not skipped:
+                optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def parity(check: Check) -> str:
+    """Compare a training of all processes with the same global batches in one."""
+    training = Training(check, seed=0)
+    done = [batch for _, batch in zip(range(training.num_batches), training.batches(), strict=False)]
+    weights, losses = training.weights(), plain_training(training, done)
+    scale = statistics.mean(losses)
+    differences = [abs(loss - one) / scale for (_, loss, _), one in zip(done, losses, strict=True)]
+    plain = training.plain.state_dict()
+    if check.accelerator.is_main_process:
+        differences += [float((weights[name] - one).norm() / one.norm()) for name, one in plain.items()]
+    largest = max(differences, key=lambda one: one if one == one else float("inf"))  # NaN is the largest
+    tolerance = _TOLERANCE[check.accelerator.mixed_precision]
+    bound = f"tolerance {tolerance:.0e}, precision {check.accelerator.mixed_precision}"
+    text = f"{_STEPS} steps: largest relative difference {largest:.1e} ({bound})"
+    _expect(largest <= tolerance, text)
+    return text
+
+
+def run_folder(check: Check) -> str:
+    """Write to the run folder, and compare what ranks see in it."""
+    check.folder = Path(check.exchange(str(check.folder))[0])
+    problem, seconds = "", 1.0
+    if check.rank == 0:
+        try:
+            check.folder.mkdir()
+            start_s = time.perf_counter()
+            with (check.folder / "written").open("wb") as file:
+                file.write(os.urandom(2**20) * (_WRITTEN >> 20))
+                file.flush()
+                os.fsync(file.fileno())
+            seconds = time.perf_counter() - start_s
+        except OSError as error:
+            problem = str(error)
+    problem = check.exchange(problem)[0]
+    _expect(not problem, problem)
+    shared = (check.folder / "written").is_file()
+    _expect(shared, f"{check.folder.parent} does not show the file of rank 0: it is not shared")
+    (check.folder / f"written by rank {check.rank}").write_text("")
+    free = shutil.disk_usage(check.folder).free
+    text = f"{free / 1e9:.1f} GB free, {_WRITTEN / seconds / 1e6:.0f} MB/s written"
+    _expect(free >= _MIN_FREE, f"{text}; at least {_MIN_FREE / 1e9:.1f} GB are needed")
+    return text
+
+
+def resume(check: Check) -> str:
+    """Compare a training that was saved and loaded with one that was not interrupted."""
+    if "run folder" in check.failed:
+        raise _NotNeeded("the run folder cannot be used")
+    state, half = check.folder / "state", _STEPS // 2 * check.accelerator.gradient_accumulation_steps
+    training = Training(check, seed=0)
+    batches = training.batches()
+    for _ in range(half):
+        next(batches)
+    check.accelerator.save_state(state)
+    losses = [next(batches) for _ in range(half)]
+    weights = training.weights()
+    del batches
+    again = Training(check, seed=1)
+    check.accelerator.load_state(state)
+    repeated = [batch for _, batch in zip(range(half), again.batches(), strict=False)]
+    _expect(repeated == losses, "batches or losses after load_state differ from those of the run that continued")
+    found = again.weights()
+    other = [name for name, one in weights.items() if not torch.equal(one, found[name])]
+    _expect(not other, f"weights after load_state and {_STEPS // 2} steps differ: {', '.join(other)}")
+    return f"{_STEPS // 2} steps after load_state are bit-equal to the run that continued"
+
+
+_WORK = (processes, devices, versions, clocks, collectives, data, parity, run_folder, resume)
+
+
+def main(folder: Path, results: Path) -> None:
+    """Run all parts in this process, and write a row for each."""
+    os.dup2(2, 1)  # the output of `trainwright check` is its rows
+    watch = Watch(results)
+    try:
+        check = Check(Accelerator(), folder)
+    except Exception as error:
+        watch.write(failed("processes", f"{STOPPED}{type(error).__name__}: {error}"))
+        raise
+    watch.store = check.accelerator.state.processes.own_store("check")
+    for part, work in zip(PARTS, _WORK, strict=True):
+        watch.begin(part)
+        watch.write(check.run(part, work))
+    watch.close()
+    check.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,217 @@
+"""`trainwright check`: its table, its parts in this process, and real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainwright import Accelerator
+from trainwright.cli.main import main
+from trainwright.launch import check_processes
+from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, STOPPED, Finding, complete, failed, table
+from trainwright.launch.check_processes import Check, combined
+
+
+def _rows(*names: str) -> list[Finding]:
+    return [Finding(name, PASS, "good") for name in names]
+
+
+def test_the_table_has_the_advice_below_a_failure() -> None:
+    assert table([Finding("data", PASS, "each of 11 samples once"), failed("clocks", "3.0 s")]).splitlines() == [
+        "part         result   found",
+        "data         pass     each of 11 samples once",
+        "clocks       fail     3.0 s",
+        f"{'':<21} advice: {PARTS['clocks']}",
+    ]
+
+
+def test_parts_that_were_not_reached_have_rows() -> None:
+    assert complete(_rows(*PARTS), "") == _rows(*PARTS)
+    names = list(PARTS)
+    found = complete(_rows(*names[:-2]), "rank 1 ended (signal SIGKILL)")
+    assert [row.result for row in found[-3:]] == [PASS, FAIL, SKIPPED]
+    assert found[-2].found == f"{STOPPED}rank 1 ended (signal SIGKILL)"
+    assert "its error" in found[-2].advice
+    found = complete([*_rows(*names[:-3]), failed(names[-3], f"{STOPPED}rank 1 did not finish")], "rank 0 ended")
+    assert [row.result for row in found[-3:]] == [FAIL, SKIPPED, SKIPPED]
+    assert complete([], "")[0] == failed("processes", f"{STOPPED}processes ended without a result")
+
+
+def test_a_failure_of_one_rank_is_a_failure() -> None:
+    assert combined("data", [(PASS, "good"), (PASS, "good")]) == Finding("data", PASS, "good")
+    assert combined("data", [(PASS, "good"), (FAIL, "bad")]) == failed("data", "rank 1: bad")
+    assert combined("data", [(FAIL, "bad"), (FAIL, "bad")]) == failed("data", "bad")
+    assert combined("clocks", [(SKIPPED, "one process")]).result == SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--cpu", "train.py"], "takes options only, not 'train.py'"),
+        (["--num_procesess", "2"], "trainwright check has no option --num_procesess. Did you mean 'num_processes'?"),
+        (["--run_folder"], "--run_folder needs a value"),
+        (["-m", "package.train"], "trainwright check has no option -m"),
+        (["--fsdp_version", "2"], "--fsdp_version needs --use_fsdp too"),
+        (
+            ["--num_machines=2", "--machine_rank=0", "--main_process_ip=10.0.0.1", "--main_process_port=1"],
+            "several machines need --run_folder",
+        ),
+    ],
+)
+def test_wrong_options_start_nothing(
+    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["check", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+# The parts, in this process
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Check:
+    return Check(Accelerator(cpu=True), tmp_path / "run")
+
+
+def test_one_process_passes_without_a_launcher(one: Check) -> None:
+    rows = [one.run(part, work) for part, work in zip(PARTS, check_processes._WORK, strict=True)]
+    assert {row.part for row in rows if row.result == SKIPPED} == {"clocks", "collectives"}
+    assert [row for row in rows if row.result == FAIL] == []
+
+
+def test_another_result_than_that_of_plain_pytorch_is_a_failure(one: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = check_processes.plain_training
+
+    def perturbed(training: Any, batches: Any) -> list[float]:
+        with torch.no_grad():
+            training.plain[0].up.weight[0, 0] += 0.1
+        return plain(training, batches)
+
+    monkeypatch.setattr(check_processes, "plain_training", perturbed)
+    row = one.run("parity", check_processes.parity)
+    assert (row.result, row.advice) == (FAIL, PARTS["parity"])
+    assert "largest relative difference" in row.found
+
+
+def test_a_state_that_is_not_restored_is_a_failure(one: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    one.folder.mkdir()
+    monkeypatch.setattr(Accelerator, "load_state", lambda *_: None)
+    assert "differ" in one.run("resume", check_processes.resume).found
+
+
+def test_samples_that_are_missing_are_a_failure(one: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accelerator, "gather_for_metrics", lambda _, batch: batch[:1])
+    row = one.run("data", check_processes.data)
+    assert row.result == FAIL
+    assert row.found.startswith("of 11 samples [")
+
+
+@pytest.mark.parametrize(
+    ("part", "other", "text"),
+    [
+        ("versions", {"python": "3.11.0", "torch": "2.0", "trainwright": "0"}, "rank 1 has {'python': '3.11.0'"),
+        ("devices", ["cuda", "H100", 2**36, "node", "cuda:0"], "different kinds of device: cpu, cuda"),
+        ("clocks", [4e9] * 7, "s between ranks 0 and 1"),
+    ],
+)
+def test_ranks_that_differ_are_a_failure(
+    part: str, other: Any, text: str, one: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Check, "exchange", lambda _, value, key="": [value] if key else [value, other])
+    one.world_size = 2
+    row = one.run(part, getattr(check_processes, part))
+    assert (row.result, row.advice) == (FAIL, PARTS[part])
+    assert text in row.found
+
+
+def test_an_error_is_a_failure_and_the_next_part_runs(one: Check) -> None:
+    def broken(_: Check) -> str:
+        raise RuntimeError("no\nluck")
+
+    assert one.run("data", broken) == failed("data", "RuntimeError: no luck")
+    assert one.run("data", check_processes.data).result == PASS
+
+
+# Real processes
+
+
+def _command(*arguments: object) -> dict[str, Any]:
+    command = [sys.executable, "-m", "trainwright", "check", "--cpu", *map(str, arguments)]
+    return {"args": command, "text": True, "env": {**os.environ, "XDG_CACHE_HOME": "/nonexistent"}}
+
+
+def _check(*arguments: object) -> tuple[dict[str, dict[str, str]], int]:
+    done = subprocess.run(**_command(*arguments, "--json"), capture_output=True, timeout=120, check=False)
+    return {row["part"]: row for row in json.loads(done.stdout)}, done.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ("--num_processes 1", "1 (NO, no communication)"),
+        ("--num_processes 2", "2 (MULTI_CPU, gloo)"),
+        ("--num_processes 2 --use_fsdp --mixed_precision bf16", "2 (FSDP, gloo)"),
+    ],
+)
+def test_every_part_passes(options: str, kind: str, tmp_path: Path) -> None:
+    rows, code = _check(*options.split(), "--run_folder", tmp_path)
+    assert code == 0, rows
+    assert list(rows) == list(PARTS)
+    assert rows["processes"]["found"] == kind
+    skipped = {"clocks", "collectives"} if kind.startswith("1") else set()
+    assert {part for part, row in rows.items() if row["result"] == SKIPPED} == skipped
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_missing_run_folder_fails_with_advice(tmp_path: Path) -> None:
+    rows, code = _check("--num_processes", 2, "--run_folder", tmp_path / "missing")
+    assert code == 1
+    assert "No such file" in rows["run folder"]["found"]
+    assert rows["run folder"]["advice"] == PARTS["run folder"]
+    assert (rows["parity"]["result"], rows["resume"]["result"]) == (PASS, SKIPPED)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
+def test_a_rank_that_is_gone_is_named(number: signal.Signals, tmp_path: Path) -> None:
+    options = _command("--num_processes", 2)
+    options["env"] |= {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(**options, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
+        os.kill(_process_of(tmp_path, 1), number)
+        start_s = time.monotonic()
+        output, _ = run.communicate(timeout=120)
+    assert run.returncode == 1
+    assert time.monotonic() - start_s < 60
+    (line,) = [line for line in output.splitlines() if " fail  " in line]
+    expected = "rank 1 ended (signal SIGKILL)" if number == signal.SIGKILL else "rank 1 does not respond"
+    assert STOPPED in line
+    assert expected in line
+    assert "not reached" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def _process_of(folder: Path, rank: int) -> int:
+    """Return the process of a rank, after its first part."""
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        for file in folder.glob("trainwright-check-*/results/*.jsonl"):
+            variables = Path(f"/proc/{file.stem}/environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in variables and file.read_text():
+                return int(file.stem)
+        time.sleep(0.02)
+    raise TimeoutError("the rank did not start")
