@@ -38,7 +38,7 @@ def rewrite_launch(code: bytes) -> Rewritten:
     unsettled: list[Unsettled] = []
     lines = code.decode().split("\n")
     launches = False
-    later = {option.name: option.later for option in options() if option.later}
+    known = {option.name: option for option in options()}
     for number, line in enumerate(lines, 1):
         if line.lstrip().startswith("#"):
             continue
@@ -47,9 +47,10 @@ def rewrite_launch(code: bytes) -> Rewritten:
         launches = launches or "trainwright launch" in line
         for match in _OTHER.finditer(line):
             unsettled.append(Unsettled(number, f"accelerate {match['name']}: {_ANSWERS[match['name']]}."))
-        for flag in re.findall(r"--([\w-]+)", line) if launches else ():
-            reason = later.get(flag.replace("-", "_"))
-            if reason is not None:
+        for flag, value in re.findall(r"--([\w-]+)(?:[ =]+([^\s-]\S*))?", line) if launches else ():
+            option = known.get(flag.replace("-", "_"))
+            reason = "" if option is None else option.refusal(True if option.is_flag else value or True)
+            if reason:
                 unsettled.append(Unsettled(number, f"--{flag} is not supported: {reason}."))
     text = _LISTED.sub(r"trainwright\g<between>", "\n".join(lines))
     return Rewritten(text.encode(), unsettled)
