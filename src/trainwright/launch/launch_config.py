@@ -361,15 +361,11 @@ class LaunchConfig:
     fp8_enable_fsdp_float8_all_gather: str | None = _later(_FP8)
     fp8_pad_inner_dim: str | None = _later(_FP8)
     fp8_use_autocast_during_eval: bool | None = _later(_FP8, as_bool)
-    deepspeed_hostfile: str | None = _later("start `trainwright launch` on each machine", section="deepspeed_config")
-    deepspeed_exclusion_filter: str | None = _later(
-        "start `trainwright launch` on the machines to use", section="deepspeed_config"
-    )
-    deepspeed_inclusion_filter: str | None = _later(
-        "start `trainwright launch` on the machines to use", section="deepspeed_config"
-    )
-    deepspeed_multinode_launcher: str | None = _later(
-        "start `trainwright launch` on each machine", section="deepspeed_config", harmless=("standard",)
+    deepspeed_hostfile: str | None = _deepspeed("File with the machines: lines of 'NAME slots=NUMBER'.", None)
+    deepspeed_exclusion_filter: str | None = _deepspeed("Machines and slots to leave out: 'a@b:0,2'.", None)
+    deepspeed_inclusion_filter: str | None = _deepspeed("Machines and slots to use: 'a@b:0,2'.", None)
+    deepspeed_multinode_launcher: str | None = _deepspeed(
+        "standard: start the command on each machine. pdsh: start it once.", None
     )
     mpirun_hostfile: str | None = _later(_MPI, section="mpirun_config")
     mpirun_ccl: str | None = _later(_MPI, section="mpirun_config", harmless=("0", "1"))

@@ -24,7 +24,11 @@ _SECTIONS = (
 )
 _SWITCHES = {name: f"use_{name.removesuffix('_config')}" for name in ("fsdp_config", "deepspeed_config")}
 _SWITCHES["parallelism_config"] = "use_parallelism_config"
-_ALONE = ("gradient_accumulation_steps", "gradient_clipping")  # of DeepSpeed's section, but of use without it
+# Of DeepSpeed's section, but of use without it.
+_ALONE = (
+    *("gradient_accumulation_steps", "gradient_clipping", "deepspeed_hostfile", "deepspeed_exclusion_filter"),
+    *("deepspeed_inclusion_filter", "deepspeed_multinode_launcher"),
+)
 # Keys that request nothing of `trainwright launch`: those of `tpu-config`, and details of a type or a precision that is
 # refused by itself.
 SILENT = ("tpu_name", "tpu_zone", "commands", "command_file", "megatron_lm_config", "fp8_config")
