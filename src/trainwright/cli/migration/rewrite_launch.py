@@ -15,11 +15,8 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.launch.launch_config import LaunchConfig, options
 from trainwright.launch.reading import check_supported, options_of
 
-_SAME = "launch|config|to-fsdp2|env|estimate-memory|merge-weights"
-_ANSWERS = {
-    "test": "there is no such command. Run the script with fewer steps",
-    "tpu-config": "TPUs are not supported. Delete the command",
-}
+_SAME = "launch|config|to-fsdp2|env|estimate-memory|merge-weights|tpu-config"
+_ANSWERS = {"test": "there is no such command. Run the script with fewer steps"}
 _START = r"(?<![\w/.-])(?P<path>(?:[\w.$(){}~-]*/)*)"
 _COMMAND = re.compile(rf"{_START}accelerate(?:-|[ \t]+)(?P<name>{_SAME})\b")
 _MODULE = re.compile(rf"-m([ \t]+)accelerate\.commands\.(?:accelerate_cli[ \t]+)?(?P<name>{_SAME})\b")
