@@ -143,6 +143,19 @@ def test_variables_are_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not {"SECRET", "ACCELERATE_MIXED_PRECISION"} & set(found)
 
 
+def test_each_machine_gets_its_slots_as_devices(tmp_path: Path) -> None:
+    command, machines = with_hostfile(
+        _command(
+            _HOSTS, tmp_path, deepspeed_multinode_launcher="pdsh", deepspeed_inclusion_filter="node-1:0,1@node-2:2,3"
+        )
+    )
+    assert machines == {"node-1": [0, 1], "node-2": [2, 3]}
+    text = hostfile._remote_text(command, machines)
+    assert "case %n in 0) d=0,1;; 1) d=2,3;; esac" in text
+    assert "--machine_rank=%n --gpu_ids=$d --num_processes=4 --num_machines=2 --main_process_ip=node-1" in text
+    assert "hostfile" not in text.partition("trainwright launch ")[2]
+
+
 _SCRIPT = """
 import os, sys, time
 import torch
