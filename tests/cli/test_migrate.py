@@ -329,6 +329,12 @@ Other().save
         ("accelerate config default && accelerate-config", "trainwright config default && trainwright config"),
         ("accelerate to-fsdp2 --overwrite", "trainwright to-fsdp2 --overwrite"),
         ("accelerate merge-weights a b", "trainwright merge-weights a b"),
+        ("accelerate tpu-config --debug", "trainwright tpu-config --debug"),
+        ("accelerate launch --deepspeed_hostfile h t.py", "trainwright launch --deepspeed_hostfile h t.py"),
+        (
+            "accelerate launch --main_training_function main t.py",
+            "trainwright launch --main_training_function main t.py",
+        ),
         ("# accelerate launch t.py\npip install accelerate\n", "# accelerate launch t.py\npip install accelerate\n"),
     ],
 )
@@ -342,9 +348,9 @@ def test_commands_become_ours(before: str, after: str) -> None:
     ("text", "line", "says"),
     [
         ("accelerate launch \\\n --use_megatron_lm t.py", 2, "--use_megatron_lm is not supported: "),
-        ("accelerate launch --deepspeed_hostfile h t.py", 1, "start `trainwright launch` on each machine"),
+        ("accelerate launch --mpirun_hostfile h t.py", 1, "start the script by mpirun itself"),
+        ("accelerate launch --parallelism_config_cp_size 2 t.py", 1, "splitting sequences is not supported"),
         ("\naccelerate test\n", 2, "there is no such command"),
-        ("accelerate tpu-config\n", 1, "TPUs are not supported"),
     ],
 )
 def test_what_has_no_counterpart_is_reported(text: str, line: int, says: str) -> None:

@@ -38,9 +38,9 @@ def _values(option: Option) -> st.SearchStrategy[Any]:
     )
 
 
-_CONFIGS = st.fixed_dictionaries({}, optional={option.name: _values(option) for option in options()}).map(
-    lambda values: LaunchConfig(**values)
-)
+_CONFIGS = st.fixed_dictionaries(
+    {}, optional={option.name: _values(option) for option in options() if not option.is_refused}
+).map(lambda values: LaunchConfig(**values))
 
 
 @given(_CONFIGS, st.sampled_from(["c.yaml", "c.json"]))

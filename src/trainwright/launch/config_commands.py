@@ -66,7 +66,7 @@ def _update(path: Path | None) -> int:
     content, values = reading.read_content(path), reading.read_file(path)[1]
     kind = str(content.get("distributed_type"))
     _write(LaunchConfig(**values), path, kind if kind in reading.DEVICES and kind != "MULTI_CPU" else "MULTI_GPU")
-    unused = [key for key in content if key.startswith(reading.SILENT) and key not in reading.known_options()]
+    unused = [key for key in content if reading.sets_nothing(key) and key not in values]
     if unused:
         print(f"Omitted, because they set nothing: {', '.join(unused)}")
     return 0

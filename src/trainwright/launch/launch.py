@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.launch.hostfile import start_machines, with_hostfile
 from trainwright.launch.launch_config import LaunchConfig, options
 from trainwright.launch.reading import SHORT, LaunchCommand, check_supported, read_command
 from trainwright.processes.launcher import set_variable, set_variables
@@ -32,10 +33,12 @@ def launch(argv: Sequence[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv[: _before_script(argv)]):
         print(_help())
         return 0
-    command = read_command(argv)
+    command, machines = with_hostfile(read_command(argv))
     check(command)
     for note in command.notes:
         print(f"trainwright launch: {note}", file=sys.stderr)
+    if machines is not None:
+        return start_machines(command, machines)
     local, total = set_environment(command.config)
     if total == 1:
         program = _program(command)

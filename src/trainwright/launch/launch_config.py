@@ -24,6 +24,7 @@ class Option:
         section: YAML mapping that contains it; empty: the file itself.
         choices: the possible values; empty: any.
         later: why it is refused; empty: it is supported.
+        harmless: values of a refused option that request nothing.
     """
 
     name: str
@@ -34,11 +35,22 @@ class Option:
     section: str
     choices: tuple[str, ...]
     later: str
+    harmless: tuple[str, ...]
 
     @property
     def is_flag(self) -> bool:
         """True if the flag has no value on the command line."""
         return self.read is as_bool and self.section == ""
+
+    @property
+    def is_refused(self) -> bool:
+        """True if the option has no value with an effect."""
+        return self.group == _LATER
+
+    def refusal(self, value: object) -> str:
+        """Return why a value is refused; empty: it is accepted."""
+        harmless = ("", "none", "no", "false", *self.harmless)
+        return "" if value is None or str(value).lower() in harmless else self.later
 
     def parse(self, value: object, origin: str) -> Any:
         """Return a value in the option's type.
@@ -92,6 +104,7 @@ def _option(
     section: str = "",
     choices: tuple[str, ...] = (),
     later: str = "",
+    harmless: tuple[str, ...] = (),
 ) -> Any:
     return field(
         default=None,
@@ -103,6 +116,7 @@ def _option(
             "section": section,
             "choices": choices,
             "later": later,
+            "harmless": harmless,
         },
     )
 
@@ -111,7 +125,10 @@ _HARDWARE, _PROCESSES, _NODES, _RESULTS = "hardware", "processes", "several mach
 _TRAINING, _COMPILE, _FSDP, _DEEPSPEED = "training", "compilation", "FSDP", "DeepSpeed"
 _MESH, _LATER = "parallelism", "not supported yet"
 _MEGATRON = "Megatron-LM is not supported; --use_parallelism_config splits layers"
-_TPU = "TPUs are not supported"
+_TPU = "TPUs are not supported; delete it, and start the script on GPUs or with --cpu"
+_MPI = "start the script by mpirun itself, whose variables are read"
+_SEQUENCES = "splitting sequences is not supported; use --parallelism_config_tp_size, which splits layers"
+_SECRET = "SageMaker is not supported, and a secret does not belong on a command line; delete it"
 _FP8 = "training in 8 bits is not supported; use --mixed_precision bf16"
 
 
@@ -124,16 +141,37 @@ def _deepspeed(help: str, variable: str | None, read: Callable[[str], Any] = str
 
 
 def _mesh(help: str, name: str, later: str = "") -> Any:
-    variable = f"PARALLELISM_CONFIG_{name}"
-    return _option(help, int, group=_MESH, variable=variable, section="parallelism_config", later=later)
+    return _option(
+        help,
+        int,
+        group=_MESH,
+        variable=f"PARALLELISM_CONFIG_{name}",
+        section="parallelism_config",
+        later=later,
+        harmless=("1",),
+    )
+
+
+def _unused(help: str, read: Callable[[str], Any] = str) -> Any:
+    """Return an option of sequences that are split, which is accepted because `*_size` refuses more than 1."""
+    return _option(help, read, group=_MESH, section="parallelism_config")
 
 
 def _dynamo(help: str, name: str, read: Callable[[str], Any] = str) -> Any:
     return _option(help, read, group=_COMPILE, variable=f"ACCELERATE_DYNAMO_{name}", section="dynamo_config")
 
 
-def _later(reason: str, read: Callable[[str], Any] = str, section: str = "") -> Any:
-    return _option("Not supported yet.", read, group=_LATER, section=section, later=reason)
+def _later(reason: str, read: Callable[[str], Any] = str, section: str = "", harmless: tuple[str, ...] = ()) -> Any:
+    return _option("Not supported yet.", read, group=_LATER, section=section, later=reason, harmless=harmless)
+
+
+def _megatron(*harmless: str) -> Any:
+    return _later(_MEGATRON, harmless=harmless)
+
+
+def _hidden(text: str) -> str:
+    """Return a text that is shown in the place of a secret."""
+    return "(hidden)" if text else ""
 
 
 @dataclass(frozen=True)
@@ -258,24 +296,79 @@ class LaunchConfig:
     parallelism_config_dp_replicate_size: int | None = _mesh("Replicas of the model.", "DP_REPLICATE_SIZE")
     parallelism_config_dp_shard_size: int | None = _mesh("Ranks that shard a replica.", "DP_SHARD_SIZE")
     parallelism_config_tp_size: int | None = _mesh("Ranks that split layers.", "TP_SIZE")
-    parallelism_config_cp_size: int | None = _mesh("Ranks that split sequences; only 1.", "CP_SIZE")
-    parallelism_config_sp_size: int | None = _mesh("Ranks that split sequences; only 1.", "SP_SIZE")
+    parallelism_config_cp_size: int | None = _mesh("Ranks that split sequences; only 1.", "CP_SIZE", _SEQUENCES)
+    parallelism_config_cp_backend: str | None = _unused("Accepted.")
+    parallelism_config_cp_comm_strategy: str | None = _unused("Accepted.")
+    parallelism_config_sp_size: int | None = _mesh("Ranks that split sequences; only 1.", "SP_SIZE", _SEQUENCES)
+    parallelism_config_sp_backend: str | None = _unused("Accepted.")
+    parallelism_config_sp_seq_length: int | None = _unused("Accepted.", int)
+    parallelism_config_sp_seq_length_is_variable: bool | None = _unused("Accepted.", as_bool)
+    parallelism_config_sp_attn_implementation: str | None = _unused("Accepted.")
+    use_xpu: bool | None = _option("Accepted: XPUs are found.", as_bool, group=_HARDWARE)
+    no_tpu_cluster: bool | None = _option("Accepted: there is no TPU.", as_bool, group=_HARDWARE)
+    ipex: bool | None = _later("intel_extension_for_pytorch ended with torch 2.8; bf16 works without it", as_bool)
     tpu: bool | None = _later(_TPU, as_bool)
+    tpu_cluster: bool | None = _later(_TPU, as_bool)
+    tpu_use_cluster: bool | None = _later(_TPU, as_bool)
+    tpu_use_sudo: bool | None = _later(_TPU, as_bool)
+    vm: str | None = _later(_TPU)
+    env: str | None = _later(_TPU)
+    main_training_function: str | None = _later(_TPU, harmless=("main",))
+    downcast_bf16: bool | None = _later(_TPU, as_bool)
+    aws_access_key_id: str | None = _later(_SECRET, _hidden)
+    aws_secret_access_key: str | None = _later(_SECRET, _hidden)
+    fsdp_activation_checkpointing_offload: bool | None = _later(
+        "inputs of recomputed layers stay on the device; use --fsdp_activation_checkpointing true alone",
+        as_bool,
+        "fsdp_config",
+    )
     use_megatron_lm: bool | None = _later(_MEGATRON, as_bool)
-    fp8_backend: str | None = _later(_FP8, section="fp8_config")
-    deepspeed_hostfile: str | None = _later("start `trainwright launch` on each machine", section="deepspeed_config")
-    deepspeed_exclusion_filter: str | None = _later(
-        "start `trainwright launch` on the machines to use", section="deepspeed_config"
+    megatron_lm_tp_degree: str | None = _megatron("1")
+    megatron_lm_pp_degree: str | None = _megatron("1")
+    megatron_lm_num_micro_batches: str | None = _megatron("1")
+    megatron_lm_sequence_parallelism: str | None = _megatron()
+    megatron_lm_recompute_activations: str | None = _megatron()
+    megatron_lm_use_distributed_optimizer: str | None = _megatron()
+    megatron_lm_gradient_clipping: str | None = _megatron("1.0")
+    megatron_lm_use_custom_fsdp: str | None = _megatron()
+    megatron_lm_no_load_optim: str | None = _megatron()
+    megatron_lm_no_save_optim: str | None = _megatron()
+    megatron_lm_eod_mask_loss: str | None = _megatron()
+    megatron_lm_overlap_cpu_optimizer_d2h_h2d: str | None = _megatron()
+    megatron_lm_optimizer_cpu_offload: str | None = _megatron()
+    megatron_lm_use_precision_aware_optimizer: str | None = _megatron()
+    megatron_lm_decoder_last_pipeline_num_layers: str | None = _megatron()
+    megatron_lm_recompute_granularity: str | None = _megatron()
+    megatron_lm_recompute_method: str | None = _megatron()
+    megatron_lm_recompute_num_layers: str | None = _megatron()
+    megatron_lm_attention_backend: str | None = _megatron()
+    megatron_lm_expert_model_parallel_size: str | None = _megatron("1")
+    megatron_lm_context_parallel_size: str | None = _megatron("1")
+    megatron_lm_attention_dropout: str | None = _megatron()
+    megatron_lm_hidden_dropout: str | None = _megatron()
+    megatron_lm_attention_softmax_in_fp32: str | None = _megatron()
+    megatron_lm_expert_tensor_parallel_size: str | None = _megatron("1")
+    megatron_lm_calculate_per_token_loss: str | None = _megatron()
+    megatron_lm_use_rotary_position_embeddings: str | None = _megatron()
+    fp8_backend: str | None = _later(_FP8)
+    fp8_margin: str | None = _later(_FP8)
+    fp8_interval: str | None = _later(_FP8)
+    fp8_format: str | None = _later(_FP8)
+    fp8_amax_history_len: str | None = _later(_FP8)
+    fp8_amax_compute_algo: str | None = _later(_FP8)
+    fp8_override_linear_precision: str | None = _later(_FP8)
+    fp8_opt_level: str | None = _later(_FP8)
+    fp8_enable_fsdp_float8_all_gather: str | None = _later(_FP8)
+    fp8_pad_inner_dim: str | None = _later(_FP8)
+    fp8_use_autocast_during_eval: bool | None = _later(_FP8, as_bool)
+    deepspeed_hostfile: str | None = _deepspeed("File with the machines: lines of 'NAME slots=NUMBER'.", None)
+    deepspeed_exclusion_filter: str | None = _deepspeed("Machines and slots to leave out: 'a@b:0,2'.", None)
+    deepspeed_inclusion_filter: str | None = _deepspeed("Machines and slots to use: 'a@b:0,2'.", None)
+    deepspeed_multinode_launcher: str | None = _deepspeed(
+        "standard: start the command on each machine. pdsh: start it once.", None
     )
-    deepspeed_inclusion_filter: str | None = _later(
-        "start `trainwright launch` on the machines to use", section="deepspeed_config"
-    )
-    deepspeed_multinode_launcher: str | None = _later(
-        "start `trainwright launch` on each machine", section="deepspeed_config"
-    )
-    mpirun_hostfile: str | None = _later(
-        "start the script by mpirun itself, whose variables are read", section="mpirun_config"
-    )
+    mpirun_hostfile: str | None = _later(_MPI, section="mpirun_config")
+    mpirun_ccl: str | None = _later(_MPI, section="mpirun_config", harmless=("0", "1"))
 
     def set_options(self) -> dict[str, Any]:
         """Return the options that are set, by their names."""

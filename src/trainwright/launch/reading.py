@@ -17,17 +17,28 @@ from trainwright.launch.launch_config import LaunchConfig, Option, options
 _FURTHER = {"config_file": True, "module": False, "no_python": False}  # flags of launch; True: with a value
 SHORT = {"-q": "quiet", "-t": "tee", "-m": "module", "-h": "help"}
 FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
-# Keys of Accelerate's files that name an option of ours differently.
-_KEYS = {"use_cpu": "cpu", "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
-_SECTIONS = ("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "fp8_config", "mpirun_config")
+# Keys of Accelerate's files and flags that name an option of ours differently.
+_KEYS = {"use_cpu": "cpu", "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch", "tpu_vm": "vm", "tpu_env": "env"}
+_SECTIONS = (
+    *("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "fp8_config", "mpirun_config"),
+    "ipex_config",
+)
 _SWITCHES = {name: f"use_{name.removesuffix('_config')}" for name in ("fsdp_config", "deepspeed_config")}
 _SWITCHES["parallelism_config"] = "use_parallelism_config"
-_ALONE = ("gradient_accumulation_steps", "gradient_clipping")  # of DeepSpeed's section, but of use without it
-# Beginnings of keys that request nothing here: those of TPUs and SageMaker, and options that have one value.
-SILENT = (
-    *("tpu_", "command", "ipex_", "mpirun_ccl", "main_training_function", "downcast_bf16", "megatron_lm_", "use_xpu"),
-    *("fsdp_activation_checkpointing_offload", "parallelism_config_cp_", "parallelism_config_sp_"),
+# Of DeepSpeed's section, but of use without it.
+_ALONE = (
+    *("gradient_accumulation_steps", "gradient_clipping", "deepspeed_hostfile", "deepspeed_exclusion_filter"),
+    *("deepspeed_inclusion_filter", "deepspeed_multinode_launcher"),
 )
+# Keys that request nothing of `trainwright launch`: those of `tpu-config`, and details of a type or a precision that is
+# refused by itself.
+SILENT = ("tpu_name", "tpu_zone", "commands", "command_file", "megatron_lm_config", "fp8_config")
+_FP8_KEYS = {
+    "amax_history_length": "amax_history_len",
+    "amax_compute_algorithm": "amax_compute_algo",
+    "optimization_level": "opt_level",
+    "fp8_format": "format",
+}
 TYPES: dict[str, dict[str, bool]] = {
     "NO": {},
     "FSDP": {"use_fsdp": True},
@@ -108,8 +119,10 @@ def check_supported(config: LaunchConfig) -> None:
         ConfigurationError: One is.
     """
     for option in known_options().values():
-        if option.later and getattr(config, option.name) not in (None, False, ""):
-            raise ConfigurationError(f"--{option.name} is not supported: {option.later}.")
+        reason = option.refusal(getattr(config, option.name))
+        if reason:
+            key = next((f" ({key} in a file)" for key, name in _KEYS.items() if name == option.name), "")
+            raise ConfigurationError(f"--{option.name}{key} is not supported: {reason}.")
     if config.mixed_precision == "fp8":
         raise ConfigurationError("--mixed_precision fp8 is not supported. Use bf16.")
 
@@ -133,6 +146,7 @@ def split(
     while left and left[0].startswith("-") and left[0] != "--":
         flag, equals, text = left.pop(0).partition("=")
         name = SHORT.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else flag)
+        name = _KEYS.get(name, name)
         option = known_options().get(name)
         if further_flags.get(name) is False:
             further[name] = "true"
@@ -258,6 +272,8 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
         raise ConfigurationError(
             f"{origin}: distributed_type={kind!r} is not supported. Use {', '.join((*TYPES, *DEVICES))}."
         )
+    if kind == "MEGATRON_LM":
+        raise ConfigurationError(f"{origin}: distributed_type={kind!r}: {known_options()['use_megatron_lm'].later}.")
     flat: dict[str, Any] = dict(TYPES.get(kind, {}))
     if kind == "MULTI_CPU":
         flat["cpu"] = True
@@ -274,18 +290,32 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
         if section == "fsdp_config":  # version 0.13: without the beginning
             values = {key if str(key).startswith("fsdp_") else f"fsdp_{key}": value for key, value in values.items()}
         if section == "fp8_config":  # details of a precision that is refused
-            values = {key: value for key, value in values.items() if key in known_options()}
+            for key in values:
+                _known(f"fp8_{_FP8_KEYS.get(key, key)}", origin, key)
+            values = {}
         flat |= values
     flat |= left
     found = {}
     for key, value in flat.items():
-        if str(key).startswith(SILENT) and key not in known_options():
+        if key in SILENT:
             continue
-        name = _KEYS.get(key, key)
-        option = known_options().get(name)
-        if option is None:
-            advice = nearest(str(key), known_options()) or " `trainwright config` writes such a file."
-            raise ConfigurationError(f"{origin} has the unknown key {key!r}.{advice}")
+        option = _known(_KEYS.get(key, key), origin, key)
         text = ",".join(map(str, value)) if isinstance(value, list) else value
-        found[name] = option.parse(text, origin)
-    return {name: value for name, value in found.items() if value is not None}
+        value = option.parse(text, origin)
+        if value is not None and not (option.is_refused and not option.refusal(value)):
+            found[option.name] = value
+    return found
+
+
+def sets_nothing(key: str) -> bool:
+    """Return whether a key of a file has no effect on `trainwright launch`, unless its value is refused."""
+    option = known_options().get(_KEYS.get(key, key))
+    return key in SILENT if option is None else option.is_refused
+
+
+def _known(name: str, origin: str, key: object) -> Option:
+    option = known_options().get(name)
+    if option is None:
+        advice = nearest(str(key), known_options()) or " `trainwright config` writes such a file."
+        raise ConfigurationError(f"{origin} has the unknown key {key!r}.{advice}")
+    return option

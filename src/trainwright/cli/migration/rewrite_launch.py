@@ -15,11 +15,8 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.launch.launch_config import LaunchConfig, options
 from trainwright.launch.reading import check_supported, options_of
 
-_SAME = "launch|config|to-fsdp2|env|estimate-memory|merge-weights"
-_ANSWERS = {
-    "test": "there is no such command. Run the script with fewer steps",
-    "tpu-config": "TPUs are not supported. Delete the command",
-}
+_SAME = "launch|config|to-fsdp2|env|estimate-memory|merge-weights|tpu-config"
+_ANSWERS = {"test": "there is no such command. Run the script with fewer steps"}
 _START = r"(?<![\w/.-])(?P<path>(?:[\w.$(){}~-]*/)*)"
 _COMMAND = re.compile(rf"{_START}accelerate(?:-|[ \t]+)(?P<name>{_SAME})\b")
 _MODULE = re.compile(rf"-m([ \t]+)accelerate\.commands\.(?:accelerate_cli[ \t]+)?(?P<name>{_SAME})\b")
@@ -38,7 +35,7 @@ def rewrite_launch(code: bytes) -> Rewritten:
     unsettled: list[Unsettled] = []
     lines = code.decode().split("\n")
     launches = False
-    later = {option.name: option.later for option in options() if option.later}
+    known = {option.name: option for option in options()}
     for number, line in enumerate(lines, 1):
         if line.lstrip().startswith("#"):
             continue
@@ -47,9 +44,10 @@ def rewrite_launch(code: bytes) -> Rewritten:
         launches = launches or "trainwright launch" in line
         for match in _OTHER.finditer(line):
             unsettled.append(Unsettled(number, f"accelerate {match['name']}: {_ANSWERS[match['name']]}."))
-        for flag in re.findall(r"--([\w-]+)", line) if launches else ():
-            reason = later.get(flag.replace("-", "_"))
-            if reason is not None:
+        for flag, value in re.findall(r"--([\w-]+)(?:[ =]+([^\s-]\S*))?", line) if launches else ():
+            option = known.get(flag.replace("-", "_"))
+            reason = "" if option is None else option.refusal(True if option.is_flag else value or True)
+            if reason:
                 unsettled.append(Unsettled(number, f"--{flag} is not supported: {reason}."))
     text = _LISTED.sub(r"trainwright\g<between>", "\n".join(lines))
     return Rewritten(text.encode(), unsettled)

@@ -1,0 +1,255 @@
+"""DeepSpeed's hostfile: the machines of a job with their devices, and starting all of them by pdsh."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError, MissingPackageError, nearest
+from trainwright.core.process import environment, variable
+from trainwright.launch.launch_config import LaunchConfig
+from trainwright.launch.machine import ENDED
+from trainwright.launch.reading import LaunchCommand, known_options
+
+_HANDED_ON = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "UCX_", "PYTHON", "LD_LIBRARY_PATH")
+# Options that are not handed on as they are.
+_OWN = (
+    *("deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher"),
+    *("machine_rank", "gpu_ids"),
+)
+_REACH_SECONDS, _LAST_OUTPUT_SECONDS = 8, 0.5
+_FAILURE = re.compile(rf"(?:{ENDED}|^pdsh@.*exited with exit code) (\d+)|^pdsh@.*connect".encode())
+_Hosts = dict[str, list[int]]
+
+
+def read_hosts(config: LaunchConfig) -> _Hosts:
+    """Return the machines of a job in the order of the hostfile, with the numbers of their devices.
+
+    Raises:
+        ConfigurationError: The hostfile or a filter is wrong, or machines have different numbers of devices.
+    """
+    hosts = _read(str(config.deepspeed_hostfile))
+    include, exclude = config.deepspeed_inclusion_filter, config.deepspeed_exclusion_filter
+    if include and exclude:
+        raise ConfigurationError("--deepspeed_inclusion_filter and --deepspeed_exclusion_filter exclude each other.")
+    named: dict[str, set[int]] = {}
+    for part in (include or exclude or "").split("@") if include or exclude else ():
+        name, colon, slots = (text.strip() for text in part.partition(":"))
+        if name not in hosts:
+            raise ConfigurationError(f"{config.deepspeed_hostfile} has no machine {name!r}.{nearest(name, hosts)}")
+        known = {str(slot): slot for slot in hosts[name]}
+        chosen = [slot.strip() for slot in slots.split(",")] if colon else list(known)
+        if not set(chosen) <= set(known):
+            raise ConfigurationError(f"{part!r}: {name} has the slots {', '.join(known)}.")
+        named.setdefault(name, set()).update(known[slot] for slot in chosen)
+    if include:
+        hosts = {name: sorted(named[name]) for name in hosts if name in named}
+    hosts = {
+        name: [slot for slot in slots if include or slot not in named.get(name, ())] for name, slots in hosts.items()
+    }
+    hosts = {name: slots for name, slots in hosts.items() if slots}
+    if len({len(slots) for slots in hosts.values()}) != 1:
+        counts = ", ".join(f"{name} {len(slots)}" for name, slots in hosts.items()) or "none"
+        raise ConfigurationError(
+            f"machines need the same number of slots, at least 1. The hostfile and filters: {counts}."
+        )
+    return hosts
+
+
+def _read(path: str) -> _Hosts:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--deepspeed_hostfile {path} cannot be read: {error}.") from error
+    hosts: _Hosts = {}
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = re.fullmatch(r"slots=(\d+)", words[1]) if len(words) > 1 else None
+        if slots is None or words[0] in hosts or re.search(r"[^\w.:@-]|^-", words[0]):
+            problem = "the machine is there twice" if words[0] in hosts else "expected 'NAME slots=NUMBER'"
+            raise ConfigurationError(f"{path}:{number}: {line.strip()!r}: {problem}.")
+        hosts[words[0]] = list(range(int(slots[1])))
+    return hosts
+
+
+def with_hostfile(command: LaunchCommand) -> tuple[LaunchCommand, _Hosts | None]:
+    """Return the command with the options that follow from the hostfile, and the machines that pdsh has to start.
+
+    Raises:
+        ConfigurationError: See `read_hosts`, or this machine is not in the hostfile.
+    """
+    config, launcher = command.config, command.config.deepspeed_multinode_launcher or "standard"
+    if launcher not in ("standard", "pdsh"):
+        raise ConfigurationError(
+            f"--deepspeed_multinode_launcher {launcher} is not supported. Use standard or pdsh, or start the script by "
+            "mpirun or srun itself."
+        )
+    if not config.deepspeed_hostfile:
+        if launcher == "pdsh" and (config.num_machines or 1) > 1:
+            raise ConfigurationError("--deepspeed_multinode_launcher pdsh needs --deepspeed_hostfile too.")
+        return command, None
+    hosts = read_hosts(config)
+    uses_pdsh = launcher == "pdsh"
+    rank = 0 if uses_pdsh else _own_rank(hosts) if config.machine_rank is None else config.machine_rank
+    slots = list(hosts.values())[min(max(rank, 0), len(hosts) - 1)]
+    found: dict[str, Any] = {"num_machines": len(hosts), "num_processes": len(hosts) * len(slots)}
+    found["gpu_ids"] = None if config.cpu else ",".join(map(str, slots))
+    notes = [
+        f"{name}={value} of {config.deepspeed_hostfile} is used, not {getattr(config, name)}."
+        for name, value in found.items()
+        if getattr(config, name) not in (None, "all", value)
+    ]
+    config = replace(
+        config,
+        **found,
+        machine_rank=rank,
+        main_process_ip=config.main_process_ip or next(iter(hosts)).rpartition("@")[2],
+        main_process_port=config.main_process_port or 29500,
+    )
+    return replace(command, config=config, notes=command.notes + notes), hosts if uses_pdsh else None
+
+
+def _own_rank(hosts: _Hosts) -> int:
+    """Return the rank of this machine, by its name or else by its address."""
+    own = socket.gethostname()
+    ranks = [rank for rank, name in enumerate(hosts) if name in (own, own.partition(".")[0], socket.getfqdn())]
+    ranks = ranks or [rank for rank, name in enumerate(hosts) if _is_own_address(name)]
+    if len(ranks) != 1:
+        problem = "several machines of the hostfile are" if ranks else "no machine of the hostfile is"
+        raise ConfigurationError(f"{problem} this one ({own}). Pass --machine_rank, from 0 to {len(hosts) - 1}.")
+    return ranks[0]
+
+
+def _is_own_address(name: str) -> bool:
+    with suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(name.rpartition("@")[2], 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as one:
+            one.bind(address)  # only an address of this machine can be bound
+            return True
+    return False
+
+
+def start_machines(command: LaunchCommand, hosts: _Hosts) -> int:
+    """Start the command on all machines by pdsh, and return the largest exit code. A failure ends all machines.
+
+    Raises:
+        MissingPackageError: pdsh is not installed.
+        ConfigurationError: A machine cannot be reached; nothing has been started.
+    """
+    if shutil.which("pdsh") is None:
+        raise MissingPackageError("--deepspeed_multinode_launcher pdsh: pdsh is missing. Run: apt-get install pdsh")
+    kind = variable("PDSH_RCMD_TYPE") or "ssh"
+    _check_reachable(hosts, kind)
+    text = _remote_text(command, hosts)
+    words = ["sh", "-c", text if kind == "exec" else shlex.quote(text)]  # others pass words to a shell
+    first = [sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py")), str(os.getpid())]
+    pdsh = [*first, "pdsh", "-S", "-b", "-f", str(len(hosts)), "-w", ",".join(hosts), *words]
+    variables = environment() | {"PDSH_RCMD_TYPE": kind}
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        with subprocess.Popen(pdsh, stderr=subprocess.PIPE, env=variables, start_new_session=True) as run:
+            try:
+                return _follow(run)
+            finally:
+                run.terminate()  # it closes the connections, which ends the machines
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _follow(run: subprocess.Popen[bytes]) -> int:
+    """Write what pdsh writes until it ends or a machine has failed, and return the exit code."""
+    assert run.stderr is not None
+    for line in run.stderr:
+        sys.stderr.write(line.decode(errors="replace"))
+        failure = _FAILURE.search(line)
+        if failure is not None:
+            time.sleep(_LAST_OUTPUT_SECONDS)
+            return int(failure[1] or 1)
+    return run.wait()
+
+
+def _remote_text(command: LaunchCommand, hosts: _Hosts) -> str:
+    """Return the shell command of a machine. pdsh replaces %n by its rank."""
+    words = [f"--{name}={value}" for name, value in command.config.set_options().items() if name not in _OWN]
+    words += {"module": ["-m"], "program": ["--no_python"]}.get(command.kind, [])
+    handed = [f"{name}={value}" for name, value in _variables().items()]
+    first = [sys.executable, "-I", "-S", str(Path(__file__).with_name("machine.py"))]
+    program = ["exec", "env", *handed, *first, sys.executable, "-m", "trainwright", "launch"]
+    last = [*words, "--", command.script, *command.arguments]
+    folder, start, rest = (shlex.join(part).replace("%", "%%") for part in ([str(Path.cwd())], program, last))
+    cases = " ".join(f"{rank}) d={','.join(map(str, slots))};;" for rank, slots in enumerate(hosts.values()))
+    devices = "" if command.config.cpu else " --gpu_ids=$d"
+    return f"cd {folder} && case %n in {cases} esac && {start} --machine_rank=%n{devices} {rest}"
+
+
+def _variables() -> dict[str, str]:
+    """Return the variables that machines receive: those of libraries, then those of `.deepspeed_env`."""
+    of_options = {option.variable for option in known_options().values()}  # their values are flags
+    found = {
+        name: value
+        for name, value in environment().items()
+        if (name == "PATH" or name.startswith(_HANDED_ON)) and name not in of_options
+    }
+    for folder in (Path.home(), Path.cwd()):
+        file = folder / (variable("DS_ENV_FILE") or ".deepspeed_env")
+        for line in file.read_text().splitlines() if file.is_file() else ():
+            name, equals, value = line.strip().partition("=")
+            if equals and not name.startswith("#"):
+                found[name] = value
+    return found
+
+
+def _check_reachable(hosts: _Hosts, kind: str) -> None:
+    problems = dict.fromkeys(hosts, f"no answer within {_REACH_SECONDS} s")
+
+    def check(host: str) -> None:
+        try:
+            _reach(host, kind)
+            del problems[host]
+        except OSError as error:
+            problems[host] = str(error)
+
+    threads = [threading.Thread(target=check, args=(host,), daemon=True) for host in hosts]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _REACH_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if problems:
+        listed = "; ".join(f"{host}: {problem}" for host, problem in problems.items())
+        raise ConfigurationError(f"a machine of the hostfile cannot be reached: {listed}. Nothing has been started.")
+
+
+def _reach(host: str, kind: str) -> None:
+    """Resolve the name of a machine and, for ssh, connect to its port; ssh's own configuration is read.
+
+    Raises:
+        OSError: It cannot be reached.
+    """
+    name = host.rpartition("@")[2]
+    if kind != "ssh":
+        socket.getaddrinfo(name, None)
+        return
+    options = shlex.split(variable("PDSH_SSH_ARGS_APPEND") or "")
+    found = subprocess.run(["ssh", *options, "-G", host], capture_output=True, text=True, check=False).stdout
+    facts = {key: value for key, _, value in (line.partition(" ") for line in found.splitlines())}
+    if not {"proxyjump", "proxycommand"} & set(facts):  # a machine behind another one is left to ssh
+        socket.create_connection((facts.get("hostname", name), int(facts.get("port", 22))), _REACH_SECONDS).close()
