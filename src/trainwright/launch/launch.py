@@ -8,13 +8,15 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.launch.launch_config import LaunchConfig, options
+from trainwright.launch.machines import MachineWatch
 from trainwright.launch.reading import SHORT, LaunchCommand, check_supported, read_command
-from trainwright.processes.launcher import set_variable, set_variables
+from trainwright.processes.launcher import patch_environment, set_variable, set_variables
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES", "mlu": "MLU_VISIBLE_DEVICES"}
@@ -123,13 +125,17 @@ def _process_counts(config: LaunchConfig) -> tuple[int, int]:
 
 def device_count() -> int:
     """Return the number of accelerators of this machine."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and "torch" not in sys.modules and sys.platform == "linux":
-        others = ("dri/renderD*", "davinci[0-9]*", "accel/accel*", "kfd")
-        if not any(found for pattern in others for found in Path("/dev").glob(pattern)):
-            return 0  # without the seconds that torch takes
+    if "torch" not in sys.modules and has_no_devices():
+        return 0  # without the seconds that torch takes
     import torch
 
     return torch.accelerator.device_count()
+
+
+def has_no_devices() -> bool:
+    """Return True if this machine surely has no accelerators. Only Linux can tell, by its device files."""
+    files = ("nvidia[0-9]*", "dri/renderD*", "davinci[0-9]*", "accel/accel*", "kfd", "dxg")
+    return sys.platform == "linux" and not any(found for pattern in files for found in Path("/dev").glob(pattern))
 
 
 def _visible_devices(gpu_ids: str | None) -> dict[str, str]:
@@ -158,25 +164,44 @@ def run_agent(command: LaunchCommand, local: int, logs: str) -> None:
     arguments = parse_args(  # type: ignore[no-untyped-call]  # torch has no types here
         [*_agent_options(command.config, local, logs), *_program_options(command)]
     )
-    run(arguments)  # type: ignore[no-untyped-call]  # as above
+    # With a store that torch's agents share (2.13), a machine that joins later waits for an address that no other writes.
+    shares = {} if command.config.rdzv_backend != "c10d" else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with patch_environment(**shares):
+        run(arguments)  # type: ignore[no-untyped-call]  # as above
 
 
 def _run_agent(command: LaunchCommand, local: int) -> int:
     """Run the agent, and return the exit code."""
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
-    own_logs = command.config.log_dir is None
-    logs = tempfile.mkdtemp(prefix="trainwright-launch-") if own_logs else str(command.config.log_dir)
+    config = command.config
+    own_logs = config.log_dir is None
+    logs = tempfile.mkdtemp(prefix="trainwright-launch-") if own_logs else str(config.log_dir)
     set_variable(PREFIX, "[rank ${rank}] ")
+    watch = MachineWatch(config) if (config.num_machines or 1) > 1 and config.rdzv_backend != "c10d" else None
     keeps = False
     try:
-        run_agent(command, local, logs)
+        with nullcontext() if watch is None else watch.running():
+            run_agent(command, local, logs)
     except ChildFailedError as error:
         keeps = True
         return _report(error, logs)
     except SignalException as error:
-        return 128 + int(error.sigval)
+        if watch is None or watch.error is None:
+            return 128 + int(error.sigval)
+        print(f"\ntrainwright launch: {watch.error}.", file=sys.stderr)
+        return 1
+    except (DistError, RendezvousError) as error:
+        place = f"{config.main_process_ip}:{config.main_process_port}"
+        print(
+            f"\ntrainwright launch: the {config.num_machines or 1} machines did not meet at {place}, or lost contact "
+            f"({type(error).__name__}: {error}). Check that the command runs on all of them.",
+            file=sys.stderr,
+        )
+        return 1
     finally:
         if own_logs and not keeps:
             shutil.rmtree(logs, ignore_errors=True)
