@@ -188,7 +188,7 @@ def _run_agent(command: LaunchCommand, local: int) -> int:
             run_agent(command, local, logs)
     except ChildFailedError as error:
         keeps = True
-        return _report(error, logs)
+        return _report(error, logs, config.num_machines or 1)
     except SignalException as error:
         if watch is None or watch.error is None:
             return 128 + int(error.sigval)
@@ -245,18 +245,22 @@ def is_busy(port: int | None) -> bool:
         return port is not None and one.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _report(error: Any, logs: str) -> int:
+def _report(error: Any, logs: str, machines: int) -> int:
     """Name the process that failed first, and return its exit code."""
     rank, failure = error.get_first_failure()
     code: int = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else f"signal {failure.signal_name()}"
     files = sorted(Path(logs).glob(f"*/attempt_*/{failure.local_rank}/stderr.log"))
     last = next((line for line in reversed(_lines(files)) if line.strip()), "")
+    here, others = "", ""
+    if machines > 1:
+        here = " on this machine"
+        others = " A process of another machine may have failed before: see the output there."
     print(
-        f"\ntrainwright launch: rank {rank} failed first ({how}, process {failure.pid} on "
+        f"\ntrainwright launch: rank {rank} failed first{here} ({how}, process {failure.pid} on "
         f"{socket.gethostname()})"
         + (f": {last.strip()}\nIts output: {files[-1]}" if files else "; its traceback is above")
-        + ".",
+        + f".{others}",
         file=sys.stderr,
     )
     return code
