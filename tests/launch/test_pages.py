@@ -58,7 +58,8 @@ with accelerator.accumulate(model):
     optimizer.step()
     optimizer.zero_grad()
 print("facts", accelerator.process_index, accelerator.num_processes, accelerator.mixed_precision,
-      str(accelerator.distributed_type).rpartition(".")[2], type(accelerator.engine).__name__, *sys.argv[1:], flush=True)
+      str(accelerator.distributed_type).rpartition(".")[2], type(accelerator.engine).__name__, *sys.argv[1:],
+      flush=True)
 """
 
 

@@ -164,7 +164,8 @@ def run_agent(command: LaunchCommand, local: int, logs: str) -> None:
     arguments = parse_args(  # type: ignore[no-untyped-call]  # torch has no types here
         [*_agent_options(command.config, local, logs), *_program_options(command)]
     )
-    # With a store that torch's agents share (2.13), a machine that joins later waits for an address that no other writes.
+    # With a store that torch's agents share (2.13), a machine that joins later waits for an address that the others do
+    # not write again.
     shares = {} if command.config.rdzv_backend != "c10d" else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with patch_environment(**shares):
         run(arguments)  # type: ignore[no-untyped-call]  # as above

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from trainwright.launch.launch_config import LaunchConfig
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from its __all__
 
 _BEAT_S = 0.5
 _SILENCE_S = 15.0  # as torch's c10d rendezvous
@@ -67,7 +67,7 @@ class MachineWatch:
 
     def _exchange(self) -> None:
         """Send one heartbeat, and read the others'."""
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from its __all__
 
         if self._store is None:
             host, port = self._address
@@ -95,8 +95,8 @@ class MachineWatch:
 
     def _end(self, rank: int) -> None:
         self.error = (
-            f"machine {rank} has sent no heartbeat for {_SILENCE_S:.0f} seconds: its launcher has ended, or it cannot be "
-            "reached. All processes of this machine are ended. With --rdzv_backend c10d and --max_restarts, a "
+            f"machine {rank} has sent no heartbeat for {_SILENCE_S:.0f} seconds: its launcher has ended, or it cannot "
+            "be reached. All processes of this machine are ended. With --rdzv_backend c10d and --max_restarts, a "
             "machine that is started again rejoins"
         )
         if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # torch's agent has its handler
