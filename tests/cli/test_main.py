@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from trainwright import __version__
 from trainwright.cli import main as main_module
+from trainwright.cli.env import collect
 from trainwright.cli.main import COMMANDS, Command, main
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.registry import import_object
@@ -175,7 +178,23 @@ def test_env_reports_versions_and_the_process_as_json(capsys: pytest.CaptureFixt
     facts = json.loads(capsys.readouterr().out)
     assert facts["trainwright"] == __version__
     assert facts["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert facts["cuda"] == torch.version.cuda
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    assert facts["accelerator"] == (accelerator and accelerator.type)
     assert facts["process"].startswith("rank 0 of 1")
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("cuda: Optional[str] = '12.6'", "12.6"), ('cuda = "13.0"', "13.0"), ("cuda = None\nhip = '6'", None)],
+)
+def test_env_reads_the_cuda_version_from_the_file_of_torch(
+    text: str, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(f"__version__ = '2.0+cu126'\n{text}\n")
+    spec = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    assert collect()["cuda"] == version
 
 
 def test_env_prints_one_line_per_fact(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
+import os
 import platform
+import re
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from trainwright import __version__
 from trainwright.core.errors import TrainwrightError
+from trainwright.core.process import detect
 from trainwright.launch.config_commands import described
-
-if TYPE_CHECKING:
-    import torch
+from trainwright.launch.launch import has_no_devices
 
 _PACKAGES = (
     *("torch", "numpy", "safetensors", "jsonargparse", "torchmetrics"),
@@ -44,21 +48,15 @@ def collect(config_file: str | None = None) -> dict[str, Any]:
     Args:
         config_file: Configuration of `trainwright launch`. Default: None, the file that it reads by default.
     """
-    import torch
-
-    from trainwright.core.process import detect
-
     facts: dict[str, Any] = {
         "trainwright": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
     facts |= {name: _version(name) for name in _PACKAGES}
-    facts["cuda"] = torch.version.cuda
-    facts["cpu threads"] = torch.get_num_threads()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    facts["accelerator"] = None if accelerator is None else accelerator.type
-    facts["devices"] = _device_names(accelerator)
+    facts["cuda"] = _cuda_version()
+    facts["cpu cores"] = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    facts["accelerator"], facts["devices"] = _devices()
     facts["process"] = str(detect())
     facts["configuration"] = _configuration(config_file)
     return facts
@@ -79,12 +77,26 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _device_names(accelerator: torch.device | None) -> list[str]:
+def _cuda_version() -> str | None:
+    """Return the CUDA version that torch was built with, from its file `version.py`: importing torch takes seconds."""
+    found = importlib.util.find_spec("torch")
+    file = None if found is None or found.origin is None else Path(found.origin).with_name("version.py")
+    if file is None or not file.is_file():
+        return None
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return match and match[1]
+
+
+def _devices() -> tuple[str | None, list[str]]:
+    """Return the type of the accelerators of this machine, and their names."""
+    if has_no_devices():
+        return None, []
     import torch
 
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
-        return []
-    count = torch.accelerator.device_count()
+        return None, []
+    indices = range(torch.accelerator.device_count())
     if accelerator.type == "cuda":
-        return [torch.cuda.get_device_name(index) for index in range(count)]
-    return [f"{accelerator.type}:{index}" for index in range(count)]
+        return "cuda", [torch.cuda.get_device_name(index) for index in indices]
+    return accelerator.type, [f"{accelerator.type}:{index}" for index in indices]

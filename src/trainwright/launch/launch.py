@@ -8,14 +8,16 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.launch.hostfile import start_machines, with_hostfile
 from trainwright.launch.launch_config import LaunchConfig, options
+from trainwright.launch.machines import MachineWatch
 from trainwright.launch.reading import SHORT, LaunchCommand, check_supported, read_command
-from trainwright.processes.launcher import set_variable, set_variables
+from trainwright.processes.launcher import patch_environment, set_variable, set_variables
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES", "mlu": "MLU_VISIBLE_DEVICES"}
@@ -137,13 +139,17 @@ def _process_counts(config: LaunchConfig) -> tuple[int, int]:
 
 def device_count() -> int:
     """Return the number of accelerators of this machine."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and "torch" not in sys.modules and sys.platform == "linux":
-        others = ("dri/renderD*", "davinci[0-9]*", "accel/accel*", "kfd")
-        if not any(found for pattern in others for found in Path("/dev").glob(pattern)):
-            return 0  # without the seconds that torch takes
+    if "torch" not in sys.modules and has_no_devices():
+        return 0  # without the seconds that torch takes
     import torch
 
     return torch.accelerator.device_count()
+
+
+def has_no_devices() -> bool:
+    """Return True if this machine surely has no accelerators. Only Linux can tell, by its device files."""
+    files = ("nvidia[0-9]*", "dri/renderD*", "davinci[0-9]*", "accel/accel*", "kfd", "dxg")
+    return sys.platform == "linux" and not any(found for pattern in files for found in Path("/dev").glob(pattern))
 
 
 def _visible_devices(gpu_ids: str | None) -> dict[str, str]:
@@ -172,25 +178,45 @@ def run_agent(command: LaunchCommand, local: int, logs: str) -> None:
     arguments = parse_args(  # type: ignore[no-untyped-call]  # torch has no types here
         [*_agent_options(command.config, local, logs), *_program_options(command)]
     )
-    run(arguments)  # type: ignore[no-untyped-call]  # as above
+    # With a store that torch's agents share (2.13), a machine that joins later waits for an address that the others do
+    # not write again.
+    shares = {} if command.config.rdzv_backend != "c10d" else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with patch_environment(**shares):
+        run(arguments)  # type: ignore[no-untyped-call]  # as above
 
 
 def _run_agent(command: LaunchCommand, local: int) -> int:
     """Run the agent, and return the exit code."""
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
-    own_logs = command.config.log_dir is None
-    logs = tempfile.mkdtemp(prefix="trainwright-launch-") if own_logs else str(command.config.log_dir)
+    config = command.config
+    own_logs = config.log_dir is None
+    logs = tempfile.mkdtemp(prefix="trainwright-launch-") if own_logs else str(config.log_dir)
     set_variable(PREFIX, "[rank ${rank}] ")
+    watch = MachineWatch(config) if (config.num_machines or 1) > 1 and config.rdzv_backend != "c10d" else None
     keeps = False
     try:
-        run_agent(command, local, logs)
+        with nullcontext() if watch is None else watch.running():
+            run_agent(command, local, logs)
     except ChildFailedError as error:
         keeps = True
-        return _report(error, logs)
+        return _report(error, logs, config.num_machines or 1)
     except SignalException as error:
-        return 128 + int(error.sigval)
+        if watch is None or watch.error is None:
+            return 128 + int(error.sigval)
+        print(f"\ntrainwright launch: {watch.error}.", file=sys.stderr)
+        return 1
+    except (DistError, RendezvousError) as error:
+        place = f"{config.main_process_ip}:{config.main_process_port}"
+        print(
+            f"\ntrainwright launch: the {config.num_machines or 1} machines did not meet at {place}, or lost contact "
+            f"({type(error).__name__}: {error}). Check that the command runs on all of them.",
+            file=sys.stderr,
+        )
+        return 1
     finally:
         if own_logs and not keeps:
             shutil.rmtree(logs, ignore_errors=True)
@@ -234,18 +260,22 @@ def is_busy(port: int | None) -> bool:
         return port is not None and one.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _report(error: Any, logs: str) -> int:
+def _report(error: Any, logs: str, machines: int) -> int:
     """Name the process that failed first, and return its exit code."""
     rank, failure = error.get_first_failure()
     code: int = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else f"signal {failure.signal_name()}"
     files = sorted(Path(logs).glob(f"*/attempt_*/{failure.local_rank}/stderr.log"))
     last = next((line for line in reversed(_lines(files)) if line.strip()), "")
+    here, others = "", ""
+    if machines > 1:
+        here = " on this machine"
+        others = " A process of another machine may have failed before: see the output there."
     print(
-        f"\ntrainwright launch: rank {rank} failed first ({how}, process {failure.pid} on "
+        f"\ntrainwright launch: rank {rank} failed first{here} ({how}, process {failure.pid} on "
         f"{socket.gethostname()})"
         + (f": {last.strip()}\nIts output: {files[-1]}" if files else "; its traceback is above")
-        + ".",
+        + f".{others}",
         file=sys.stderr,
     )
     return code

@@ -222,8 +222,10 @@ class ProcessGroup(Processes):
             check_address(self.topology)
             backend = self.backend or dist.get_default_backend_for_device(device)
             # Each attempt of an elastic launcher, and each run of this process, gets its own corner of the store:
-            # otherwise a new attempt reads the addresses that the old one left there.
-            attempt = variable("TORCHELASTIC_RESTART_COUNT", "0")
+            # otherwise a new attempt reads the addresses that the old one left there. A store of rank 0 itself is new
+            # in each attempt, and machines that have joined later count fewer attempts.
+            agent_store = variable("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+            attempt = variable("TORCHELASTIC_RESTART_COUNT", "0") if agent_store else "0"
             store = _open_store(self.topology, self.timeout)
             run = variable(STARTED_BY_TRAINER) or str(_groups_made)
             prefix = PrefixStore(f"trainwright/attempt_{attempt}/run_{run}", store)

@@ -1,0 +1,107 @@
+"""Detection of machines whose launcher has ended, for the static rendezvous.
+
+Torch's agents with a static rendezvous do not notice that the agent of another machine has ended: they start their own
+processes again, which then wait for the missing ones until a timeout of minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from trainwright.launch.launch_config import LaunchConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from its __all__
+
+_BEAT_S = 0.5
+_SILENCE_S = 15.0  # as torch's c10d rendezvous
+_ENDING_S = 10.0  # how long the agent may take to end its processes
+
+
+class MachineWatch:
+    """Heartbeats of all launchers in the agents' store.
+
+    When one stops without success, this process receives SIGTERM, which ends the agent and its processes. If
+    the agent is blocked, this process exits.
+    """
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self.error: str | None = None
+        self._rank, self._count = config.machine_rank or 0, config.num_machines or 1
+        self._address = (str(config.main_process_ip), config.main_process_port or 0)
+        self._store: TCPStore | None = None
+        self._beats: dict[int, tuple[int, float]] = {}  # of each machine, with the time of the change
+        self._finished, self._succeeded = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="trainwright-machines", daemon=True)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Send heartbeats and check those of the other machines in a thread, until the block ends."""
+        self._thread.start()
+        try:
+            yield
+            self._succeeded = True
+        finally:
+            self._finished.set()
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._finished.wait(_BEAT_S):
+            with contextlib.suppress(RuntimeError):  # torch's errors of the network: the store is not there
+                self._exchange()
+            silent = self._silent_machine()
+            if silent is not None:
+                self._end(silent)
+                return
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None and self._succeeded:
+                self._store.add(f"trainwright/finished/{self._rank}", 1)
+
+    def _exchange(self) -> None:
+        """Send one heartbeat, and read the others'."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from its __all__
+
+        if self._store is None:
+            host, port = self._address
+            self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+        try:
+            self._store.add(f"trainwright/beats/{self._rank}", 1)
+            for rank in range(self._count):
+                if rank != self._rank:
+                    self._read(self._store, rank)
+        except RuntimeError:
+            self._store = None
+            raise
+
+    def _read(self, store: TCPStore, rank: int) -> None:
+        if store.add(f"trainwright/finished/{rank}", 0):
+            self._beats.pop(rank, None)
+            return
+        beats = store.add(f"trainwright/beats/{rank}", 0)
+        if beats and (rank not in self._beats or self._beats[rank][0] != beats):
+            self._beats[rank] = (beats, time.monotonic())
+
+    def _silent_machine(self) -> int | None:
+        now = time.monotonic()
+        return next((rank for rank, (_, at) in sorted(self._beats.items()) if now - at > _SILENCE_S), None)
+
+    def _end(self, rank: int) -> None:
+        self.error = (
+            f"machine {rank} has sent no heartbeat for {_SILENCE_S:.0f} seconds: its launcher has ended, or it cannot "
+            "be reached. All processes of this machine are ended. With --rdzv_backend c10d and --max_restarts, a "
+            "machine that is started again rejoins"
+        )
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # torch's agent has its handler
+            os.kill(os.getpid(), signal.SIGTERM)
+            if self._finished.wait(_ENDING_S):
+                return
+        print(f"\ntrainwright launch: {self.error}.", file=sys.stderr, flush=True)
+        os._exit(1)
