@@ -346,6 +346,7 @@ _COMMANDS = [
     for found in re.findall(r"^    (trainwright (?:[^\n]*\\\n)*[^\n]*)$", _PAGE, re.MULTILINE)
 ]
 _MACHINES = [command for command in _COMMANDS if "--machine_rank" in command]
+_STARTS = [one for one in _COMMANDS if " launch " in one and one not in _MACHINES and "hostfile" not in one]
 _LIGHT = """
 from trainwright import Accelerator
 
@@ -367,12 +368,12 @@ def _write_programs() -> None:
 
 
 def test_the_page_has_commands_for_each_case() -> None:
-    assert (len(_COMMANDS), len(_MACHINES)) == (14, 2)
+    assert (len(_COMMANDS), len(_MACHINES)) == (19, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("command", [one for one in _COMMANDS if " launch " in one and one not in _MACHINES])
+@pytest.mark.parametrize("command", _STARTS)
 def test_the_launch_commands_of_our_page_run(command: str) -> None:
     _write_programs()
     ranks = 2 if "--num_processes" in command else 1
@@ -384,11 +385,19 @@ def test_the_launch_commands_of_our_page_run(command: str) -> None:
 def test_the_other_commands_of_our_page_run(capsys: pytest.CaptureFixture[str]) -> None:
     _write_programs()
     for command in _COMMANDS:
-        if " launch " not in command:
+        if " launch " not in command and " check " not in command:
             assert main(shlex.split(command)[1:]) == 0, command
     assert "mixed_precision=bf16" in capsys.readouterr().out
     assert read_command(["--config_file", "old.yaml", "train.py"]).config.mixed_precision == "fp16"
     assert read_command(["--config_file", "fsdp2.yaml", "train.py"]).config.fsdp_version == 2
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("command", [one for one in _COMMANDS if " check " in one])
+def test_the_checks_of_our_page_pass(command: str, tmp_path: Path) -> None:
+    Path("fsdp.yaml").write_text("distributed_type: FSDP\nuse_cpu: true\nnum_processes: 2\n")
+    assert ", 0 fail, " in _run(command.replace("/shared/runs", str(tmp_path))).stdout
 
 
 @pytest.mark.slow
