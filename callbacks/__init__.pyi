@@ -3,6 +3,9 @@ from trainwright.callbacks.callback import Callback as Callback
 from trainwright.callbacks.callback import Order as Order
 from trainwright.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
 from trainwright.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from trainwright.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
+from trainwright.callbacks.finetuning import BaseFinetuning as BaseFinetuning
+from trainwright.callbacks.garbage_collection import GarbageCollection as GarbageCollection
 from trainwright.callbacks.gradient_accumulation_scheduler import (
     GradientAccumulationScheduler as GradientAccumulationScheduler,
 )
@@ -17,6 +20,7 @@ from trainwright.callbacks.prediction_writer import BasePredictionWriter as Base
 from trainwright.callbacks.progress_bar import ProgressBar as ProgressBar
 from trainwright.callbacks.registry import CALLBACKS as CALLBACKS
 from trainwright.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
+from trainwright.callbacks.slow_rank_detector import SlowRankDetector as SlowRankDetector
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
 from trainwright.callbacks.throughput import Throughput as Throughput
 from trainwright.callbacks.timer import Timer as Timer

@@ -8,10 +8,12 @@ from trainwright.core.registry import Registry
 CALLBACKS: Registry[type[Callback]] = Registry(
     "callback",
     {
+        "backbone_finetuning": "trainwright.callbacks.finetuning:BackboneFinetuning",
         "batch_size_finder": "trainwright.callbacks.batch_size_finder:BatchSizeFinder",
         "device_stats_monitor": "trainwright.callbacks.device_stats_monitor:DeviceStatsMonitor",
         "early_stopping": "trainwright.callbacks.early_stopping:EarlyStopping",
         "ema_weight_averaging": "trainwright.callbacks.weight_averaging:EMAWeightAveraging",
+        "garbage_collection": "trainwright.callbacks.garbage_collection:GarbageCollection",
         "gradient_accumulation_scheduler": (
             "trainwright.callbacks.gradient_accumulation_scheduler:GradientAccumulationScheduler"
         ),
@@ -23,6 +25,7 @@ CALLBACKS: Registry[type[Callback]] = Registry(
         "model_summary": "trainwright.callbacks.model_summary:ModelSummary",
         "on_exception_checkpoint": "trainwright.callbacks.on_exception_checkpoint:OnExceptionCheckpoint",
         "rich_progress_bar": "trainwright.callbacks.rich_progress_bar:RichProgressBar",
+        "slow_rank_detector": "trainwright.callbacks.slow_rank_detector:SlowRankDetector",
         "stochastic_weight_averaging": ("trainwright.callbacks.stochastic_weight_averaging:StochasticWeightAveraging"),
         "throughput": "trainwright.callbacks.throughput:Throughput",
         "timer": "trainwright.callbacks.timer:Timer",

@@ -30,6 +30,7 @@ class Capabilities:
         caches_casts: in mixed precision, the narrow copies of weights may be kept until a forward is over.
         state_rests: between the steps of `torch.optim.Optimizer`s nothing changes or moves their state, so that a save
             may copy it while the next step computes.
+        late_groups: optimizers may get parameter groups during training.
     """
 
     gradients: str = "full"
@@ -44,6 +45,7 @@ class Capabilities:
     owns_optimizer_step: bool = False
     caches_casts: bool = True
     state_rests: bool = True
+    late_groups: bool = True
 
 
 REFUSALS = {
@@ -62,6 +64,10 @@ REFUSALS = {
     "trials": (
         "tries steps out and takes them back, and {strategy} keeps weights and states in pieces of its own. Search "
         "with strategy='ddp'."
+    ),
+    "late_groups": (
+        "adds parameters to optimizers during training, and {strategy} takes all of them when it begins. Use "
+        "strategy='ddp' or 'fsdp'."
     ),
     "closures": (
         "evaluates the loss several times in a step and looks at whole vectors of weights, which lie in pieces under "

@@ -139,6 +139,7 @@ class DeepSpeedStrategy(DataParallel):
             weight_averages=stage == 0,
             lone_steps=False,
             closures=False,
+            late_groups=False,
             inference_mode=not gathers,  # weights that are gathered in it could not be trained on
             owns_optimizer_step=True,
             trials=stage == 0,

@@ -25,6 +25,7 @@ class Task(TaskModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 2)
+        self.backbone = nn.Linear(4, 4)  # which no step uses
         self.batch_size = 1
         self.lr = 0.1
 

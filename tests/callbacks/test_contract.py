@@ -39,7 +39,7 @@ MAKE: dict[str, Callable[[Path], Callback]] = {
 }
 
 
-ABSTRACT = {Callback, ProgressBar, public.BasePredictionWriter}
+ABSTRACT = {Callback, ProgressBar, public.BaseFinetuning, public.BasePredictionWriter}
 
 
 @pytest.fixture(params=sorted(CALLBACKS))

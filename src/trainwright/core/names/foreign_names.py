@@ -81,7 +81,6 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 
 
 _LIGHTNING = {
-    **_each("BackboneFinetuning BaseFinetuning", "set requires_grad_ in a callback's on_train_epoch_start."),
     "ModelPruning": "call torch.nn.utils.prune in a callback's on_train_epoch_end.",
     "Checkpoint": "sub-class trainwright.callbacks.ModelCheckpoint, or Callback.",
     **_each(

@@ -1,0 +1,304 @@
+"""Train a part of a model first, and the rest from an epoch on."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.run import Run, Stage
+from trainwright.core.signatures import overrides
+from trainwright.core.task import TaskModule
+
+Modules = nn.Module | Iterable["nn.Module | Modules"]
+
+
+class BaseFinetuning(Callback):
+    """Base class of callbacks that freeze modules before training and unfreeze them during it, as in Lightning.
+
+    A sub-class defines `freeze_before_training`, which calls `freeze`, and `finetune_function`, which calls
+    `unfreeze_and_add_param_group` at the epochs of its choice. The names, flags and learning rates of what has been
+    unfrozen are in checkpoints; a resumed run has the same parameter groups. Schedules of `torch.optim` that exist
+    leave the learning rates of added groups to this callback, except those that derive a rate from the one before.
+
+    The modules must exist before `setup`: create them in the task's `__init__`.
+
+    Raises:
+        ConfigurationError: in a run: the task has its own `configure_model`, or the strategy's optimizers cannot take
+            parameters later (DeepSpeed).
+    """
+
+    needs = ("late_groups",)
+
+    def __init__(self) -> None:
+        self._groups: dict[int, list[list[str]]] = {}  # optimizer → names of the parameters of each added group
+        self._trained: list[str] | None = None
+        self._resting: list[str] = []  # BatchNorm modules whose statistics do not change
+
+    # For sub-classes
+
+    @abstractmethod
+    def freeze_before_training(self, pl_module: TaskModule) -> None:
+        """Freeze modules, before the optimizers are created."""
+        raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training(self, task).")
+
+    @abstractmethod
+    def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze modules; called for each optimizer at the start of each epoch (0-based)."""
+        raise NotImplementedError(f"{type(self).__name__} must define finetune_function(self, task, epoch, optimizer).")
+
+    @staticmethod
+    def flatten_modules(modules: Modules) -> list[nn.Module]:
+        """Return the modules, in nested lists too, and those inside them that have parameters or no children."""
+        if isinstance(modules, nn.Module):
+            inner = modules.modules()
+            return [one for one in inner if one._parameters or not one._modules]
+        return [one for module in modules for one in BaseFinetuning.flatten_modules(module)]
+
+    @staticmethod
+    def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters of modules that are trained, or with `requires_grad=False` those that are frozen.
+
+        Args:
+            modules: in nested lists too.
+            train_bn: BatchNorm layers are among them. Default: True.
+            requires_grad: which to yield. Default: True.
+        """
+        for module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(module, _BatchNorm) and not train_bn:
+                continue
+            yield from (p for p in module.parameters(recurse=False) if p.requires_grad == requires_grad)
+
+    @staticmethod
+    def freeze_module(module: nn.Module) -> None:
+        """Freeze the parameters of a module itself, and the statistics of a BatchNorm layer."""
+        _set_trained(module, False)
+
+    @staticmethod
+    def freeze(modules: Modules, train_bn: bool = True) -> None:
+        """Freeze modules; with `train_bn` their BatchNorm layers stay trained."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            _set_trained(module, train_bn and isinstance(module, _BatchNorm))
+
+    @staticmethod
+    def make_trainable(modules: Modules) -> None:
+        """Unfreeze modules."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            _set_trained(module, True)
+
+    @staticmethod
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the parameters that are not in the optimizer yet; warn if some are."""
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        params = list(params)
+        found = [p for p in params if id(p) not in known]
+        if len(found) < len(params):
+            warnings.warn(
+                f"{len(params) - len(found)} parameters to be unfrozen are in the optimizer already, and keep their "
+                "group. Give the optimizer only those with requires_grad in configure_optimizers.",
+                TrainwrightWarning,
+                stacklevel=3,
+            )
+        return found
+
+    @staticmethod
+    def unfreeze_and_add_param_group(
+        modules: Modules,
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """Unfreeze modules, and add their parameters to an optimizer as a new group.
+
+        Args:
+            modules: in nested lists too.
+            optimizer: of the task.
+            lr: learning rate of the group. Default: None, which is that of the first group by `initial_denom_lr`.
+            initial_denom_lr: see `lr`. Default: 10.
+            train_bn: BatchNorm layers belong to the group. Default: True.
+        """
+        BaseFinetuning.make_trainable(modules)
+        rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else lr
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        inner = BaseFinetuning.flatten_modules(modules)
+        inner = [one for one in inner if not (isinstance(one, _BatchNorm) and id(one.weight) in held)]  # trained so far
+        params = BaseFinetuning.filter_on_optimizer(optimizer, BaseFinetuning.filter_params(inner, train_bn))
+        if params:
+            optimizer.add_param_group({"params": params, "lr": rate})
+
+    # Events
+
+    def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        if stage != "fit":
+            return
+        if overrides(task, "configure_model", TaskModule):
+            raise ConfigurationError(
+                f"{type(self).__name__} freezes modules before {type(task).__name__}.configure_model creates them. "
+                "Create them in __init__, or freeze them in configure_model."
+            )
+        self.freeze_before_training(task)
+
+    def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
+        if self._trained is None:
+            return
+        parameters, trained = dict(task.named_parameters()), set(self._trained)
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name in trained)
+        for name, module in task.named_modules():
+            if isinstance(module, _BatchNorm):
+                module.track_running_stats = name not in self._resting
+        for number, optimizer in enumerate(trainer.optimizers):
+            for names in self._groups.get(number, []):
+                _add_group(trainer, optimizer, [parameters[name] for name in names])
+
+    def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
+        for number, optimizer in enumerate(trainer.optimizers):
+            before = len(optimizer.param_groups)
+            self.finetune_function(task, trainer.current_epoch, optimizer)
+            added = optimizer.param_groups[before:]
+            if added:
+                names = {id(parameter): name for name, parameter in task.named_parameters()}
+                self._groups.setdefault(number, []).extend([names[id(p)] for p in group["params"]] for group in added)
+                for group in added:
+                    _leave_to_callback(trainer, optimizer, group)
+        self._trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
+        self._resting = [
+            name
+            for name, module in task.named_modules()
+            if isinstance(module, _BatchNorm) and not module.track_running_stats
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = {str(number): groups for number, groups in self._groups.items()}
+        return {"groups": groups, "trained": self._trained, "resting": self._resting}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._groups = {int(number): groups for number, groups in state_dict["groups"].items()}
+        self._trained, self._resting = state_dict["trained"], state_dict["resting"]
+
+
+class BackboneFinetuning(BaseFinetuning):
+    """Freeze `task.backbone`, and train it from an epoch on, with a learning rate that grows to that of the rest.
+
+    Args:
+        unfreeze_backbone_at_epoch: the first epoch (0-based) that trains it. Default: 10.
+        lambda_func: factor of its learning rate from one epoch to the next, by the epoch. Default: always 2.
+        backbone_initial_ratio_lr: its first learning rate by that of the first group. Default: 0.1.
+        backbone_initial_lr: its first learning rate. Default: None, which is that of the ratio.
+        should_align: its learning rate does not grow beyond that of the first group. Default: True.
+        initial_denom_lr: accepted; the first learning rate follows from the two above. Default: 10.
+        train_bn: BatchNorm layers of the backbone are trained from the beginning. Default: True.
+        verbose: print the learning rates at each epoch. Default: False.
+        rounding: digits of what is printed. Default: 12.
+
+    Raises:
+        ConfigurationError: in a run: the task has no module `backbone`; see also `BaseFinetuning`.
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] | None = None,
+        backbone_initial_ratio_lr: float = 10e-2,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+    ) -> None:
+        super().__init__()
+        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
+        self.backbone_initial_lr = backbone_initial_lr
+        self.should_align = should_align
+        self.initial_denom_lr = initial_denom_lr
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self.rounding = rounding
+        self.previous_backbone_lr: float | None = None
+
+    def freeze_before_training(self, pl_module: TaskModule) -> None:
+        self.freeze(_backbone(pl_module), train_bn=self.train_bn)
+
+    def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
+        current = float(optimizer.param_groups[0]["lr"])
+        if epoch == self.unfreeze_backbone_at_epoch:
+            rate = self.backbone_initial_lr
+            rate = current * self.backbone_initial_ratio_lr if rate is None else rate
+            self.unfreeze_and_add_param_group(
+                _backbone(pl_module), optimizer, rate, self.initial_denom_lr, self.train_bn
+            )
+        elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
+            factor = 2.0 if self.lambda_func is None else self.lambda_func(epoch + 1)
+            rate = factor * self.previous_backbone_lr
+            rate = min(rate, current) if self.should_align else rate
+            optimizer.param_groups[-1]["lr"] = rate
+        else:
+            return
+        self.previous_backbone_lr = rate
+        if self.verbose:
+            pl_module.print(
+                f"epoch {epoch}: learning rate {round(current, self.rounding)}, of the backbone "
+                f"{round(rate, self.rounding)}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.previous_backbone_lr = state_dict["previous_backbone_lr"]
+
+
+def _backbone(task: TaskModule) -> nn.Module:
+    found = dict(task.named_children()).get("backbone")
+    if found is None:
+        raise ConfigurationError(
+            f"BackboneFinetuning needs a module {type(task).__name__}.backbone. Name it so, or sub-class "
+            "BaseFinetuning."
+        )
+    return found
+
+
+def _set_trained(module: nn.Module, trained: bool) -> None:
+    """Freeze or unfreeze the parameters of a module itself."""
+    if isinstance(module, _BatchNorm):
+        module.track_running_stats = trained
+    for parameter in module.parameters(recurse=False):
+        parameter.requires_grad_(trained)
+
+
+def _add_group(trainer: Run, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+    optimizer.add_param_group({"params": parameters})
+    _leave_to_callback(trainer, optimizer, optimizer.param_groups[-1])
+
+
+def _leave_to_callback(trainer: Run, optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Tell the schedules of an optimizer of a new group, whose learning rate they leave as it is."""
+    group["initial_lr"] = group["lr"]
+    for config in trainer.lr_scheduler_configs:
+        pending = [config.scheduler]
+        while pending:
+            schedule: Any = pending.pop()
+            pending += [*vars(schedule).get("_schedulers", [])]  # of a sequence or a chain
+            if vars(schedule).get("optimizer") is not optimizer or "base_lrs" not in vars(schedule):
+                continue
+            schedule.base_lrs.append(group["lr"])
+            if isinstance(schedule, LambdaLR):
+                schedule.lr_lambdas.append(_unchanged(group))
+
+
+def _unchanged(group: dict[str, Any]) -> Callable[[int], float]:
+    """Return the factor by which a `LambdaLR` leaves the learning rate of a group as it is."""
+    return lambda _: float(group["lr"]) / float(group["initial_lr"])

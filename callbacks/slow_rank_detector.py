@@ -1,0 +1,169 @@
+"""Find a rank that makes all others wait, and what it spends its time on."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainwright.callbacks.callback import Callback, Order
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.run import Run
+from trainwright.core.state import Group, StepResult
+from trainwright.core.task import TaskModule
+from trainwright.core.tree import Batch
+
+_PARTS = ("data", "forward", "backward")
+_LEAST_SHARE = 0.1  # of a step, that a slow rank costs
+
+
+class SlowRankDetector(Callback):
+    """Callback that compares the step times of ranks, and warns of one that is slower than the others.
+
+    In each step a rank waits for data, computes the forward, and computes the backward, in which it also waits for the
+    others. A rank is slow if its data and forward take longer than those of the median rank; the warning says which of
+    the two. If no rank is slow and the backward takes much longer than the forward on every rank, communication is.
+
+    Each rank measures by its own clock, on an accelerator by events, which are read steps later. Every
+    `every_n_steps` steps an asynchronous collective starts that is read at the next such step: no step waits for it.
+
+    Args:
+        every_n_steps: steps between two comparisons, at least 1. Default: 50.
+        factor: a rank is slow if it takes this many times what the median rank takes, and costs at least a tenth of
+            the step. Default: 1.5.
+        communication_factor: communication is slow if the backward takes this many times the forward on every rank. A
+            backward computes about twice as long as its forward. Default: 5.
+
+    Attributes:
+        seconds: of the last comparison, per step: for each rank, those of data, forward and backward. Empty before it.
+
+    Raises:
+        ConfigurationError: a number of steps below 1, or a factor of at most 1.
+    """
+
+    reads_only = True
+    order = Order.LAST
+
+    def __init__(self, every_n_steps: int = 50, factor: float = 1.5, communication_factor: float = 5.0) -> None:
+        if every_n_steps < 1 or factor <= 1 or communication_factor <= 1:
+            raise ConfigurationError(
+                f"SlowRankDetector(every_n_steps={every_n_steps}, factor={factor}, communication_factor="
+                f"{communication_factor}): write at least 1 step, and factors above 1."
+            )
+        self.every_n_steps = every_n_steps
+        self.factor = factor
+        self.communication_factor = communication_factor
+        self.seconds: list[dict[str, float]] = []
+        self._told: set[str] = set()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._num_steps = 0
+        self._data_s = 0.0
+        self._marks: list[tuple[Any, Any, Any]] = []  # of each micro-batch: its start, the start and end of backward
+        self._waits_since_s: float | None = None  # when the last step ended; None: a validation was between
+        self._pending: tuple[Any, torch.Tensor] | None = None
+
+    def on_train_start(self, trainer: Run, task: TaskModule) -> None:
+        self._restart()
+
+    def on_train_step_start(self, trainer: Run, task: TaskModule, group: Group) -> None:
+        if self._waits_since_s is not None:
+            self._data_s += time.perf_counter() - self._waits_since_s
+
+    def on_train_batch_start(self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int) -> None:
+        self._start = _mark(task.device)
+
+    def on_before_backward(self, trainer: Run, task: TaskModule, loss: torch.Tensor) -> None:
+        self._middle = _mark(task.device)
+
+    def on_after_backward(self, trainer: Run, task: TaskModule) -> None:
+        self._marks.append((self._start, self._middle, _mark(task.device)))
+
+    def on_validation_start(self, trainer: Run, task: TaskModule) -> None:
+        self._waits_since_s = None
+
+    def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
+        self._waits_since_s = None
+
+    def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
+        self._waits_since_s = time.perf_counter()
+        self._num_steps += 1
+        if self._num_steps < self.every_n_steps:
+            return
+        if self._pending is not None:
+            self._compare(trainer, *self._pending)
+        own = torch.tensor(self._own(), dtype=torch.float64 if task.device.type == "cpu" else torch.float32)
+        own = own.to(task.device)
+        gathered = own.new_zeros(trainer.world_size * len(_PARTS))
+        work = dist.all_gather_into_tensor(gathered, own, async_op=True) if trainer.world_size > 1 else None
+        self._pending = (work, gathered if work is not None else own)
+        self._num_steps, self._data_s, self._marks = 0, 0.0, []
+
+    def _own(self) -> list[float]:
+        """Return the seconds of this rank's parts per step."""
+        forward = sum(_seconds(start, middle) for start, middle, _ in self._marks)
+        backward = sum(_seconds(middle, end) for _, middle, end in self._marks)
+        return [total / self._num_steps for total in (self._data_s, forward, backward)]
+
+    def _compare(self, run: Run, work: Any, gathered: torch.Tensor) -> None:
+        if work is not None:
+            work.wait()
+        rows = gathered.view(-1, len(_PARTS)).tolist()
+        self.seconds = [dict(zip(_PARTS, row, strict=True)) for row in rows]
+        text = None if len(rows) == 1 else self._finding()
+        if text is not None and run.is_global_zero and text.partition(":")[0] not in self._told:
+            self._told.add(text.partition(":")[0])
+            warnings.warn(text, TrainwrightWarning, stacklevel=2)
+
+    def _finding(self) -> str | None:
+        """Return what is slow; None: nothing."""
+        own = [one["data"] + one["forward"] for one in self.seconds]
+        middle = {part: statistics.median_low([one[part] for one in self.seconds]) for part in _PARTS}
+        slowest = max(range(len(own)), key=own.__getitem__)
+        usual = statistics.median_low(own)
+        whole = statistics.median_low([sum(one.values()) for one in self.seconds])
+        if own[slowest] > self.factor * usual and own[slowest] - usual > _LEAST_SHARE * whole:
+            there = self.seconds[slowest]
+            part = max(("data", "forward"), key=lambda name: there[name] - middle[name])
+            advice = {
+                "data": "Look at its disk and its loader workers (num_workers)",
+                "forward": "Compare its clock, temperature and other processes with those of the others",
+            }[part]
+            what = {"data": "waiting for data", "forward": "computing"}[part]
+            return (
+                f"rank {slowest} is slow in {what}: {_ms(there[part])} per step, {_ms(middle[part])} on the median "
+                f"rank. The others wait for it. {advice}."
+            )
+        least = min(one["backward"] for one in self.seconds)
+        if least > self.communication_factor * max(one["forward"] for one in self.seconds):
+            return (
+                f"communication is slow: the backward takes {_ms(least)} per step on every rank, the forward "
+                f"{_ms(middle['forward'])}. Use larger batches, accumulate_grad_batches, or a faster network."
+            )
+        return None
+
+
+def _mark(device: torch.device) -> Any:
+    """Return the present moment, on an accelerator that of its stream."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(start: Any, end: Any) -> float:
+    """Return the time between two marks. On an accelerator it waits for the second one."""
+    if isinstance(start, float):
+        return float(end) - start
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
