@@ -14,6 +14,7 @@ from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor as L
 from trainwright.callbacks.loss_spike_detector import LossSpikeDetector as LossSpikeDetector
 from trainwright.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+from trainwright.callbacks.model_pruning import ModelPruning as ModelPruning
 from trainwright.callbacks.model_summary import ModelSummary as ModelSummary
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
 from trainwright.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter

@@ -22,6 +22,7 @@ CALLBACKS: Registry[type[Callback]] = Registry(
         "learning_rate_monitor": "trainwright.callbacks.learning_rate_monitor:LearningRateMonitor",
         "loss_spike_detector": "trainwright.callbacks.loss_spike_detector:LossSpikeDetector",
         "model_checkpoint": "trainwright.callbacks.model_checkpoint:ModelCheckpoint",
+        "model_pruning": "trainwright.callbacks.model_pruning:ModelPruning",
         "model_summary": "trainwright.callbacks.model_summary:ModelSummary",
         "on_exception_checkpoint": "trainwright.callbacks.on_exception_checkpoint:OnExceptionCheckpoint",
         "rich_progress_bar": "trainwright.callbacks.rich_progress_bar:RichProgressBar",

@@ -65,6 +65,9 @@ REFUSALS = {
         "tries steps out and takes them back, and {strategy} keeps weights and states in pieces of its own. Search "
         "with strategy='ddp'."
     ),
+    "whole_weights": (
+        "changes whole weights, which {strategy} divides between ranks. Use strategy='ddp', or take the callback away."
+    ),
     "late_groups": (
         "adds parameters to optimizers during training, and {strategy} takes all of them when it begins. Use "
         "strategy='ddp' or 'fsdp'."

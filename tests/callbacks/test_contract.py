@@ -33,6 +33,7 @@ MAKE: dict[str, Callable[[Path], Callback]] = {
     "lambda": lambda root: public.LambdaCallback(on_fit_end=say_nothing),
     "loss_spike_detector": lambda root: public.LossSpikeDetector(window=4),
     "model_checkpoint": lambda root: public.ModelCheckpoint(monitor="loss", save_last=True),
+    "model_pruning": lambda root: public.ModelPruning("l1_unstructured", parameter_names=["weight"]),
     "on_exception_checkpoint": lambda root: public.OnExceptionCheckpoint(root),
     "stochastic_weight_averaging": lambda root: public.StochasticWeightAveraging(0.1, swa_epoch_start=1),
     "timer": lambda root: public.Timer("00:00:01:00"),

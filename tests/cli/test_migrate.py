@@ -132,7 +132,7 @@ def test_what_is_not_an_import_of_these_libraries_is_left_alone(text: str) -> No
 @pytest.mark.parametrize(
     ("text", "line", "says"),
     [
-        ("\nfrom lightning.pytorch.callbacks import ModelPruning\n", 2, "ModelPruning of Lightning is not here: "),
+        ("\nfrom lightning.pytorch.callbacks import Checkpoint\n", 2, "Checkpoint of Lightning is not here: "),
         ("import lightning as L\nL.Fabric()\n", 2, "Fabric of Lightning is not here: use trainwright.Accelerator"),
         ("from lightning.fabric.plugins import X\n", 1, "lightning.fabric.plugins.X has no counterpart here"),
         ("from lightning import *\n", 1, "from lightning import *: name what you use."),
@@ -158,10 +158,10 @@ def test_what_cannot_be_settled_is_told_with_its_line(text: str, line: int, says
 
 
 def test_what_is_not_here_stays_imported_beside_what_is() -> None:
-    text = "from lightning.pytorch.callbacks import ModelPruning, Timer  # both\n"
+    text = "from lightning.pytorch.callbacks import Checkpoint, Timer  # both\n"
     code = rewrite(text.encode()).code.decode()
     assert "from trainwright.callbacks import Timer" in code
-    assert "from lightning.pytorch.callbacks import ModelPruning" in code
+    assert "from lightning.pytorch.callbacks import Checkpoint" in code
     assert code.count("# both") == 1
 
 

@@ -32,7 +32,7 @@ LightningDataModule = foreign("lightning.pytorch.core.datamodule", "LightningDat
 EarlyStopping = foreign("lightning.pytorch.callbacks.early_stopping", "EarlyStopping")
 CSVLogger = foreign("lightning.pytorch.loggers.csv_logs", "CSVLogger")
 DDPStrategy = foreign("lightning.pytorch.strategies.ddp", "DDPStrategy")
-Pruning = foreign("lightning.pytorch.callbacks.pruning", "ModelPruning")
+Saver = foreign("lightning.pytorch.callbacks.checkpoint", "Checkpoint")
 
 
 class Net(LightningModule):  # type: ignore[misc, valid-type]
@@ -96,10 +96,8 @@ def test_every_kind_of_object_says_which_line_to_change(use: Any, change: str) -
 
 
 def test_what_is_not_here_says_what_to_do_instead() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"ModelPruning of Lightning is not here: call torch\.nn\.utils\.prune"
-    ):
-        fit(RegressionTask(), callbacks=[Pruning()])
+    with pytest.raises(ConfigurationError, match="Checkpoint of Lightning is not here: sub-class"):
+        fit(RegressionTask(), callbacks=[Saver()])
 
 
 @pytest.mark.parametrize(
@@ -110,7 +108,7 @@ def test_what_is_not_here_says_what_to_do_instead() -> None:
         ("trainwright", "set_seed", "set_seed of Accelerate is trainwright.utils.set_seed here."),
         ("trainwright", "MegatronLMPlugin", "MegatronLMPlugin of Accelerate is not here: "),
         ("trainwright.callbacks", "ThroughputMonitor", "is trainwright.callbacks.Throughput here."),
-        ("trainwright.callbacks", "ModelPruning", "ModelPruning of Lightning is not here: "),
+        ("trainwright.callbacks", "Checkpoint", "Checkpoint of Lightning is not here: "),
         ("trainwright.loggers", "CometLogger", "CometLogger of Lightning is not here: "),
         ("trainwright.strategies", "XLAStrategy", "XLAStrategy of Lightning is not here: "),
         ("trainwright.callbacks", "EarlyStoping", "Did you mean 'EarlyStopping'?"),
@@ -127,7 +125,7 @@ def test_a_missing_name_is_answered_by_attribute_and_by_import(module: str, name
 
 def test_a_missing_name_can_still_be_asked_for() -> None:
     assert not hasattr(trainwright, "LightningModule")
-    assert getattr(trainwright.callbacks, "ModelPruning", None) is None
+    assert getattr(trainwright.callbacks, "Checkpoint", None) is None
 
 
 def own(path: str) -> Any:

@@ -81,7 +81,6 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 
 
 _LIGHTNING = {
-    "ModelPruning": "call torch.nn.utils.prune in a callback's on_train_epoch_end.",
     "Checkpoint": "sub-class trainwright.callbacks.ModelCheckpoint, or Callback.",
     **_each(
         "CometLogger MLFlowLogger LitLogger NeptuneLogger",

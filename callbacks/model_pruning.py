@@ -1,0 +1,276 @@
+"""Prune weights during training, by `torch.nn.utils.prune`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import prune as torch_prune
+
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.run import Run, Stage
+from trainwright.core.task import TaskModule
+
+Target = tuple[nn.Module, str]
+prune: Any = torch_prune  # which has no types
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "ln_structured": prune.ln_structured,
+    "l1_unstructured": prune.l1_unstructured,
+    "random_structured": prune.random_structured,
+    "random_unstructured": prune.random_unstructured,
+}
+_GLOBAL = {"l1_unstructured": prune.L1Unstructured, "random_unstructured": prune.RandomUnstructured}
+_ENTRY = "pruning"  # of a checkpoint
+
+
+class ModelPruning(Callback):
+    """Callback that sets weights to zero at the end of epochs, with masks of `torch.nn.utils.prune`, as in Lightning.
+
+    A pruned `weight` is computed from the parameter `weight_orig` and the buffer `weight_mask` until the fit ends. A
+    checkpoint holds the pruned weights under their own names, so that any task can load it, and beside them what a
+    resume needs to be exact: masks, the values under them, and the first weights for the lottery ticket. All ranks
+    prune alike; it needs whole weights on every rank (one process, DDP).
+
+    Args:
+        pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"` or `"random_structured"`; a function
+            like those of `torch.nn.utils.prune`; or a `BasePruningMethod`.
+        parameters_to_prune: pairs of a module and the name of its parameter. Default: all `parameter_names` of the
+            task's modules that have no parameters below them.
+        parameter_names: of the parameters to prune. Default: `("weight", "bias")`.
+        use_global_unstructured: compare the weights of all parameters with each other, not of each one. Default: True.
+        amount: number of weights or share of those left to prune each time, or a function of the epoch. Default: 0.5.
+        apply_pruning: whether to prune, or a function of the epoch. Default: True.
+        make_pruning_permanent: keep plain zeros and no masks at the end of the fit. Default: True.
+        use_lottery_ticket_hypothesis: after each pruning set the weights left to their first values, or a function of
+            the epoch that says whether. Default: True.
+        resample_parameters: set them to newly drawn values instead. Default: False.
+        pruning_dim: the dimension along which structured methods prune.
+        pruning_norm: the norm of `"ln_structured"`.
+        verbose: 1 prints the share that is pruned, 2 also that of each parameter. Default: 0.
+        prune_on_train_epoch_end: prune at the end of training epochs; False: of validations. Default: True.
+
+    Raises:
+        ConfigurationError: the method is unknown, cannot prune globally, or lacks an argument.
+    """
+
+    needs = ("whole_weights",)
+
+    def __init__(
+        self,
+        pruning_fn: Callable[..., Any] | str,
+        parameters_to_prune: Sequence[Target] | None = None,
+        parameter_names: Sequence[str] | None = None,
+        use_global_unstructured: bool = True,
+        amount: int | float | Callable[[int], int | float] = 0.5,
+        apply_pruning: bool | Callable[[int], bool] = True,
+        make_pruning_permanent: bool = True,
+        use_lottery_ticket_hypothesis: bool | Callable[[int], bool] = True,
+        resample_parameters: bool = False,
+        pruning_dim: int | None = None,
+        pruning_norm: int | None = None,
+        verbose: int = 0,
+        prune_on_train_epoch_end: bool = True,
+    ) -> None:
+        self._given = parameters_to_prune
+        self._names = tuple(parameter_names or ("weight", "bias"))
+        self._amount = amount
+        self._apply = apply_pruning
+        self._is_permanent = make_pruning_permanent
+        self._uses_ticket = use_lottery_ticket_hypothesis
+        self._resamples = resample_parameters
+        self._verbose = verbose
+        self._at_train_end = prune_on_train_epoch_end
+        self._prune = _pruner(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
+        self._targets: list[Target] = []
+        self._first: dict[nn.Module, nn.Module] = {}  # copies of modules as they were at first
+
+    def filter_parameters_to_prune(self, parameters_to_prune: list[Target]) -> list[Target]:
+        """Return the pairs to prune; override it to leave some out."""
+        return parameters_to_prune
+
+    # Events
+
+    def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get(_ENTRY)
+        if saved is None:
+            return
+        self._collect(task)
+        modules, weights = dict(task.named_modules()), checkpoint["state_dict"]
+        for name, value in saved["first"].items():
+            module, _, key = name.rpartition(".")
+            with torch.no_grad():
+                getattr(self._first[modules[module]], key).copy_(value)
+        for name, mask in saved["masks"].items():
+            module, _, key = name.rpartition(".")
+            prune.identity(modules[module], key)
+            original = weights.pop(name).clone()
+            original[mask == 0] = saved["hidden"][name].to(original)
+            weights[f"{name}_orig"], weights[f"{name}_mask"] = original, mask.to(original)
+
+    def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
+        if not self._targets:
+            self._collect(task)
+
+    def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
+        if self._at_train_end:
+            self._run(trainer, task)
+
+    def on_validation_epoch_end(self, trainer: Run, task: TaskModule) -> None:
+        if not self._at_train_end and not trainer.sanity_checking:
+            self._run(trainer, task)
+
+    def on_train_end(self, trainer: Run, task: TaskModule) -> None:
+        if self._is_permanent:
+            self.make_pruning_permanent(task)
+
+    def on_save_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+        weights, names = checkpoint["state_dict"], {module: name for name, module in task.named_modules()}
+        masks, hidden = {}, {}
+        for module, key in self._targets:
+            name = f"{names[module]}.{key}".lstrip(".")
+            if f"{name}_mask" in weights:
+                masks[name], original = weights.pop(f"{name}_mask"), weights.pop(f"{name}_orig")
+                hidden[name] = original[masks[name] == 0]
+                weights[name] = original * masks[name]
+        first = {
+            f"{names[module]}.{key}".lstrip("."): value.detach()
+            for module, kept in self._first.items()
+            for key, value in kept.named_parameters(recurse=False)
+        }
+        checkpoint[_ENTRY] = {"masks": masks, "hidden": hidden, "first": first}
+
+    def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        if stage == "fit":
+            self._targets, self._first = [], {}
+
+    # Pruning
+
+    def make_pruning_permanent(self, module: nn.Module) -> None:
+        """Replace masks by zeros in the parameters."""
+        for each in module.modules():
+            for hook in list(each._forward_pre_hooks.values()):
+                if isinstance(hook, prune.BasePruningMethod):
+                    prune.remove(each, hook._tensor_name)
+
+    def apply_pruning(self, amount: int | float) -> None:
+        """Prune this number of weights, or this share of those that are left."""
+        self._prune(self._targets, amount)
+
+    def apply_lottery_ticket_hypothesis(self) -> None:
+        """Set the weights that are left to their first values, or to new ones."""
+        for module, first in self._first.items():
+            if self._resamples and callable(reset := getattr(first, "reset_parameters", None)):
+                reset()
+            with torch.no_grad():
+                for key, value in first.named_parameters(recurse=False):
+                    own = dict(module.named_parameters(recurse=False))
+                    own.get(f"{key}_orig", own.get(key, value)).copy_(value)
+
+    def _collect(self, task: TaskModule) -> None:
+        self._targets = self.filter_parameters_to_prune(list(self._given or _targets(task, self._names)))
+        if not self._targets:
+            raise ConfigurationError(
+                f"ModelPruning found no parameter to prune: {type(task).__name__} has none named "
+                f"{' or '.join(self._names)}. Pass parameters_to_prune=[(module, name)]."
+            )
+        unknown = [key for module, key in self._targets if key not in dict(module.named_parameters(recurse=False))]
+        if unknown:
+            raise ConfigurationError(f"ModelPruning: {unknown[0]!r} is no parameter of its module.")
+        if self._uses_ticket:
+            self._first = {module: copy.deepcopy(module) for module, _ in self._targets}
+
+    def _run(self, run: Run, task: TaskModule) -> None:
+        epoch = run.current_epoch
+        amount = self._amount(epoch) if callable(self._amount) else self._amount
+        if not amount or not (self._apply(epoch) if callable(self._apply) else self._apply):
+            return
+        seed = int(torch.randint(2**31, (1,)))
+        if run.world_size > 1:
+            seed = int(run.all_gather(torch.tensor(seed)).flatten()[0])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # random methods choose the same weights on every rank
+            self.apply_pruning(amount)
+            if self._uses_ticket(epoch) if callable(self._uses_ticket) else self._uses_ticket:
+                self.apply_lottery_ticket_hypothesis()
+        if self._verbose:
+            self._tell(task)
+
+    def _tell(self, task: TaskModule) -> None:
+        names = {module: name for name, module in task.named_modules()}
+        masks = {f"{names[module]}.{key}": getattr(module, f"{key}_mask") for module, key in self._targets}
+        pruned = {name: int((mask == 0).sum()) for name, mask in masks.items()}
+        total = sum(mask.numel() for mask in masks.values())
+        task.print(f"pruned: {sum(pruned.values())} of {total} weights ({sum(pruned.values()) / total:.1%})")
+        for name, number in pruned.items() if self._verbose > 1 else ():
+            task.print(f"  {name}: {number} of {masks[name].numel()} ({number / masks[name].numel():.1%})")
+
+
+def _targets(task: nn.Module, names: Iterable[str]) -> list[Target]:
+    return [
+        (module, name)
+        for module in task.modules()
+        if not list(module.children())
+        for name in names
+        if isinstance(module._parameters.get(name), nn.Parameter)
+    ]
+
+
+def _pruner(
+    method: Callable[..., Any] | str, is_global: bool, dim: int | None, norm: int | None
+) -> Callable[[Sequence[Target], int | float], None]:
+    """Return a function that prunes parameters by an amount.
+
+    Raises:
+        ConfigurationError: see `ModelPruning`.
+    """
+    given: Any = method
+    is_class = inspect.isclass(method) and issubclass(method, prune.BasePruningMethod)
+    if isinstance(method, str):
+        if method not in _FUNCTIONS:
+            raise ConfigurationError(
+                f"ModelPruning(pruning_fn={method!r}) is unknown.{nearest(method, _FUNCTIONS)} Known: "
+                f"{', '.join(_FUNCTIONS)}."
+            )
+        structured = method.endswith("_structured")
+        if structured and (dim is None or (method == "ln_structured" and norm is None)):
+            needed = "pruning_dim and pruning_norm" if method == "ln_structured" else "pruning_dim"
+            raise ConfigurationError(f"ModelPruning(pruning_fn={method!r}) needs {needed}.")
+        if is_global and structured:
+            raise ConfigurationError(
+                f"ModelPruning(pruning_fn={method!r}) compares within each parameter. Pass "
+                "use_global_unstructured=False."
+            )
+        options = {"dim": dim} if structured else {}
+        options |= {"n": norm} if method == "ln_structured" else {}
+        function: Any = partial(_FUNCTIONS[method], **options)
+        kind: Any = _GLOBAL.get(method)
+    elif is_class:
+        function, kind = given.apply, method
+    elif callable(method) and not is_global:
+        function, kind = method, None
+    else:
+        raise ConfigurationError(
+            f"ModelPruning(pruning_fn={method!r}): a function prunes each parameter by itself. Pass "
+            "use_global_unstructured=False, or a class of torch.nn.utils.prune."
+        )
+    if is_global and (kind is None or kind.PRUNING_TYPE != "unstructured"):
+        raise ConfigurationError(
+            f"ModelPruning(pruning_fn={kind.__name__ if kind else method!r}) is not unstructured. Pass "
+            "use_global_unstructured=False."
+        )
+    return partial(_prune_together, kind) if is_global else partial(_prune_each, function)
+
+
+def _prune_each(function: Callable[..., object], targets: Sequence[Target], amount: int | float) -> None:
+    for module, name in targets:
+        function(module, name=name, amount=amount)
+
+
+def _prune_together(kind: object, targets: Sequence[Target], amount: int | float) -> None:
+    prune.global_unstructured(targets, pruning_method=kind, amount=amount)

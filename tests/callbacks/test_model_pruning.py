@@ -1,0 +1,158 @@
+"""Pruning, against torch's own functions in a hand-written loop, with exact resumes and on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import prune
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright import ConfigurationError
+from trainwright.callbacks import ModelCheckpoint, ModelPruning
+from trainwright.checkpoint import read_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*holds the state of a callback:UserWarning")
+_EPOCHS = 3
+
+
+def _task() -> RegressionTask:
+    return RegressionTask(momentum=0.9)
+
+
+def _loader() -> Any:
+    return regression_loader(batch_size=8)
+
+
+def _fit(folder: Path, callback: ModelPruning, task: Any = None, **arguments: Any) -> RegressionTask:
+    task = task or _task()
+    callbacks: list[Any] = [callback]
+    if "ckpt_path" not in arguments:
+        callbacks.append(ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=4))
+    ckpt_path = arguments.pop("ckpt_path", None)
+    quiet_trainer(max_epochs=_EPOCHS, callbacks=callbacks, **arguments).fit(task, _loader(), ckpt_path=ckpt_path)
+    return task
+
+
+def _by_hand(*, ticket: bool) -> RegressionTask:
+    task = _task()
+    targets = [(layer, name) for layer in (task.net[0], task.net[3]) for name in ("weight", "bias")]
+    first = [getattr(layer, name).detach().clone() for layer, name in targets]
+    optimizer = task.configure_optimizers()
+    for _ in range(_EPOCHS):
+        for batch in _loader():
+            optimizer.zero_grad()
+            task.loss(batch).backward()
+            optimizer.step()
+        prune.global_unstructured(targets, prune.L1Unstructured, amount=0.3)
+        for (layer, name), value in zip(targets, first, strict=True):
+            if ticket:
+                with torch.no_grad():
+                    getattr(layer, f"{name}_orig").copy_(value)
+    for layer, name in targets:
+        prune.remove(layer, name)
+    return task
+
+
+@pytest.mark.parametrize("ticket", [False, True])
+def test_it_prunes_as_by_hand_and_a_resume_is_exact(ticket: bool, tmp_path: Path) -> None:
+    def callback() -> ModelPruning:
+        return ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=ticket)
+
+    task = _fit(tmp_path, callback())
+    assert_equal_weights(weights_of(task), weights_of(_by_hand(ticket=ticket)))
+    zeros = sum(int((p == 0).sum()) for p in task.parameters())
+    assert zeros == round(49 * (1 - 0.7**3))
+    for step in (4, 8, 12, 20):  # before the first pruning, at it and in the middle of an epoch
+        again = _fit(tmp_path, callback(), ckpt_path=tmp_path / f"step={step}")
+        assert_equal_weights(weights_of(again), weights_of(task))
+
+
+def test_a_checkpoint_holds_plain_pruned_weights(tmp_path: Path) -> None:
+    _fit(tmp_path, ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False))
+    plain = _task()
+    plain.load_state_dict(dict(read_checkpoint(tmp_path / "step=12").model or {}))  # its names are those of the task
+    assert sum(int((p == 0).sum()) for p in plain.parameters()) == 24
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"pruning_fn": "ln_structured", "pruning_dim": 0, "pruning_norm": 2},
+        {"pruning_fn": "random_structured", "pruning_dim": 0},
+        {"pruning_fn": prune.l1_unstructured},
+        {"pruning_fn": prune.RandomUnstructured},
+    ],
+)
+def test_each_parameter_may_be_pruned_by_itself(arguments: dict[str, Any], tmp_path: Path) -> None:
+    task = _task()
+    callback = ModelPruning(
+        **arguments,
+        parameters_to_prune=[(task.net[0], "weight")],
+        use_global_unstructured=False,
+        amount=0.5,
+        make_pruning_permanent=False,
+        resample_parameters=True,
+    )
+    _fit(tmp_path, callback, task)
+    mask = task.net[0].weight_mask
+    assert sorted(dict(task.net[0].named_buffers())) == ["weight_mask"]
+    assert float(mask.mean()) == pytest.approx(0.5**_EPOCHS, abs=0.07)
+
+
+def test_functions_of_the_epoch_choose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = ModelPruning(
+        "l1_unstructured",
+        parameter_names=["weight"],
+        amount=lambda epoch: 4 * (epoch + 1),
+        apply_pruning=lambda epoch: epoch != 1,
+        use_lottery_ticket_hypothesis=lambda epoch: epoch == 0,
+        verbose=2,
+    )
+    _fit(tmp_path, callback)
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if "pruned" in line] == [
+        "pruned: 4 of 40 weights (10.0%)",
+        "pruned: 16 of 40 weights (40.0%)",
+    ]
+    assert "  net.0.weight: " in out
+
+
+def _rank(folder: Path, method: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(torch.distributed.get_rank())
+    task = _fit(folder, ModelPruning(method, amount=0.3), devices="auto", strategy="ddp")
+    return weights_of(task)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("method", ["l1_unstructured", "random_unstructured"])
+def test_ranks_prune_alike(method: str, tmp_path: Path) -> None:
+    first, second = run_distributed(_rank, 2, tmp_path, method)
+    assert_equal_weights(first, second)
+    assert sum(int((value == 0).sum()) for value in first.values()) >= 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"pruning_fn": "l1_unstructred"}, "Did you mean 'l1_unstructured'"),
+        ({"pruning_fn": "ln_structured", "pruning_dim": 0}, "needs pruning_dim and pruning_norm"),
+        ({"pruning_fn": "random_structured", "pruning_dim": 0}, "use_global_unstructured=False"),
+        ({"pruning_fn": prune.l1_unstructured}, "use_global_unstructured=False"),
+        ({"pruning_fn": prune.RandomStructured}, "is not unstructured"),
+    ],
+)
+def test_wrong_arguments_are_errors(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        ModelPruning(**arguments)
+
+
+def test_what_cannot_be_pruned_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="has none named kernel"):
+        _fit(tmp_path, ModelPruning("l1_unstructured", parameter_names=["kernel"]))
+    with pytest.raises(ConfigurationError, match="strategy='ddp'"):
+        _fit(tmp_path, ModelPruning("l1_unstructured"), strategy="fsdp")
