@@ -8,6 +8,7 @@ from trainwright import data as data
 from trainwright import launch as launch
 from trainwright import loggers as loggers
 from trainwright import processes as processes
+from trainwright import profilers as profilers
 from trainwright import strategies as strategies
 from trainwright import templates as templates
 from trainwright import trainer as trainer
@@ -26,6 +27,7 @@ from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoade
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel as AcceleratedModel
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler as AcceleratedScheduler
+from trainwright.accelerator.profile import ProfileKwargs as ProfileKwargs
 from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook as AlignDevicesHook
 from trainwright.bigmodels.dispatch.align import align_module_device as align_module_device

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from trainwright.accelerator.profile import ProfileKwargs
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.names.kwargs_handler import KwargsHandler
@@ -97,9 +98,10 @@ class Handlers:
     scaler: GradScalerKwargs | None = None
     autocast: AutocastKwargs | None = None
     processes: InitProcessGroupKwargs | None = None
+    profile: ProfileKwargs | None = None
 
 
-_KINDS = (DistributedDataParallelKwargs, GradScalerKwargs, AutocastKwargs, InitProcessGroupKwargs)
+_KINDS = (DistributedDataParallelKwargs, GradScalerKwargs, AutocastKwargs, InitProcessGroupKwargs, ProfileKwargs)
 
 
 def sort_handlers(handlers: Sequence[Any]) -> Handlers:
