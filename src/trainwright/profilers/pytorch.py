@@ -41,8 +41,8 @@ class PyTorchProfiler(Profiler):
         memory_timeline: Write `{stage}-{filename}-{rank}-memory.json` with the memory by its use. Default: False.
         memory_snapshot: On CUDA, write `{stage}-{filename}-{rank}-memory.pickle` for pytorch.org/memory_viz. Default:
             False.
-        peak_flops: Peak of one device in FLOP/s, to which the FLOPs of a step are compared (`with_flops=True`). Default:
-            None, which compares nothing.
+        peak_flops: Peak of one device in FLOP/s, for comparison with the FLOPs of a step (`with_flops=True`). Default:
+            None.
         **profiler_kwargs: Arguments of `torch.profiler.profile`.
 
     Raises:

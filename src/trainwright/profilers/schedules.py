@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -36,7 +37,9 @@ class Schedule:
         self._make()
 
     def _make(self) -> None:
-        self._call = torch.profiler.schedule(**self.options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # it was requested
+            self._call = torch.profiler.schedule(**self.options)
 
     def __call__(self, step: int) -> ProfilerAction:
         action: ProfilerAction = self._call(step)
