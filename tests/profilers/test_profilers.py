@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import Callback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.profilers import profiler as profiler_module
 from trainwright.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from trainwright.profilers import profiler as profiler_module
 
 _REGIONS = {
     "run_training_batch",
@@ -184,7 +184,7 @@ def test_wrong_arguments_name_the_nearest() -> None:
 
 def test_an_own_profiler_receives_names() -> None:
     class Own(Profiler):
-        names: set[str] = set()
+        names: ClassVar[set[str]] = set()
 
         def start(self, name: str) -> None:
             self.names.add(name)

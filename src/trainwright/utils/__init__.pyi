@@ -13,6 +13,7 @@ from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwarg
 from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from trainwright.accelerator.logging import tqdm as tqdm
 from trainwright.accelerator.prepared.scheduler import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from trainwright.accelerator.profile import ProfileKwargs as ProfileKwargs
 from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
 from trainwright.accelerator.sharded_parts import load_fsdp_model as load_fsdp_model
 from trainwright.accelerator.sharded_parts import load_fsdp_optimizer as load_fsdp_optimizer

@@ -4,6 +4,7 @@ from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
 from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwargs
 from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+from trainwright.accelerator.profile import ProfileKwargs as ProfileKwargs
 from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
 from trainwright.bigmodels.maps.sizes import CustomDtype as CustomDtype
 from trainwright.bigmodels.quantization.quantization import BnbQuantizationConfig as BnbQuantizationConfig
