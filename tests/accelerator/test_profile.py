@@ -42,6 +42,7 @@ def test_memory_and_flops() -> None:
     assert "FLOPs" in prof.key_averages().table(sort_by="flops", row_limit=10)
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_a_schedule_calls_the_handler_for_each_cycle() -> None:
     seen: list[int] = []
     options = ProfileKwargs(

@@ -89,7 +89,7 @@ class PyTorchProfiler(Profiler):
         self._traces: list[Path] = []
         self._num_steps = self._num_recorded = 0
         self._text, self._flops = "", 0
-        self._records = False
+        self._records = self._is_exporting = False
         self._resources = ExitStack()
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
@@ -107,9 +107,13 @@ class PyTorchProfiler(Profiler):
         own = options.pop("on_trace_ready")
 
         def ready(profiler: Any) -> None:
+            if self._is_exporting:  # an export failed; torch crashes if its profiler is exported again
+                return
+            self._is_exporting = True
             self._receive(profiler)
             if own is not None:
                 own(profiler)
+            self._is_exporting = False
 
         self.profiler = torch.profiler.profile(schedule=self.schedule, on_trace_ready=ready, **options)
         self._resources.enter_context(self.profiler)
@@ -132,7 +136,7 @@ class PyTorchProfiler(Profiler):
     def start(self, name: str) -> None:
         if self._records:
             region = record_function(name)
-            region.__enter__()
+            region.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
             self._open.append((name, region))
 
     def stop(self, name: str) -> None:
@@ -146,7 +150,9 @@ class PyTorchProfiler(Profiler):
         self._num_recorded += self._records
         self._num_steps += 1
         if self.profiler is not None:
-            self.profiler.step()
+            with warnings.catch_warnings():  # each cycle is exported when it ends
+                warnings.filterwarnings("ignore", ".*Profiler clears events at the end of each cycle")
+                self.profiler.step()
             self._note()
 
     def _receive(self, profiler: Any) -> None:
@@ -175,7 +181,8 @@ class PyTorchProfiler(Profiler):
         self._handles = []
         self._resources.close()
         if self.profiler is not None and self.memory_snapshot and torch.cuda.is_available():
-            torch.cuda.memory._dump_snapshot(str(self.path("-memory.pickle")))
+            path = str(self.path("-memory.pickle"))
+            torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]  # torch has no types here
             torch.cuda.memory._record_memory_history(enabled=None)
         self.profiler = None
 
