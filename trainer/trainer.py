@@ -99,8 +99,7 @@ class Trainer(LightningNames):
         default_root_dir: folder for the files of the run. Default: the current folder.
         enable_autolog_hparams: pass hyper-parameters to the loggers when a fit starts. Default: True.
         profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `trainwright.profilers.Profiler`. Default: None.
-        plugins, model_registry: accepted with Lightning's defaults only, None (for `plugins` also an empty
-            list); other values raise an error that names the equivalent.
+        plugins, model_registry: only None is accepted (for `plugins` also an empty list); others raise an error.
         compile: True, a mode, or a dict of `torch.compile`'s arguments: compile the step.
         launcher: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`: the program whose variables hold the rank.
         uneven_batches: the policy for ranks with different numbers of batches: `"pad"`, `"stop"` or `"error"`.

@@ -27,7 +27,6 @@ from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoade
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel as AcceleratedModel
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler as AcceleratedScheduler
-from trainwright.accelerator.profile import ProfileKwargs as ProfileKwargs
 from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook as AlignDevicesHook
 from trainwright.bigmodels.dispatch.align import align_module_device as align_module_device
@@ -136,6 +135,7 @@ from trainwright.processes.collectives import wait_for_everyone as wait_for_ever
 from trainwright.processes.devices import DistributedType as DistributedType
 from trainwright.processes.partial_state import PartialState as PartialState
 from trainwright.processes.random_states import synchronize_rng_states as synchronize_rng_states
+from trainwright.profilers.profile_kwargs import ProfileKwargs as ProfileKwargs
 from trainwright.strategies.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from trainwright.strategies.ddp.local_sgd import LocalSGDStrategy as LocalSGDStrategy

@@ -43,7 +43,6 @@ from trainwright.accelerator.prepared.accelerated_model import unwrapped
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
 from trainwright.accelerator.prepared.prepare import PreparedObjects
 from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler
-from trainwright.accelerator.profile import ProfileKwargs, profiled
 from trainwright.accelerator.project import ProjectConfiguration, StateFolders
 from trainwright.accelerator.settings import (
     compare_precision,
@@ -66,6 +65,7 @@ from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.signals import LoopSignal
+from trainwright.profilers.profile_kwargs import ProfileKwargs, profiled
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin
 from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.gradients import GradientClip

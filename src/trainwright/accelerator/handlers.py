@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from trainwright.accelerator.profile import ProfileKwargs
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.names.kwargs_handler import KwargsHandler
+from trainwright.profilers.profile_kwargs import ProfileKwargs
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 
 

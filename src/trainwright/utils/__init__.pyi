@@ -13,7 +13,6 @@ from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwarg
 from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from trainwright.accelerator.logging import tqdm as tqdm
 from trainwright.accelerator.prepared.scheduler import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
-from trainwright.accelerator.profile import ProfileKwargs as ProfileKwargs
 from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
 from trainwright.accelerator.sharded_parts import load_fsdp_model as load_fsdp_model
 from trainwright.accelerator.sharded_parts import load_fsdp_optimizer as load_fsdp_optimizer
@@ -143,6 +142,7 @@ from trainwright.processes.launcher import patch_environment as patch_environmen
 from trainwright.processes.random_states import set_seed as set_seed
 from trainwright.processes.random_states import synchronize_rng_state as synchronize_rng_state
 from trainwright.processes.random_states import synchronize_rng_states as synchronize_rng_states
+from trainwright.profilers.profile_kwargs import ProfileKwargs as ProfileKwargs
 from trainwright.strategies.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from trainwright.strategies.deepspeed.hf_config import HfDeepSpeedConfig as HfDeepSpeedConfig
