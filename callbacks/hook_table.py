@@ -42,6 +42,17 @@ class HookTable:
                 listeners.append(_without_run(own))
             setattr(self, event, tuple(listeners))
 
+    def wrap(self, wrap: Callable[[str, Listener], Listener]) -> None:
+        """Replace each hook by `wrap(name, hook)`, with a name such as `[Callback]ModelCheckpoint.on_train_end`."""
+        for event, listeners in list(vars(self).items()):
+            named = []
+            for listener in listeners:
+                owner = getattr(listener, "__self__", None)
+                kind = "Callback" if isinstance(owner, Callback) or owner is None else "TaskModule"
+                name = "function" if owner is None else type(owner).__name__
+                named.append(wrap(f"[{kind}]{name}.{event}", listener))
+            setattr(self, event, tuple(named))
+
     def only_read(self, events: Iterable[str]) -> bool:
         """Return whether all hooks of some events are declared not to write weights (`Callback.reads_only`). A task's
         own hooks and plain functions are not.
@@ -120,4 +131,5 @@ def _without_run(hook: Callable[..., Any]) -> Listener:
     def listener(_run: object, _task: object, *args: object) -> Any:
         return hook(*args)
 
+    vars(listener)["__self__"] = getattr(hook, "__self__", None)  # the task
     return listener

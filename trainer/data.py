@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -326,6 +326,7 @@ class StageData:
         workers: the loader workers of the stage.
         made: the training data, if it was made.
         evaluations: the evaluation data that was made, by kind.
+        on_made: receives training and evaluation data when it is made. Default: None.
         place: where a checkpoint says that training stands in its data, until an epoch has taken it.
     """
 
@@ -338,6 +339,7 @@ class StageData:
         self.made: TrainData | None = None
         self.evaluations: dict[str, EvaluationData] = {}
         self.place: dict[str, Any] | None = None
+        self.on_made: Callable[[TrainData | EvaluationData], None] | None = None
 
     def _options(self) -> LoaderOptions:
         seed = self._history.seed
@@ -358,6 +360,8 @@ class StageData:
                 limit=self._settings.limit_batches["train"],
                 overfit=self._settings.arguments.overfit_batches,
             )
+            if self.on_made is not None:
+                self.on_made(self.made)
             place = self.place
             if place is not None:
                 self.made.check_resume(place, self._engine.data_ranks.size)
@@ -371,6 +375,8 @@ class StageData:
             loaders = self.sources.make(kind, self._task)
             limit = self._settings.limit_batches[kind]
             data = self.evaluations[kind] = EvaluationData(loaders, kind, self._options(), limit=limit)
+            if self.on_made is not None:
+                self.on_made(data)
         return data
 
     @property

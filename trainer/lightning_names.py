@@ -18,6 +18,7 @@ from trainwright.core.run import SchedulerConfig, Stage
 from trainwright.core.state import SkippedData, StepResult, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
+from trainwright.profilers.profiler import Profiler
 from trainwright.strategies.engine import Engine
 from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.run import StageRun
@@ -151,11 +152,11 @@ class LightningNames:
     min_steps = Argument[int | None]()
     on_nonfinite = Argument[str | None]()
     overfit_batches = Argument[int | float]()
-    profiler = Argument[None]()
     reload_dataloaders_every_n_epochs = Argument[int]()
     val_check_interval = Argument[Any](unset=1.0)
 
     accumulate_grad_batches = Setting[int]("Micro-batches in one optimizer step.")
+    profiler = Fact[Profiler](lambda run: run.profiler, "The profiler; a PassThroughProfiler without one.")
     default_root_dir = Fact[str](lambda run: str(run.settings.root), "Where a run's files go.")
     log_every_n_steps = Setting[int]("Steps between two flushes of metrics.")
     num_sanity_val_steps = Setting[int]("Validation batches tried before training; -1: all.")

@@ -30,6 +30,7 @@ from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_values import Exchange, Flushed
 from trainwright.processes.standing import Position
+from trainwright.profilers.profiler import PassThroughProfiler, Profiler
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.steps.step import ManualStep
@@ -87,6 +88,8 @@ class StageRun:
         engine: computes steps and holds the processes.
         callbacks: this stage's callbacks, the task's own included.
         hooks: who listens to which event.
+        profiler: records actions of the stage.
+        is_profiled: the profiler has been set up and not torn down.
         loggers, logging: the loggers; the loggers as one, None before they are set up.
         metrics: takes what tasks and callbacks log.
         shown: the numbers that were read from it.
@@ -132,6 +135,8 @@ class StageRun:
         self.engine = settings.selection.engine() if engine is None else engine
         self.callbacks: list[Callback] = [] if is_trial else settings.callbacks
         self.hooks = HookTable()
+        self.profiler: Profiler = PassThroughProfiler() if is_trial else settings.profiler
+        self.is_profiled = False
         self.loggers: list[Any] = settings.loggers
         self.logging: LoggerGroup | None = None
         self.metrics = MetricBuffer()

@@ -25,7 +25,7 @@ from trainwright.core.task import TaskModule
 from trainwright.loggers.logger import Status
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.processes.devices import kernel_choice
-from trainwright.trainer import evaluation
+from trainwright.trainer import evaluation, profiling
 from trainwright.trainer.checkpoints import restore, safe_point
 from trainwright.trainer.checkpoints.job import this_attempt
 from trainwright.trainer.checkpoints.load_request import LoadRequest, check_early, open_for
@@ -100,6 +100,7 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
         try:
             with kernel_choice(given.benchmark, given.deterministic, given.detect_anomaly):
                 _join(run)
+                profiling.begin(run)
                 processes = run.engine.processes
                 if run.stage == "fit":
                     watch.enter_context(run.preemption.watching(run))
@@ -111,6 +112,7 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
                     yield
                     if run.trains and not run.is_trial:
                         _end_fit(run)
+                    run.profiler.close()
                     run.engine.unshard()
                     processes.barrier()  # nobody leaves while another still talks to it
             status = "success"
@@ -154,12 +156,14 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     check_callbacks(run.callbacks, stage)
     check_needs(run.callbacks, run.settings.selection)  # those of the task too
     run.hooks = HookTable(run.callbacks, task)
+    profiling.wrap_hooks(run)
     run.is_set_up = True
     _prepare_data(run)
     opened = open_for(run, stage, load)
     if opened is not None:
         run.engine.when_built = partial(opened.show, run)
     run.optimizers = run.engine.prepare(task, partial(_make_optimizers, run) if stage == "fit" else None, run.trainer)
+    profiling.watch_modules(run)
     run.schedules = Schedules(run.lr_scheduler_configs, task)
     run.count_tokens |= "tokens" in run.settings.units
     run.logging = LoggerGroup(run.loggers, is_main=run.is_main and not run.is_trial)
@@ -184,17 +188,25 @@ def _prepare_data(run: StageRun) -> None:
     for owner in owners:
         per_node = getattr(owner, "prepare_data_per_node", True)
         if run.engine.processes.local_rank == 0 if per_node else run.is_main:
-            owner.prepare_data()
+            with run.profiler.profile(f"[{_kind(owner)}]{type(owner).__name__}.prepare_data"):
+                owner.prepare_data()
     run.barrier()
     if data is not None:
         data.setup(stage)
     run.fire("setup", stage)
-    task.setup(stage)
+    with run.profiler.profile(f"[TaskModule]{type(task).__name__}.setup"):
+        task.setup(stage)
+
+
+def _kind(owner: object) -> str:
+    return "TaskModule" if isinstance(owner, TaskModule) else "DataModule"
 
 
 def _make_optimizers(run: StageRun) -> list[Optimizer]:
     name = type(run.task).__name__
-    optimizers, run.lr_scheduler_configs = parse_optimizers(run.task.configure_optimizers(), name)
+    with run.profiler.profile(f"[TaskModule]{name}.configure_optimizers"):
+        returned = run.task.configure_optimizers()
+    optimizers, run.lr_scheduler_configs = parse_optimizers(returned, name)
     check_members(run.task, optimizers)
     warn_of_joint_steps(run.task, len(optimizers))
     return optimizers

@@ -26,6 +26,7 @@ from trainwright.data import DataModule
 from trainwright.loggers import resolve_loggers
 from trainwright.loggers.logger import Logger
 from trainwright.processes.launcher import run_in_processes
+from trainwright.profilers.profiler import Profiler
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.checkpoints import capture, safe_point
 from trainwright.trainer.checkpoints.load_request import CkptPath, Default, LoadRequest
@@ -97,8 +98,8 @@ class Trainer(LightningNames):
         reload_dataloaders_every_n_epochs: request new loaders after this many epochs; 0: never.
         default_root_dir: folder for the files of the run. Default: the current folder.
         enable_autolog_hparams: pass hyper-parameters to the loggers when a fit starts. Default: True.
-        profiler, plugins, model_registry: accepted with Lightning's defaults only, None (for `plugins` also an empty
-            list); other values raise an error that names the equivalent.
+        profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `trainwright.profilers.Profiler`. Default: None.
+        plugins, model_registry: only None is accepted (for `plugins` also an empty list); others raise an error.
         compile: True, a mode, or a dict of `torch.compile`'s arguments: compile the step.
         launcher: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`: the program whose variables hold the rank.
         uneven_batches: the policy for ranks with different numbers of batches: `"pad"`, `"stop"` or `"error"`.
@@ -162,7 +163,7 @@ class Trainer(LightningNames):
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
         per_sample_rng: bool = False,
-        profiler: str | None = None,
+        profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: list[Any] | None = None,

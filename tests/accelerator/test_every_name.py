@@ -102,13 +102,13 @@ NAMES = {
     "utils.megatron_lm": ("gather_across_data_parallel_groups initialize"),
 }
 # What may be refused: the parts that are not supported. All others must be here.
-REFUSED_MEMBERS = {"get_tracker", "init_trackers", "log", "profile"}
+REFUSED_MEMBERS = {"get_tracker", "init_trackers", "log"}
 REFUSED_ARGUMENTS = {"megatron_lm_plugin"}
 REFUSED_NAMES = (
     "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler "
     "MegatronLMPlugin avg_losses_across_data_parallel_group gather_across_data_parallel_groups initialize "
     "FP8RecipeKwargs apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers "
-    "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper ProfileKwargs install_xla "
+    "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper install_xla "
     "AimTracker ClearMLTracker CometMLTracker MLflowTracker"
 )
 _IMPORTS = [(path, name) for path, names in NAMES.items() for name in names.split()]

@@ -10,11 +10,12 @@ from tests.helpers.sources import PARTS, Breach, Import, Source
 
 # The command and the templates use the package as a user does; what lies below them names the file.
 _MAY_USE_THE_FACE = {"cli", "templates"}
-_BELOW_STRATEGIES = {"core", "callbacks", "loggers", "data", "checkpoint", "processes"}
+_BELOW_STRATEGIES = {"core", "callbacks", "profilers", "loggers", "data", "checkpoint", "processes"}
 _BELOW_TRAINER = _BELOW_STRATEGIES | {"strategies", "bigmodels"}
 _MAY_IMPORT = {
     "core": {"core"},
     "callbacks": {"core", "callbacks"},
+    "profilers": {"core", "profilers"},
     "loggers": {"core", "loggers"},
     "data": {"core", "data"},
     "checkpoint": {"core", "checkpoint"},

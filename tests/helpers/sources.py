@@ -22,6 +22,7 @@ PARTS = {
     "cli": "src/trainwright/cli",
     "utilities": "src/trainwright/utilities",
     "utils": "src/trainwright/utils",
+    "profilers": "src/trainwright/profilers",
     "callbacks": "callbacks",
     "loggers": "loggers",
     "strategies": "strategies",

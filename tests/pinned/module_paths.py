@@ -64,8 +64,8 @@ _UTILS = {
         f"{_CHOICES} AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType "
         "DataLoaderConfiguration DeepSpeedPlugin get_module_class_from_name "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs "
-        "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProjectConfiguration TorchDynamoPlugin "
-        "TorchTensorParallelPlugin"
+        "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration "
+        "TorchDynamoPlugin TorchTensorParallelPlugin"
     ),
     "deepspeed": "DeepSpeedSchedulerWrapper DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
     "environment": (

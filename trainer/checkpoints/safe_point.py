@@ -203,6 +203,11 @@ def _folder(run: StageRun, request: SaveRequest) -> Path:
 
 def _write(run: StageRun, requests: list[SaveRequest]) -> None:
     """Write one moment under several names: it is collected, and copied, once."""
+    with run.profiler.profile("save_checkpoint"):
+        _write_recorded(run, requests)
+
+
+def _write_recorded(run: StageRun, requests: list[SaveRequest]) -> None:
     since = time.monotonic()
     snapshot = capture.capture(run, weights_only=requests[0].weights_only)
     if run.saves.writer is not None:

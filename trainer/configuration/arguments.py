@@ -11,6 +11,7 @@ from typing import Any, Literal
 from trainwright.callbacks.callback import Callback
 from trainwright.core.duration import Duration
 from trainwright.loggers.logger import Logger
+from trainwright.profilers.profiler import Profiler
 from trainwright.strategies.strategy import Strategy
 
 
@@ -56,7 +57,7 @@ class TrainerArguments:
     inference_mode: bool
     use_distributed_sampler: bool
     per_sample_rng: bool
-    profiler: str | None
+    profiler: Profiler | str | None
     detect_anomaly: bool
     barebones: bool
     plugins: list[Any] | None

@@ -14,6 +14,8 @@ from trainwright.core.duration import Duration, parse_time
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.process import check_address
 from trainwright.loggers import resolve_loggers
+from trainwright.profilers.profiler import Profiler
+from trainwright.profilers.registry import resolve_profiler
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, select
 from trainwright.strategies.steps.gradients import GradientClip
@@ -41,7 +43,6 @@ _ELSEWHERE = {
 }
 # Arguments of Lightning that are taken with its default alone, and what to do about other values.
 _NOT_SERVED = {
-    "profiler": "there are no profilers here yet. Leave it out, and run torch.profiler in a callback.",
     "plugins": "there are no plugins here. Leave it out: precision= sets the number formats, arguments of the strategy "
     "set what an engine does, launcher= names the cluster, and sync_batchnorm=True serves BatchNorm.",
     "model_registry": "there is no registry of models here. Leave it out, and have ModelCheckpoint(dirpath='s3://…') "
@@ -213,7 +214,8 @@ def refuse_of_verb(verb: str, name: str, _: object, known: Iterable[str]) -> Non
 
 
 def _check_barebones(arguments: TrainerArguments) -> None:
-    for name in ("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "detect_anomaly"):
+    names = ("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "detect_anomaly")
+    for name in (*names, "profiler"):
         if value := getattr(arguments, name):
             raise ConfigurationError(f"barebones=True leaves out what {name}={value!r} asks for. Drop one.")
     if arguments.fast_dev_run:
@@ -271,6 +273,7 @@ class Settings:
         limit_batches: stage → limit of its batches.
         callbacks: the user's and the default ones.
         loggers: the loggers.
+        profiler: records actions.
         root: the folder for the run's files.
         accumulate_grad_batches: micro-batches in one optimizer step; a callback may change it before an epoch.
         log_every_n_steps: steps between two flushes of metrics.
@@ -286,6 +289,7 @@ class Settings:
     limit_batches: dict[str, int | float | None]
     callbacks: list[Any]
     loggers: list[Any]
+    profiler: Profiler
     root: Path
     accumulate_grad_batches: int
     log_every_n_steps: int
@@ -346,6 +350,7 @@ def configure(arguments: TrainerArguments) -> Settings:
         limit_batches=limit_batches,
         callbacks=callbacks,
         loggers=loggers,
+        profiler=resolve_profiler(arguments.profiler),
         root=root,
         accumulate_grad_batches=arguments.accumulate_grad_batches,
         log_every_n_steps=arguments.log_every_n_steps or 50,

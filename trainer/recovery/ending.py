@@ -11,6 +11,7 @@ from typing import Any
 from trainwright.callbacks.callback import log_through
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.loggers.logger import Status
+from trainwright.trainer import profiling
 from trainwright.trainer.checkpoints import safe_point
 from trainwright.trainer.recovery.failure import note_training_batch
 from trainwright.trainer.run import StageRun
@@ -50,6 +51,7 @@ def tear_down(run: StageRun, status: Status) -> None:
     stage = run.stage or "fit"
     with ExitStack() as last_first:
         last_first.callback(partial(_leave, run))
+        last_first.callback(profiling.end, run)
         if run.logging is not None:
             last_first.callback(partial(run.logging.finish, status))
         if run.is_set_up:

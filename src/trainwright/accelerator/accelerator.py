@@ -65,6 +65,7 @@ from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.signals import LoopSignal
+from trainwright.profilers.profile_kwargs import ProfileKwargs, profiled
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin
 from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.gradients import GradientClip
@@ -711,6 +712,17 @@ class Accelerator:
         if self._make_context is None:
             return nullcontext()
         return self._make_context(**({} if autocast_handler is None else autocast_handler.to_dict()))
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
+        """Return a context that yields the profiler of torch and records what runs inside.
+
+        Call it on every process if `output_trace_dir` is set, since it then waits for all traces.
+
+        Args:
+            profile_handler: Options of this context. Default: those in `kwargs_handlers`.
+        """
+        options = profile_handler or self._settings.handlers.profile or ProfileKwargs()
+        return profiled(options, self.process_index, self.wait_for_everyone)
 
     def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
         """Divide the gradients of optimizers by the loss scale, once per step. Default: of all optimizers."""

@@ -10,6 +10,7 @@ from typing import Any
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.names.kwargs_handler import KwargsHandler
+from trainwright.profilers.profile_kwargs import ProfileKwargs
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 
 
@@ -97,9 +98,10 @@ class Handlers:
     scaler: GradScalerKwargs | None = None
     autocast: AutocastKwargs | None = None
     processes: InitProcessGroupKwargs | None = None
+    profile: ProfileKwargs | None = None
 
 
-_KINDS = (DistributedDataParallelKwargs, GradScalerKwargs, AutocastKwargs, InitProcessGroupKwargs)
+_KINDS = (DistributedDataParallelKwargs, GradScalerKwargs, AutocastKwargs, InitProcessGroupKwargs, ProfileKwargs)
 
 
 def sort_handlers(handlers: Sequence[Any]) -> Handlers:

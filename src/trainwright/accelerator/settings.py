@@ -57,9 +57,6 @@ ELSEWHERE = {
     "use_seedable_sampler": "seed=: shuffled data always has the order of a seed",
     "use_distributed_sampler": "nothing: an iterable data set says how it is divided (see ShardedIterable)",
 }
-METHODS = {
-    "profile": "torch.profiler.profile around the loop",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,8 +318,6 @@ def _precision(name: str | None) -> Precision:
 
 def refuse_attribute(name: str, known: Iterable[str]) -> AttributeError:
     """Return the error for an attribute that an Accelerator does not have, naming what serves instead."""
-    if name in METHODS:
-        return AttributeError(f"Accelerator has no {name!r} yet. Instead: {METHODS[name]}")
     return AttributeError(f"Accelerator has no attribute {name!r}.{nearest(name, known)}")
 
 

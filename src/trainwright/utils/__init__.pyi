@@ -142,6 +142,7 @@ from trainwright.processes.launcher import patch_environment as patch_environmen
 from trainwright.processes.random_states import set_seed as set_seed
 from trainwright.processes.random_states import synchronize_rng_state as synchronize_rng_state
 from trainwright.processes.random_states import synchronize_rng_states as synchronize_rng_states
+from trainwright.profilers.profile_kwargs import ProfileKwargs as ProfileKwargs
 from trainwright.strategies.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from trainwright.strategies.deepspeed.hf_config import HfDeepSpeedConfig as HfDeepSpeedConfig

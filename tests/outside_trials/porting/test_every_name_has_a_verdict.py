@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.sources import ROOT
 from tests.helpers.tasks import RegressionTask
-from trainwright import callbacks, loggers, strategies, utilities
+from trainwright import callbacks, loggers, profilers, strategies, utilities
 from trainwright.core.errors import TrainwrightError
 from trainwright.data import DataModule
 
@@ -38,7 +38,7 @@ OBJECTS: dict[str, Any] = {
     "TensorBoardLogger": loggers.TensorBoardLogger,
     "WandbLogger": loggers.WandbLogger,
     "strategies": lambda: strategies,
-    "profilers": lambda: callbacks,  # there is no module of profilers
+    "profilers": lambda: profilers,
     "utilities": lambda: utilities,
 }
 

@@ -33,7 +33,6 @@ def test_all_defaults_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("argument", "value", "advice"),
     [
-        ("profiler", "simple", "torch.profiler in a callback"),
         ("plugins", [object()], "precision= sets the number formats"),
         ("model_registry", "team/model", "ModelCheckpoint"),
         ("tpu_cores", 8, "there are no TPUs here"),

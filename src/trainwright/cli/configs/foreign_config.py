@@ -11,7 +11,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import LIBRARIES, RENAMED, answer, own_module
 
 # Arguments of Lightning's Trainer that a saved configuration holds, with the default that means "not used".
-UNUSED = {"profiler": None, "plugins": None, "model_registry": None, "enable_autolog_hparams": True}
+UNUSED = {"plugins": None, "model_registry": None, "enable_autolog_hparams": True}
 
 
 def public_names(module: str) -> Iterable[str]:

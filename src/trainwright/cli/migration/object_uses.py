@@ -106,20 +106,14 @@ def _made(tree: ast.AST, paths: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 def _about(kind: str, name: str) -> str | None:
     """Return the advice for an attribute that our object does not have; None if it has it."""
-    if kind == "Trainer":
-        from trainwright.trainer.lightning_names import INTERNALS
-        from trainwright.trainer.trainer import Trainer
+    if kind != "Trainer":
+        return None  # an Accelerator has all of them
+    from trainwright.trainer.lightning_names import INTERNALS
+    from trainwright.trainer.trainer import Trainer
 
-        if name not in INTERNALS:
-            return None  # also attributes assigned in __init__, or set by the program
-        return None if hasattr(Trainer, name) else f"trainer.{name} does not exist here: {INTERNALS[name]}."
-    from trainwright.accelerator.accelerator import Accelerator
-    from trainwright.accelerator.settings import METHODS
-    from trainwright.processes.partial_state import PartialState
-
-    if name not in METHODS or hasattr(Accelerator, name) or hasattr(PartialState, name):
-        return None
-    return f"accelerator.{name} does not exist here. Instead: {METHODS[name]}."
+    if name not in INTERNALS:
+        return None  # also attributes assigned in __init__, or set by the program
+    return None if hasattr(Trainer, name) else f"trainer.{name} does not exist here: {INTERNALS[name]}."
 
 
 def _dotted(node: ast.AST) -> str:

@@ -46,7 +46,7 @@ MODULES: Mapping[str, str | None] = {
     "lightning.pytorch.loggers": "trainwright.loggers",
     "lightning.pytorch.loops": None,
     "lightning.pytorch.plugins": None,
-    "lightning.pytorch.profilers": None,
+    "lightning.pytorch.profilers": "trainwright.profilers",
     "lightning.pytorch.strategies": "trainwright.strategies",
     "lightning.pytorch.utilities": "trainwright.utilities",
 }
@@ -86,10 +86,7 @@ _LIGHTNING = {
         "CometLogger MLFlowLogger LitLogger NeptuneLogger",
         "sub-class trainwright.loggers.Logger (docs/logging.md, Writing a logger).",
     ),
-    **_each(
-        "Profiler AdvancedProfiler PassThroughProfiler PyTorchProfiler SimpleProfiler XLAProfiler profilers",
-        "enter torch.profiler.profile in a callback's on_train_start.",
-    ),
+    "XLAProfiler": "there is no strategy for TPUs yet; use trainwright.profilers.PyTorchProfiler.",
     **_each("XLAStrategy SingleDeviceXLAStrategy", "there is no strategy for TPUs yet."),
     "ParallelStrategy": "sub-class trainwright.Strategy (docs/extending.md).",
     **_each(
@@ -135,7 +132,6 @@ _ACCELERATE = {
         "convert_model has_transformer_engine_layers",
         "training in 8 bits is not supported; use mixed_precision='bf16'.",
     ),
-    "ProfileKwargs": "enter torch.profiler.profile around your loop.",
     **_each(
         "AimTracker ClearMLTracker CometMLTracker MLflowTracker SwanLabTracker TrackioTracker",
         "create a logger of trainwright.loggers, and call its log_metrics(values, step) and finish('success').",

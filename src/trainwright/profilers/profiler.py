@@ -1,0 +1,113 @@
+"""The Profiler contract, and the profiler that records nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Profiler:
+    """Base class of profilers. Sub-classes override `start`, `stop` and `summary`.
+
+    A Trainer calls `setup` when a stage begins, `start` and `stop` around each action, `end_step` after each optimizer
+    step (in evaluations after each batch), `close` before its processes part, and then `describe` and `teardown`.
+    Actions of one thread only may be recorded.
+
+    Args:
+        dirpath: Folder of the files that it writes. Default: None, which is `default_root_dir` of the Trainer.
+        filename: First part of the names of the files. Default: None, which is `"profile"`. If both are None, the
+            summary of rank 0 is printed. Otherwise each rank writes `{stage}-{filename}-{rank}.txt`.
+
+    Attributes:
+        enabled: False if nothing is recorded; the Trainer then calls only `setup` and `teardown`.
+    """
+
+    enabled = True
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
+        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.filename = filename
+        self.stage, self.rank, self.world_size = "fit", 0, 1
+        self._root = Path(".")
+
+    def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
+        """Prepare for a stage, and forget what was recorded of an earlier one.
+
+        Args:
+            stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
+            rank, world_size: of this process among all.
+            root: Folder of the files if there is no `dirpath`.
+        """
+        self.stage, self.rank, self.world_size, self._root = stage, rank, world_size, Path(root)
+
+    def start(self, name: str) -> None:
+        """Begin to record the action `name`."""
+
+    def stop(self, name: str) -> None:
+        """Stop to record the action `name`."""
+
+    @contextmanager
+    def profile(self, name: str) -> Iterator[None]:
+        """Record the actions in a `with` block under `name`."""
+        self.start(name)
+        try:
+            yield
+        finally:
+            self.stop(name)
+
+    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that records each call of `function` under `name`."""
+        start, stop = self.start, self.stop
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            start(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                stop(name)
+
+        vars(recorded)["__self__"] = getattr(function, "__self__", None)  # the owner: see HookTable.only_read
+        return recorded
+
+    def end_step(self) -> None:
+        """Record the end of a training step, or of a batch of an evaluation."""
+
+    def close(self) -> None:
+        """Stop to record, and write the files of this rank. May be called several times."""
+
+    def summary(self) -> str:
+        """Return what was recorded as text; empty if there is nothing to report."""
+        return ""
+
+    def describe(self, show: Callable[[str], Any] = print) -> None:
+        """Write the summary to its file, or pass that of rank 0 to `show`. Default: print."""
+        text = self.summary()
+        if not text:
+            return
+        if self.dirpath is None and self.filename is None:
+            if self.rank == 0:
+                show(text)
+            return
+        path = self.path(".txt")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+
+    def teardown(self, stage: str) -> None:
+        """Release everything at the end of a stage."""
+
+    def path(self, ending: str, part: str | int | None = None) -> Path:
+        """Return the path of a file; `part` is this rank, unless it is given."""
+        part = self.rank if part is None else part
+        return (self.dirpath or self._root) / f"{self.stage}-{self.filename or 'profile'}-{part}{ending}"
+
+
+class PassThroughProfiler(Profiler):
+    """Profiler that records nothing. It is `trainer.profiler` if the Trainer has none."""
+
+    enabled = False
+
+    @contextmanager
+    def profile(self, name: str) -> Iterator[None]:
+        yield

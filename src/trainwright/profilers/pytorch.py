@@ -1,0 +1,244 @@
+"""PyTorchProfiler: the operators and kernels of chosen steps, by `torch.profiler`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerAction, record_function
+
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.profilers.profiler import Profiler
+from trainwright.profilers.schedules import first_active_step, make_schedule
+from trainwright.profilers.traces import merge_traces
+
+_DEFAULT_SCHEDULE = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
+_RECORDS = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+
+
+class PyTorchProfiler(Profiler):
+    """Records operators, kernels and the Trainer's actions in chosen steps. Each rank writes a chrome trace
+    `{stage}-{filename}-{rank}.json`, and rank 0 merges them in `{stage}-{filename}-merged.json`.
+
+    Args:
+        dirpath, filename: see `Profiler`.
+        group_by_input_shapes: Tell operators with different shapes from each other in the table. Default: False.
+        emit_nvtx: Mark operators for NVIDIA's tools instead of recording them; see
+            `torch.autograd.profiler.emit_nvtx`. Default: False.
+        export_to_chrome: Write the traces. Default: True.
+        row_limit: Rows of the table; -1: all. Default: 20.
+        sort_by_key: Column that the table is sorted by. Default: None, which is the total time on the device.
+        record_module_names: Mark the forward of each module with its name. Default: True.
+        table_kwargs: Further arguments of torch's `table`. Default: None.
+        schedule: The steps to record: `wait`, `warmup`, `active`, `repeat` and `skip_first`, or a function of
+            the step. Default: None, which is `wait=1, warmup=1, active=3, repeat=1`.
+        memory_timeline: Write `{stage}-{filename}-{rank}-memory.json` with the memory by its use. Default: False.
+        memory_snapshot: On CUDA, write `{stage}-{filename}-{rank}-memory.pickle` for pytorch.org/memory_viz. Default:
+            False.
+        peak_flops: Peak of one device in FLOP/s, for comparison with the FLOPs of a step (`with_flops=True`). Default:
+            None.
+        **profiler_kwargs: Arguments of `torch.profiler.profile`.
+
+    Raises:
+        ConfigurationError: An argument or a key of `schedule` is unknown.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        group_by_input_shapes: bool = False,
+        emit_nvtx: bool = False,
+        export_to_chrome: bool = True,
+        row_limit: int = 20,
+        sort_by_key: str | None = None,
+        record_module_names: bool = True,
+        table_kwargs: Mapping[str, Any] | None = None,
+        *,
+        schedule: Mapping[str, int] | Callable[[int], ProfilerAction] | None = None,
+        memory_timeline: bool = False,
+        memory_snapshot: bool = False,
+        peak_flops: float | None = None,
+        **profiler_kwargs: Any,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        known = [*inspect.signature(torch.profiler.profile).parameters]
+        for name in profiler_kwargs:
+            if name not in known:
+                raise ConfigurationError(f"PyTorchProfiler has no argument {name!r}.{nearest(name, known)}")
+        self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
+        self.export_to_chrome, self.row_limit, self.sort_by_key = export_to_chrome, row_limit, sort_by_key
+        self.record_module_names, self.table_kwargs = record_module_names, dict(table_kwargs or {})
+        self.memory_timeline, self.memory_snapshot, self.peak_flops = memory_timeline, memory_snapshot, peak_flops
+        self.schedule = make_schedule(_DEFAULT_SCHEDULE if schedule is None else schedule)
+        needs = dict.fromkeys(("record_shapes", "profile_memory", "with_stack"), True) if memory_timeline else {}
+        shapes = {"record_shapes": True} if group_by_input_shapes else {}
+        self.profiler_kwargs = {**profiler_kwargs, **shapes, **needs}
+        self.profiler: Any = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._open: list[tuple[str, Any]] = []
+        self._handles: list[Any] = []
+        self._traces: list[Path] = []
+        self._num_steps = self._num_recorded = 0
+        self._text, self._flops = "", 0
+        self._records = self._is_exporting = False
+        self._resources = ExitStack()
+
+    def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
+        super().setup(stage, rank, world_size, root)
+        self._forget()
+        for path in (self.path(".json"), *self.path("").parent.glob(f"{self.path('').name}-*.json")):
+            path.unlink(missing_ok=True)  # of an earlier run; it must not be merged with this one
+        if self.emit_nvtx:
+            self._resources.enter_context(torch.autograd.profiler.emit_nvtx())  # type: ignore[no-untyped-call]
+            self._records = True
+            return
+        if self.memory_snapshot and torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history()
+        options = {"on_trace_ready": None, **self.profiler_kwargs}
+        own = options.pop("on_trace_ready")
+
+        def ready(profiler: Any) -> None:
+            if self._is_exporting:  # an export failed; torch crashes if its profiler is exported again
+                return
+            self._is_exporting = True
+            self._receive(profiler)
+            if own is not None:
+                own(profiler)
+            self._is_exporting = False
+
+        self.profiler = torch.profiler.profile(schedule=self.schedule, on_trace_ready=ready, **options)
+        self._resources.enter_context(self.profiler)
+        self._note()
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Mark the forward of each module of `model` with its name from now on, if `record_module_names`."""
+        if not self.record_module_names:
+            return
+        for name, module in model.named_modules():
+            if name:
+                label = f"[Module]{name}: {type(module).__name__}"
+                self._handles.append(module.register_forward_pre_hook(lambda *_, label=label: self.start(label)))
+                hook = module.register_forward_hook(lambda *_, label=label: self.stop(label), always_call=True)
+                self._handles.append(hook)
+
+    def _note(self) -> None:
+        self._records = self.schedule(self._num_steps) in _RECORDS
+
+    def start(self, name: str) -> None:
+        if self._records:
+            region = record_function(name)
+            region.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+            self._open.append((name, region))
+
+    def stop(self, name: str) -> None:
+        at = len(self._open) - 1
+        while at >= 0 and self._open[at][0] != name:  # it may have started before the first step that is recorded
+            at -= 1
+        if at >= 0:
+            self._open.pop(at)[1].__exit__(None, None, None)
+
+    def end_step(self) -> None:
+        self._num_recorded += self._records
+        self._num_steps += 1
+        if self.profiler is not None:
+            with warnings.catch_warnings():  # each cycle is exported when it ends
+                warnings.filterwarnings("ignore", ".*Profiler clears events at the end of each cycle")
+                self.profiler.step()
+            self._note()
+
+    def _receive(self, profiler: Any) -> None:
+        """Export a finished cycle of the schedule."""
+        averages = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
+        self._flops += sum(each.flops for each in averages)
+        key = self.sort_by_key or f"{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
+        options = {"sort_by": key, "row_limit": self.row_limit, **self.table_kwargs}
+        self._text = averages.table(**options)
+        cycle = f"-{len(self._traces)}" if self._traces else ""
+        self.path("").parent.mkdir(parents=True, exist_ok=True)
+        if self.export_to_chrome:
+            self._traces.append(self.path(f"{cycle}.json"))
+            profiler.export_chrome_trace(str(self._traces[-1]))
+        if self.memory_timeline:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch has no other one for the CPU
+                profiler.export_memory_timeline(str(self.path(f"{cycle}-memory.json")), device=_device())
+
+    def close(self) -> None:
+        while self._open:
+            self._open.pop()[1].__exit__(None, None, None)
+        self._records = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._resources.close()
+        if self.profiler is not None and self.memory_snapshot and torch.cuda.is_available():
+            path = str(self.path("-memory.pickle"))
+            torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]  # torch has no types here
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self.profiler = None
+
+    def summary(self) -> str:
+        """Return torch's table of the last cycle, and the FLOPs of a step if they were recorded."""
+        if not self._text:
+            return ""
+        lines = [f"Profile of {self.stage} on rank {self.rank}: {self._num_recorded} steps recorded", self._text]
+        if self._flops and self._num_recorded:
+            lines.append(f"FLOPs of a step: {self._flops / self._num_recorded:.6g} (matrix products and convolutions)")
+            if self.peak_flops is not None and (seconds := self._seconds_of_a_step()):
+                share = self._flops / self._num_recorded / seconds / self.peak_flops
+                lines.append(f"Share of the device's peak: {100 * share:.2f} %")
+        return "\n".join(lines)
+
+    def _seconds_of_a_step(self) -> float | None:
+        """Return the mean duration of the recorded steps, from the trace; None without one."""
+        passed = [
+            event["dur"] / 1e6
+            for path in self._traces
+            for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+            if event.get("ph") == "X" and str(event.get("name")).startswith("ProfilerStep#")
+        ]
+        return sum(passed) / len(passed) if passed else None
+
+    def teardown(self, stage: str) -> None:
+        """Merge the traces of all ranks on rank 0, and warn if no step was recorded."""
+        if self.rank:
+            return
+        if not self._num_recorded and self._num_steps and not self.emit_nvtx:
+            first = first_active_step(self.schedule)
+            warnings.warn(
+                f"the profiler recorded no step: {stage} ran {self._num_steps} steps, and its schedule becomes active "
+                f"{'never' if first is None else f'after {first} steps'}. Lower wait, warmup or skip_first.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+        if not self._traces:
+            return
+        found: dict[int, Path | list[Path]] = {}
+        for rank in range(self.world_size):
+            names = [self.path(".json", rank), *(self.path(f"-{i}.json", rank) for i in range(1, len(self._traces)))]
+            if present := [path for path in names if path.exists()]:
+                found[rank] = present
+        merge_traces(found, self.path(".json", "merged"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = dict(vars(self))
+        for name in ("profiler", "_open", "_handles", "_resources"):
+            kept.pop(name)
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, profiler=None)
+        self._forget()
+
+
+def _device() -> str:
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"

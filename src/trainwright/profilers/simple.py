@@ -1,0 +1,92 @@
+"""SimpleProfiler: the time and the number of calls of each action."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import perf_counter
+
+from trainwright.profilers.profiler import Profiler
+
+_TOP = 20  # actions in the short form
+
+
+class SimpleProfiler(Profiler):
+    """Records the duration of each action, with and without the actions inside of it.
+
+    On a GPU, kernels run after the calls that start them: use `PyTorchProfiler` for the time of kernels.
+
+    Args:
+        dirpath, filename: see `Profiler`.
+        extended: Print all actions with all columns. False prints the name, mean and total of the longest 20. Default:
+            True.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
+        super().__init__(dirpath, filename)
+        self.extended = extended
+        # Action → calls, seconds, seconds in other actions inside of it.
+        self._records: dict[str, list[float]] = {}
+        self._open: list[list[object]] = []  # name, start, seconds in actions inside of it
+        self._since = perf_counter()
+
+    def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
+        super().setup(stage, rank, world_size, root)
+        self._records, self._open, self._since = {}, [], perf_counter()
+
+    def start(self, name: str) -> None:
+        self._open.append([name, perf_counter(), 0.0])
+
+    def stop(self, name: str) -> None:
+        """Stop to record the action `name`.
+
+        Raises:
+            ValueError: It was not started.
+        """
+        now, stack = perf_counter(), self._open
+        at = len(stack) - 1
+        while at >= 0 and stack[at][0] != name:
+            at -= 1
+        if at < 0:
+            raise ValueError(f"the profiler was asked to stop {name!r}, which was not started.")
+        _, since, inside = stack.pop(at)
+        passed = now - since  # type: ignore[operator]  # a float
+        if at:
+            stack[at - 1][2] += passed  # type: ignore[operator]  # a float
+        record = self._records.get(name)
+        if record is None:
+            record = self._records[name] = [0, 0.0, 0.0]
+        record[0] += 1
+        record[1] += passed
+        record[2] += inside  # type: ignore[operator]  # a float
+
+    @property
+    def totals(self) -> dict[str, tuple[int, float, float]]:
+        """Action → number of calls, seconds with the actions inside of it, seconds without them."""
+        return {
+            name: (int(calls), total, max(total - inside, 0.0))
+            for name, (calls, total, inside) in self._records.items()
+        }
+
+    def summary(self) -> str:
+        """Return a table of the actions, the longest first."""
+        whole = max(perf_counter() - self._since, 1e-9)
+        rows = sorted(self.totals.items(), key=lambda row: -row[1][1])
+        rows = rows if self.extended else rows[:_TOP]
+        if not rows:
+            return ""
+        width = max(len("Action"), *(len(name) for name, _ in rows))
+        if not self.extended:
+            lines = [f"{'Action':<{width}}  {'Mean (s)':>12}  {'Total (s)':>12}"]
+            lines += [f"{name:<{width}}  {total / n:>12.6g}  {total:>12.6g}" for name, (n, total, _) in rows]
+        else:
+            lines = [
+                f"{'Action':<{width}}  {'Calls':>8}  {'Mean (s)':>12}  {'Total (s)':>12}  {'Own (s)':>12}  {'%':>6}",
+                *(
+                    f"{name:<{width}}  {n:>8}  {total / n:>12.6g}  {total:>12.6g}  {own:>12.6g}  "
+                    f"{100 * total / whole:>6.2f}"
+                    for name, (n, total, own) in rows
+                ),
+            ]
+        rule = "-" * len(lines[0])
+        title = f"Profile of {self.stage} on rank {self.rank}: {whole:.6g} s"
+        return "\n".join([title, rule, lines[0], rule, *lines[1:], rule])

@@ -1,0 +1,100 @@
+"""`accelerator.profile` in user-written loops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_distributed
+from trainwright import Accelerator
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.utils import ProfileKwargs
+
+
+def _model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+
+
+def _inputs() -> torch.Tensor:
+    return torch.randn(2, 3, 8, 8)
+
+
+def test_execution_time() -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], record_shapes=True)])
+    model = accelerator.prepare(_model())
+    with accelerator.profile() as prof, torch.no_grad():
+        model(_inputs())
+    assert "aten::conv2d" in prof.key_averages().table(sort_by="cpu_time_total", row_limit=10)
+    assert "[2, 3, 8, 8]" in str(prof.key_averages(group_by_input_shape=True).table(sort_by="cpu_time_total"))
+
+
+def test_memory_and_flops() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(_model())
+    options = ProfileKwargs(activities=["cpu"], profile_memory=True, record_shapes=True, with_flops=True)
+    with accelerator.profile(options) as prof:
+        model(_inputs())
+    assert "CPU Mem" in prof.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=10)
+    assert "FLOPs" in prof.key_averages().table(sort_by="flops", row_limit=10)
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+def test_a_schedule_calls_the_handler_for_each_cycle() -> None:
+    seen: list[int] = []
+    options = ProfileKwargs(
+        activities=["cpu"],
+        schedule_option={"wait": 1, "warmup": 1, "active": 1, "repeat": 2, "skip_first": 1},
+        on_trace_ready=lambda prof: seen.append(prof.step_num),
+    )
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+    model = accelerator.prepare(_model())
+    with accelerator.profile() as prof:
+        for _ in range(8):
+            model(_inputs())
+            prof.step()
+    assert seen == [4, 7]
+
+
+def test_a_schedule_that_never_becomes_active_is_told(tmp_path: Path) -> None:
+    options = ProfileKwargs(schedule_option={"wait": 9, "active": 1}, output_trace_dir=str(tmp_path))
+    with (
+        pytest.warns(TrainwrightWarning, match=r"called step\(\) 1 times.*active after 9 steps"),
+        Accelerator(cpu=True).profile(options) as prof,
+    ):
+        prof.step()
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_options_name_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match=r"no key 'warm_up'.*'warmup'"):
+        ProfileKwargs(schedule_option={"warm_up": 1})
+    with pytest.raises(ConfigurationError, match=r"'cpuu'.*'cpu'"):
+        ProfileKwargs(activities=["cpuu"])
+
+
+def _write(folder: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    model: Any = accelerator.prepare(torch.nn.Linear(2, 2))
+    with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=folder)):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def _check(path: Path) -> None:
+    names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+    assert "aten::linear" in names
+
+
+def test_the_trace_is_written(tmp_path: Path) -> None:
+    _write(str(tmp_path))
+    _check(tmp_path / "profile_0.json")
+
+
+@pytest.mark.distributed
+def test_each_process_writes_its_trace(tmp_path: Path) -> None:
+    run_distributed(_write, 2, str(tmp_path))
+    for rank in range(2):
+        _check(tmp_path / f"profile_{rank}.json")

@@ -1,0 +1,193 @@
+"""Profilers in a Trainer: what they record, write and print, and that training is the same with and without one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from trainwright.callbacks import Callback
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from trainwright.profilers import profiler as profiler_module
+
+_REGIONS = {
+    "run_training_batch",
+    "[Strategy]SingleDeviceStrategy.training_step",
+    "[Strategy]SingleDeviceStrategy.backward",
+    "[TaskModule]RegressionTask.optimizer_step",
+    "[Loader]train_dataloader_next",
+}
+
+
+class _Listens(Callback):
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def _fit(profiler: Any, task: RegressionTask | None = None, **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    task = RegressionTask() if task is None else task
+    trainer = quiet_trainer(max_epochs=1, profiler=profiler, **arguments)
+    trainer.fit(task, regression_loader(8), regression_loader(2))
+    return trainer
+
+
+def test_simple_counts_hooks_steps_and_waits() -> None:
+    profiler = SimpleProfiler()
+    _fit(profiler, callbacks=[_Listens()])
+    totals = profiler.totals
+    assert totals.keys() >= {*_REGIONS, "[Callback]_Listens.on_train_batch_end"}
+    assert {name: totals[name][0] for name in ("run_training_batch", "[Callback]_Listens.on_train_batch_end")} == {
+        "run_training_batch": 8,
+        "[Callback]_Listens.on_train_batch_end": 8,
+    }
+    _, total, own = totals["run_training_batch"]
+    assert 0 <= own < total
+
+
+def test_the_summary_is_printed_and_also_after_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    class Fails(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 3:
+                raise RuntimeError("fails")
+            return super().training_step(batch, batch_idx)
+
+    _fit("simple")
+    assert "run_training_batch" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="fails"):
+        _fit("simple", Fails())
+    assert "run_training_batch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=str)
+def test_training_is_bit_equal(profiler: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    weights = []
+    for each in (None, profiler):
+        trainer = _fit(each, default_root_dir=tmp_path, **arguments)
+        weights.append(weights_of(trainer.model))
+    assert_equal_weights(*weights)
+
+
+def test_without_a_profiler_a_step_makes_no_call_of_this_package() -> None:
+    called: list[str] = []
+    folder = Path(profiler_module.__file__).parent
+    modules = (*(str(path) for path in folder.glob("*.py")), "trainer/profiling.py")
+
+    class Counts(Callback):
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            sys.setprofile(note if trainer.global_step < 7 else None)
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith(modules):
+            called.append(frame.f_code.co_qualname)
+
+    try:
+        trainer = _fit(None, callbacks=[Counts()])
+    finally:
+        sys.setprofile(None)
+    assert isinstance(trainer.profiler, PassThroughProfiler)
+    assert called == []
+
+
+def test_an_action_costs_little() -> None:
+    profiler = SimpleProfiler()
+    best = float("inf")
+    for _ in range(20):
+        since = perf_counter()
+        for _ in range(200):
+            profiler.start("x")
+            profiler.stop("x")
+        best = min(best, (perf_counter() - since) / 200)
+    assert best <= 5e-6
+
+
+def test_a_task_may_record_its_own_actions() -> None:
+    class Own(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            with self.trainer.profiler.profile("mine"):  # type: ignore[attr-defined]
+                return super().training_step(batch, batch_idx)
+
+    profiler = SimpleProfiler()
+    _fit(profiler, Own())
+    assert profiler.totals["mine"][0] == 8
+    _fit(None, Own())
+
+
+def test_advanced_writes_the_functions_of_each_action(tmp_path: Path) -> None:
+    _fit(AdvancedProfiler(tmp_path, "calls", line_count_restriction=5, dump_stats=True))
+    text = (tmp_path / "fit-calls-0.txt").read_text()
+    assert "Profile of [Strategy]SingleDeviceStrategy.training_step" in text
+    assert list(tmp_path.glob("fit-calls-0-*training_step.prof"))
+
+
+def test_a_trace_has_the_regions_and_the_table_the_flops(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(tmp_path, schedule={"wait": 1, "active": 2, "repeat": 2}, with_flops=True)
+    _fit(profiler)
+    assert _names(tmp_path / "fit-profile-0.json") >= _REGIONS | {"[Module]net: Sequential"}
+    assert (tmp_path / "fit-profile-0-1.json").exists()
+    assert "FLOPs of a step" in (tmp_path / "fit-profile-0.txt").read_text()
+
+
+def _names(path: Path) -> set[str]:
+    return {event["name"] for event in json.loads(path.read_text())["traceEvents"] if "name" in event}
+
+
+def _fit_two(folder: str) -> None:
+    trainer = quiet_trainer(max_epochs=1, devices="auto", strategy="ddp", profiler=PyTorchProfiler(folder))
+    trainer.fit(RegressionTask(), regression_loader(16))
+
+
+@pytest.mark.distributed
+def test_the_merged_trace_has_a_lane_for_each_rank(tmp_path: Path) -> None:
+    run_distributed(_fit_two, 2, str(tmp_path))
+    wanted = {name.replace("SingleDevice", "DDP") for name in _REGIONS}
+    for rank in range(2):
+        assert _names(tmp_path / f"fit-profile-{rank}.json") >= wanted
+    events = json.loads((tmp_path / "fit-profile-merged.json").read_text())["traceEvents"]
+    lanes: dict[int, set[int]] = {0: set(), 1: set()}
+    for event in events:
+        if event["name"] == "process_name":
+            lanes[int(event["args"]["name"].split()[1].rstrip(":"))].add(event["pid"])
+    assert all(lanes.values())
+    assert not lanes[0] & lanes[1]
+    with_steps = {event["pid"] for event in events if event["name"] == "run_training_batch"}
+    assert all(with_steps & of_rank for of_rank in lanes.values())
+
+
+def test_a_schedule_that_never_becomes_active_is_told(tmp_path: Path) -> None:
+    with pytest.warns(TrainwrightWarning, match=r"recorded no step: fit ran 8 steps, .* active after 100 steps"):
+        _fit(PyTorchProfiler(tmp_path, schedule={"wait": 100, "active": 1}))
+
+
+def test_wrong_arguments_name_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match=r"unknown profiler 'simpel'.*'simple'"):
+        quiet_trainer(profiler="simpel")
+    with pytest.raises(ConfigurationError, match="expected 'simple'"):
+        quiet_trainer(profiler=3)
+    with pytest.raises(ConfigurationError, match=r"no key 'aktive'.*'active'"):
+        PyTorchProfiler(schedule={"aktive": 1})
+    with pytest.raises(ConfigurationError, match=r"no argument 'with_flop'.*'with_flops'"):
+        PyTorchProfiler(with_flop=True)
+    with pytest.raises(ValueError, match="not started"):
+        SimpleProfiler().stop("x")
+
+
+def test_an_own_profiler_receives_names() -> None:
+    class Own(Profiler):
+        names: ClassVar[set[str]] = set()
+
+        def start(self, name: str) -> None:
+            self.names.add(name)
+
+    _fit(Own())
+    assert Own.names >= _REGIONS

@@ -1,0 +1,150 @@
+"""Connect the Trainer's profiler with a stage: hooks, steps, loaders and saves are wrapped once when it begins, so that
+a stage without a profiler does nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from trainwright.callbacks.callback import Callback
+from trainwright.data.prepared import PreparedLoader
+from trainwright.profilers.profiler import Profiler
+from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
+from trainwright.trainer.data import EvaluationData, TrainData
+from trainwright.trainer.run import StageRun
+
+
+def begin(run: StageRun) -> None:
+    """Set the profiler up for a stage whose processes have joined. Not collective."""
+    profiler = run.profiler
+    processes = run.engine.processes
+    profiler.setup(run.stage or "fit", processes.rank, processes.world_size, run.settings.root)
+    run.is_profiled = profiler.enabled
+    if not profiler.enabled:
+        return
+    run.data.on_made = partial(_wrap_data, profiler)
+    make_step, strategy = run.engine.make_step, f"[Strategy]{type(run.engine.strategy).__name__}"
+
+    def make(parts: StepParts) -> Step:
+        return _wrap_step(make_step(parts), profiler, strategy)
+
+    vars(run.engine)["make_step"] = make
+
+
+def wrap_hooks(run: StageRun) -> None:
+    """Record the hooks of callbacks and of the task, and each step. Called once the hook table is made."""
+    if not run.is_profiled:
+        return
+    run.hooks.wrap(run.profiler.wrap)
+    regions = _Steps(run.profiler)
+    hooks = vars(run.hooks)
+    hooks["on_train_step_start"] = (regions.on_train_step_start, *run.hooks.on_train_step_start)
+    hooks["on_train_step_end"] = (*run.hooks.on_train_step_end, regions.on_train_step_end)
+    if run.stage != "fit":
+        event = f"on_{'validation' if run.stage == 'validate' else run.stage}_batch_end"
+        hooks[event] = (*hooks[event], regions.end_batch)
+
+
+def watch_modules(run: StageRun) -> None:
+    """Let the profiler mark the modules of the prepared task. A compiled task has no marks in its graph."""
+    watch = getattr(run.profiler, "watch", None)
+    if run.is_profiled and watch is not None and run.engine.settings.compile_options is None:
+        watch(run.task)
+
+
+def end(run: StageRun) -> None:
+    """Write the summary and release the profiler, also after an exception. Not collective."""
+    if not run.is_profiled:
+        return
+    run.is_profiled = False
+    vars(run.engine).pop("make_step", None)
+    run.data.on_made = None
+    run.profiler.close()
+    run.profiler.describe(run.print)
+    run.profiler.teardown(run.stage or "fit")
+
+
+class _Steps(Callback):
+    """Records each optimizer step as `run_training_batch`, and reports its end to the profiler."""
+
+    reads_only = True
+
+    def __init__(self, profiler: Profiler) -> None:
+        self._profiler = profiler
+        self._is_open = False
+
+    def on_train_step_start(self, *_: Any) -> None:
+        """Begin a step; one that an exception ended is closed here."""
+        if self._is_open:
+            self._profiler.stop("run_training_batch")
+        self._is_open = True
+        self._profiler.start("run_training_batch")
+
+    def on_train_step_end(self, *_: Any) -> None:
+        """End a step."""
+        self._is_open = False
+        self._profiler.stop("run_training_batch")
+        self._profiler.end_step()
+
+    def end_batch(self, *_: Any) -> None:
+        """End a batch of an evaluation that is a stage of its own."""
+        self._profiler.end_step()
+
+
+def _wrap_step(step: Step, profiler: Profiler, strategy: str) -> Step:
+    """Record the parts of a step: transfer, forward, backward, optimizer."""
+    own, task, wrap = vars(step), type(step.task).__name__, profiler.wrap
+    if step._transfer is not None:
+        step._transfer = wrap(f"{strategy}.batch_to_device", step._transfer)
+    step._training_step = wrap(f"{strategy}.training_step", step._training_step)
+    own["optimizer_step"] = wrap(f"[TaskModule]{task}.optimizer_step", step.optimizer_step)
+    if isinstance(step, AutomaticStep):
+        step._backward = wrap(f"{strategy}.backward", step._backward or torch.Tensor.backward)
+    if isinstance(step, ManualStep):
+        own["backward"] = wrap(f"{strategy}.backward", step.backward)
+        own["optimizer_step"] = step.optimizer_step  # it does nothing here
+        own["step_optimizer"] = wrap(f"[TaskModule]{task}.optimizer_step", step.step_optimizer)
+    evaluate = step.evaluate
+
+    def recorded(name: Any, *args: Any) -> Any:
+        with profiler.profile(f"{strategy}.{name if isinstance(name, str) else 'evaluation_step'}"):
+            return evaluate(name, *args)
+
+    own["evaluate"] = recorded
+    return step
+
+
+def _wrap_data(profiler: Profiler, data: TrainData | EvaluationData) -> None:
+    """Record the waits for batches of data that was just made."""
+    if isinstance(data, TrainData):
+        groups = data.groups
+        vars(data)["groups"] = lambda *args: _timed(groups(*args), profiler, "[Loader]train_dataloader_next")
+        return
+    for loader in data.loaders:
+        _wrap_loader(loader, profiler, f"[Loader]{loader.options.title}_next")
+
+
+def _wrap_loader(loader: PreparedLoader, profiler: Profiler, name: str) -> None:
+    iterate = loader.iterate
+    vars(loader)["iterate"] = lambda *args: _timed(iterate(*args), profiler, name)
+
+
+def _timed(items: Iterator[Any], profiler: Profiler, name: str) -> Iterator[Any]:
+    try:
+        while True:
+            profiler.start(name)
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                profiler.stop(name)
+            yield item
+            del item
+    finally:
+        if (close := getattr(items, "close", None)) is not None:
+            close()
