@@ -221,7 +221,7 @@ compute_environment: LOCAL_MACHINE
 distributed_type: '{kind}'
 downcast_bf16: 'no'
 ipex_config:
-  ipex: true
+  ipex: false
 machine_rank: 0
 main_training_function: main
 mixed_precision: bf16
@@ -346,6 +346,12 @@ _COMMANDS = [
     for found in re.findall(r"^    (trainwright (?:[^\n]*\\\n)*[^\n]*)$", _PAGE, re.MULTILINE)
 ]
 _MACHINES = [command for command in _COMMANDS if "--machine_rank" in command]
+
+
+def _needs_machines(command: str) -> bool:
+    return command in _MACHINES or "hostfile" in command  # test_hostfile.py runs those with a hostfile
+
+
 _LIGHT = """
 from trainwright import Accelerator
 
@@ -367,12 +373,12 @@ def _write_programs() -> None:
 
 
 def test_the_page_has_commands_for_each_case() -> None:
-    assert (len(_COMMANDS), len(_MACHINES)) == (14, 2)
+    assert (len(_COMMANDS), len(_MACHINES)) == (19, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("command", [one for one in _COMMANDS if " launch " in one and one not in _MACHINES])
+@pytest.mark.parametrize("command", [one for one in _COMMANDS if " launch " in one and not _needs_machines(one)])
 def test_the_launch_commands_of_our_page_run(command: str) -> None:
     _write_programs()
     ranks = 2 if "--num_processes" in command else 1
@@ -383,8 +389,12 @@ def test_the_launch_commands_of_our_page_run(command: str) -> None:
 
 def test_the_other_commands_of_our_page_run(capsys: pytest.CaptureFixture[str]) -> None:
     _write_programs()
-    for command in _COMMANDS:
-        if " launch " not in command:
+    Path("fsdp.yaml").write_text("use_cpu: true\n")
+    for text in _COMMANDS:
+        command = text.replace("/shared/runs", ".")
+        if " check " in command:
+            assert _run(command).returncode == 0, command
+        elif " launch " not in command:
             assert main(shlex.split(command)[1:]) == 0, command
     assert "mixed_precision=bf16" in capsys.readouterr().out
     assert read_command(["--config_file", "old.yaml", "train.py"]).config.mixed_precision == "fp16"

@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -181,7 +182,9 @@ def run_agent(command: LaunchCommand, local: int, logs: str) -> None:
     # With a store that torch's agents share (2.13), a machine that joins later waits for an address that the others do
     # not write again.
     shares = {} if command.config.rdzv_backend != "c10d" else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with patch_environment(**shares):
+    with patch_environment(**shares), warnings.catch_warnings():
+        # torch does not close the files for the output of processes (2.13).
+        warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
         run(arguments)  # type: ignore[no-untyped-call]  # as above
 
 

@@ -226,15 +226,13 @@ def _run(command: LaunchCommand, local: int, folder: Path, settings: Mapping[str
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    with warnings.catch_warnings():  # torch does not close the files for the output of processes (2.13)
-        warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
-        try:
-            with patch_environment(**settings), _kept_signal_handlers():
-                run_agent(command, local, str(folder / "logs"))
-        except ChildFailedError as error:
-            return _failure(error, folder)
-        except SignalException as error:
-            raise KeyboardInterrupt from error
+    try:
+        with patch_environment(**settings), _kept_signal_handlers():
+            run_agent(command, local, str(folder / "logs"))
+    except ChildFailedError as error:
+        return _failure(error, folder)
+    except SignalException as error:
+        raise KeyboardInterrupt from error
     return None
 
 
