@@ -19,8 +19,8 @@ from typing import Any
 
 from trainwright.core.errors import ConfigurationError, MissingPackageError, nearest
 from trainwright.core.process import environment, variable
+from trainwright.launch import child
 from trainwright.launch.launch_config import LaunchConfig
-from trainwright.launch.machine import ENDED
 from trainwright.launch.reading import LaunchCommand, known_options
 
 _HANDED_ON = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "UCX_", "PYTHON", "LD_LIBRARY_PATH")
@@ -30,7 +30,7 @@ _OWN = (
     *("machine_rank", "gpu_ids"),
 )
 _REACH_SECONDS, _LAST_OUTPUT_SECONDS = 8, 0.5
-_FAILURE = re.compile(rf"(?:{ENDED}|^pdsh@.*exited with exit code) (\d+)|^pdsh@.*connect".encode())
+_FAILURE = re.compile(rf"(?:{child.ENDED}|^pdsh@.*exited with exit code) (\d+)|^pdsh@.*connect".encode())
 _Hosts = dict[str, list[int]]
 
 
@@ -156,8 +156,7 @@ def start_machines(command: LaunchCommand, hosts: _Hosts) -> int:
     _check_reachable(hosts, kind)
     text = _remote_text(command, hosts)
     words = ["sh", "-c", text if kind == "exec" else shlex.quote(text)]  # others pass words to a shell
-    first = [sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py")), str(os.getpid())]
-    pdsh = [*first, "pdsh", "-S", "-b", "-f", str(len(hosts)), "-w", ",".join(hosts), *words]
+    pdsh = [*child.command(os.getpid()), "pdsh", "-S", "-b", "-f", str(len(hosts)), "-w", ",".join(hosts), *words]
     variables = environment() | {"PDSH_RCMD_TYPE": kind}
     before = signal.signal(signal.SIGTERM, _end)
     try:
@@ -191,8 +190,7 @@ def _remote_text(command: LaunchCommand, hosts: _Hosts) -> str:
     words = [f"--{name}={value}" for name, value in command.config.set_options().items() if name not in _OWN]
     words += {"module": ["-m"], "program": ["--no_python"]}.get(command.kind, [])
     handed = [f"{name}={value}" for name, value in _variables().items()]
-    first = [sys.executable, "-I", "-S", str(Path(__file__).with_name("machine.py"))]
-    program = ["exec", "env", *handed, *first, sys.executable, "-m", "trainwright", "launch"]
+    program = ["exec", "env", *handed, *child.command("machine"), sys.executable, "-m", "trainwright", "launch"]
     last = [*words, "--", command.script, *command.arguments]
     folder, start, rest = (shlex.join(part).replace("%", "%%") for part in ([str(Path.cwd())], program, last))
     cases = " ".join(f"{rank}) d={','.join(map(str, slots))};;" for rank, slots in enumerate(hosts.values()))
