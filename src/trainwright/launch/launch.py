@@ -21,7 +21,7 @@ from trainwright.launch import child
 from trainwright.launch.hostfile import start_machines, with_hostfile
 from trainwright.launch.launch_config import LaunchConfig, options
 from trainwright.launch.machines import MachineWatch
-from trainwright.launch.reading import SHORT, LaunchCommand, check_supported, read_command
+from trainwright.launch.reading import SHORT, LaunchCommand, check_supported, read_command, split
 from trainwright.processes.launcher import patch_environment, set_variable, set_variables
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
@@ -39,7 +39,7 @@ def launch(argv: Sequence[str]) -> int:
     Raises:
         ConfigurationError: Something is wrong with the options or the script; nothing has been started.
     """
-    if not argv or {"-h", "--help"} & set(argv[: _before_script(argv)]):
+    if not argv or "help" in split(argv)[1]:
         print(_help())
         return 0
     command, machines = with_hostfile(read_command(argv))
@@ -66,10 +66,6 @@ def set_environment(config: LaunchConfig) -> tuple[int, int]:
     if total > 1:
         set_variable("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local)))
     return local, total
-
-
-def _before_script(argv: Sequence[str]) -> int:
-    return next((i for i, word in enumerate(argv) if not word.startswith("-")), len(argv))
 
 
 def check(command: LaunchCommand) -> None:

@@ -201,7 +201,7 @@ class LaunchConfig:
     debug: bool | None = _option(
         _RESULTS, "Compare tensors of all processes in each collective operation.", as_bool, "ACCELERATE_DEBUG_MODE"
     )
-    quiet: bool | None = _option(_RESULTS, "After a failure, show only the traceback of the script.", as_bool)
+    quiet: bool | None = _option(_RESULTS, "Accepted: the launcher has no traceback of its own.", as_bool)
     mixed_precision: str | None = _option(
         _TRAINING, "Precision of models.", str.lower, "ACCELERATE_{}", choices=("no", "fp16", "bf16", "fp8")
     )

@@ -14,7 +14,12 @@ from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.process import variable
 from trainwright.launch.launch_config import LaunchConfig, Option, options, refused_options
 
-_FURTHER = {"config_file": True, "module": False, "no_python": False}  # flags of launch; True: with a value
+_FURTHER = {
+    "config_file": True,
+    "module": False,
+    "no_python": False,
+    "help": False,
+}  # flags of launch; True: with a value
 SHORT = {"-q": "quiet", "-t": "tee", "-m": "module", "-h": "help"}
 FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 # Keys of Accelerate's files and flags that name an option of ours differently.
