@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -153,11 +152,11 @@ def start_machines(command: LaunchCommand, hosts: _Hosts) -> int:
     if shutil.which("pdsh") is None:
         raise MissingPackageError("--deepspeed_multinode_launcher pdsh: pdsh is missing. Run: apt-get install pdsh")
     kind = variable("PDSH_RCMD_TYPE") or "ssh"
-    _check_reachable(hosts, kind)
+    variables = environment() | {"PDSH_RCMD_TYPE": kind}
+    _check_reachable(hosts, variables)
     text = _remote_text(command, hosts)
     words = ["sh", "-c", text if kind == "exec" else shlex.quote(text)]  # others pass words to a shell
     pdsh = [*child.command(os.getpid()), "pdsh", "-S", "-b", "-f", str(len(hosts)), "-w", ",".join(hosts), *words]
-    variables = environment() | {"PDSH_RCMD_TYPE": kind}
     before = signal.signal(signal.SIGTERM, _end)
     try:
         with subprocess.Popen(pdsh, stderr=subprocess.PIPE, env=variables, start_new_session=True) as run:
@@ -215,39 +214,18 @@ def _variables() -> dict[str, str]:
     return found
 
 
-def _check_reachable(hosts: _Hosts, kind: str) -> None:
-    problems = dict.fromkeys(hosts, f"no answer within {_REACH_SECONDS} s")
-
-    def check(host: str) -> None:
-        try:
-            _reach(host, kind)
-            del problems[host]
-        except OSError as error:
-            problems[host] = str(error)
-
-    threads = [threading.Thread(target=check, args=(host,), daemon=True) for host in hosts]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + _REACH_SECONDS
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if problems:
-        listed = "; ".join(f"{host}: {problem}" for host, problem in problems.items())
-        raise ConfigurationError(f"a machine of the hostfile cannot be reached: {listed}. Nothing has been started.")
-
-
-def _reach(host: str, kind: str) -> None:
-    """Resolve the name of a machine and, for ssh, connect to its port; ssh's own configuration is read.
-
-    Raises:
-        OSError: It cannot be reached.
-    """
-    name = host.rpartition("@")[2]
-    if kind != "ssh":
-        socket.getaddrinfo(name, None)
-        return
-    options = shlex.split(variable("PDSH_SSH_ARGS_APPEND") or "")
-    found = subprocess.run(["ssh", *options, "-G", host], capture_output=True, text=True, check=False).stdout
-    facts = {key: value for key, _, value in (line.partition(" ") for line in found.splitlines())}
-    if not {"proxyjump", "proxycommand"} & set(facts):  # a machine behind another one is left to ssh
-        socket.create_connection((facts.get("hostname", name), int(facts.get("port", 22))), _REACH_SECONDS).close()
+def _check_reachable(hosts: _Hosts, variables: dict[str, str]) -> None:
+    """Run `true` on all machines by pdsh."""
+    command = ["pdsh", "-S", "-f", str(len(hosts)), "-u", str(_REACH_SECONDS), "-w", ",".join(hosts), "true"]
+    done = subprocess.run(
+        command,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,  # ssh asks for no password
+    )
+    if done.returncode:
+        problems = "; ".join(done.stderr.split("\n")).rstrip("; ")
+        raise ConfigurationError(f"a machine of the hostfile cannot be reached: {problems}. Nothing has been started.")
