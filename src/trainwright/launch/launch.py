@@ -265,7 +265,7 @@ def is_busy(port: int | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FirstFailure:
     """The process that failed first: its rank, exit code, how it ended, its error and the file with its output."""
 
     rank: int
@@ -275,7 +275,7 @@ class Failure:
     file: Path | None
 
 
-def first_failure(error: Any, logs: str | Path) -> Failure:
+def first_failure(error: Any, logs: str | Path) -> FirstFailure:
     """Return the failure that caused the others.
 
     A process that a signal killed comes first, then the earliest error that another process did not cause, by the time
@@ -289,12 +289,14 @@ def first_failure(error: Any, logs: str | Path) -> Failure:
     for rank, one in error.failures.items():
         file = max(Path(logs).glob(f"*/attempt_*/{one.local_rank}/stderr.log"), default=None)
         line = "" if file is None else _error_line(file.read_text(errors="replace"))
-        is_killed = one.exitcode < 0 and one.exitcode != -signal.SIGTERM  # the agent sends SIGTERM
-        place = 0 if is_killed else 2 if not line else 3 if _CONSEQUENCE.search(line) else 1
+        if one.exitcode < 0:
+            place = 4 if one.exitcode == -signal.SIGTERM else 0  # the agent sends SIGTERM
+        else:
+            place = 2 if not line else 3 if _CONSEQUENCE.search(line) else 1
         seconds = file.stat().st_mtime if file is not None and line else one.timestamp
         how = f"signal {one.signal_name()}" if one.exitcode < 0 else f"exit code {one.exitcode}"
         code = one.exitcode if one.exitcode >= 0 else 128 - one.exitcode
-        order.append((place, seconds, rank, Failure(rank, code, how, line, file if line else None)))
+        order.append((place, seconds, rank, FirstFailure(rank, code, how, line, file if line else None)))
     return min(order)[-1]
 
 

@@ -226,16 +226,18 @@ def _run(command: LaunchCommand, local: int, folder: Path, settings: Mapping[str
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    try:
-        with patch_environment(**settings), _kept_signal_handlers():
-            run_agent(command, local, str(folder / "logs"))
-    except ChildFailedError as error:
-        first = first_failure(error, folder / "logs")
-        # A process that was killed has no traceback: the errors of others are its consequences.
-        found = None if first.how.startswith("signal") else first_error(folder)
-        return found or f"rank {first.rank} was ended by {first.how} and left no traceback"
-    except SignalException as error:
-        raise KeyboardInterrupt from error
+    with warnings.catch_warnings():  # the files are closed after the error has been handled
+        warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
+        try:
+            with patch_environment(**settings), _kept_signal_handlers():
+                run_agent(command, local, str(folder / "logs"))
+        except ChildFailedError as error:
+            first = first_failure(error, folder / "logs")
+            # A process that was killed has no traceback: the errors of others are its consequences.
+            found = None if first.how.startswith("signal") else first_error(folder)
+            return found or f"rank {first.rank} was ended by {first.how} and left no traceback"
+        except SignalException as error:
+            raise KeyboardInterrupt from error
     return None
 
 
