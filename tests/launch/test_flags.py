@@ -87,11 +87,6 @@ def test_the_tables_hold_every_option() -> None:
     assert set(known_options()) - own - hostfile <= names
 
 
-def test_a_secret_is_not_kept() -> None:
-    found = read_command(["--aws_secret_access_key", "abc", "a.py"]).config
-    assert "abc" not in repr(found)
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [

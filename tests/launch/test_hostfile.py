@@ -113,18 +113,17 @@ def test_missing_pdsh_names_its_installation(tmp_path: Path, monkeypatch: pytest
         start_machines(_command(_HOSTS, tmp_path), {"node-1": [0]})
 
 
-@pytest.mark.parametrize(("name", "kind"), [("no-such-machine.invalid", "rsh"), ("192.0.2.77", "ssh")])
+@_needs_pdsh
+@pytest.mark.parametrize(("name", "kind"), [("no-such-machine", "rsh"), ("192.0.2.77", "ssh")])
 def test_a_machine_that_cannot_be_reached_is_named(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "pdsh").write_text("#!/bin/sh\nexit 99\n")
-    (tmp_path / "pdsh").chmod(0o755)
-    (tmp_path / "ssh").write_text("#!/bin/sh\nprintf 'hostname 127.0.0.1\\nport 1\\n'\n")  # nobody listens there
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho Connection refused >&2\nexit 255\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("PDSH_RCMD_TYPE", kind)
     begin = time.monotonic()
-    with pytest.raises(ConfigurationError, match=rf"cannot be reached: {name}: .*Nothing has been started"):
+    with pytest.raises(ConfigurationError, match=rf"cannot be reached: .*{name}.*Nothing has been started"):
         start_machines(_command(_HOSTS, tmp_path), {name: [0]})
     assert time.monotonic() - begin < 10
 
@@ -197,8 +196,6 @@ def test_standard_is_started_on_each_machine(tmp_path: Path) -> None:
 
 # A program in the place of ssh that runs what ssh would hand to a shell.
 _SSH = """#!/bin/sh
-for word; do last=$word; done
-[ "$1" = -G ] && { printf 'hostname 127.0.0.1\\nproxyjump a\\n'; exit; }
 while [ "$1" != localhost ] && [ "$1" != 127.0.0.1 ]; do shift; done
 shift
 cd / && exec sh -c "$*"

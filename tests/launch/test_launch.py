@@ -128,7 +128,8 @@ def test_two_machines_meet(script: Path) -> None:
 
 
 def test_help_is_fast() -> None:
-    code = "import sys, trainwright.cli.main as m; m.main(['launch', '--help']); assert 'torch' not in sys.modules"
+    command = "['launch', '--num_processes', '2', '--help']"
+    code = f"import sys, trainwright.cli.main as m; m.main({command}); assert 'torch' not in sys.modules"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr
     assert "--num_processes" in found.stdout

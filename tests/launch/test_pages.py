@@ -221,7 +221,7 @@ compute_environment: LOCAL_MACHINE
 distributed_type: '{kind}'
 downcast_bf16: 'no'
 ipex_config:
-  ipex: true
+  ipex: false
 machine_rank: 0
 main_training_function: main
 mixed_precision: bf16

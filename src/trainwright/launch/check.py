@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -13,10 +12,9 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.launch.launch import PREFIX, check_options, options_help, run_agent, set_environment
+from trainwright.launch.launch import PREFIX, check_options, first_failure, options_help, run_agent, set_environment
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand, read_config, split
 from trainwright.processes.launcher import set_variable
@@ -108,25 +106,17 @@ def _ended(command: LaunchCommand, local: int, logs: str) -> str:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    folder = command.config.log_dir or logs
     try:
-        run_agent(command, local, command.config.log_dir or logs)
+        run_agent(command, local, folder)
     except ChildFailedError as error:
-        return _first_failure(error)
+        first = first_failure(error, folder)
+        return f"rank {first.rank} ended ({first.how}); its output is above"
     except SignalException as error:
         raise SystemExit(128 + int(error.sigval)) from error
     except (OSError, RuntimeError, TimeoutError) as error:  # machines that do not meet
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _first_failure(error: Any) -> str:
-    """Name the process that failed first. The errors of others follow from one that was killed."""
-    killed = [
-        (rank, one) for rank, one in error.failures.items() if one.exitcode < 0 and one.exitcode != -signal.SIGTERM
-    ]
-    rank, one = killed[0] if killed else error.get_first_failure()
-    how = f"signal {one.signal_name()}" if one.exitcode < 0 else f"exit code {one.exitcode}"
-    return f"rank {rank} ended ({how}); its output is above"
 
 
 def _read(results: Path) -> list[Finding]:

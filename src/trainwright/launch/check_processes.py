@@ -30,8 +30,7 @@ from trainwright.core.process import detect
 from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, STOPPED, Finding, failed
 
 LIMIT_S = 45.0
-_SILENCE_S = 20.0  # larger than a skew of clocks
-_GRACE_S = 5.0  # for the other ranks after one has failed
+_DELAY_S = 3.0
 _WIDTH, _BATCH, _STEPS = 16, 4, 20
 _TOLERANCE = {"no": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
 _MAX_SKEW_S = 1.0
@@ -56,67 +55,56 @@ def _expect(condition: bool, problem: str) -> None:
 
 
 class Watch:
-    """A daemon thread that ends the processes of this machine when a part takes too long or a rank failed in it."""
+    """Ends the processes of this machine when a part takes longer than `LIMIT_S`, by a timer for each part."""
 
     def __init__(self, results: Path) -> None:
         self.store: Any = None
-        self._here, self._now = detect(), ("processes", time.monotonic())
-        self._rows, self._stop = results / f"{os.getpid()}.jsonl", threading.Event()
+        self._here, self._rows = detect(), results / f"{os.getpid()}.jsonl"
         self._rows.touch()
-        self._delay_s = 2.0 if self._here.local_rank else 0.0  # one process of a machine writes the row
-        self._thread = threading.Thread(target=self._run, name="trainwright-check", daemon=True)
-        self._thread.start()
+        self.begin("processes")
 
     def begin(self, part: str) -> None:
-        """Watch the next part."""
-        self._now = (part, time.monotonic())
+        """Watch a part."""
+        self._timer = threading.Timer(LIMIT_S, self._end, [part])
+        self._timer.daemon = True
+        self._timer.start()
 
-    def close(self) -> None:
-        """Stop. The thread must not use the store when the interpreter ends."""
-        self._stop.set()
-        self._thread.join()
+    def finish(self, row: Finding) -> None:
+        """End the watch of a part and append its row to this process's file."""
+        self._timer.cancel()
+        self._timer.join()  # which ends the process if the time is over
+        self._write(row)
 
-    def write(self, row: Finding) -> None:
-        """Append a row to this process's file."""
+    def _write(self, row: Finding) -> None:
         with self._rows.open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
 
-    def _run(self) -> None:
-        failed_s = 0.0
-        while not self._stop.wait(0.25):
-            part, start_s = now = self._now
-            try:
-                missing, problems, silent = self._others(part)
-            except RuntimeError as error:  # the store has ended, with the machine of rank 0
-                self._end(part, [f"the connection to rank 0 is lost: {error}"])
-            failed_s = failed_s + 0.25 if problems and missing else 0.0
-            is_late = time.monotonic() - start_s > LIMIT_S + self._delay_s
-            if (is_late or failed_s > _GRACE_S + self._delay_s) and now is self._now:
-                late = f"rank {missing} did not finish within {LIMIT_S if is_late else _GRACE_S:.0f} s"
-                self._end(part, [*problems, late, *silent])
-
-    def _end(self, part: str, reasons: list[str]) -> None:
-        self.write(failed(part, f"{STOPPED}{'; '.join(reasons)}"))
+    def _end(self, part: str) -> None:
+        try:
+            reasons = self._reasons(part)
+        except RuntimeError as error:  # the store has ended, with the machine of rank 0
+            reasons = [f"the connection to rank 0 is lost: {error}"]
+        self._write(failed(part, f"{STOPPED}{'; '.join(reasons)}"))
         # torch's agent would wait 30 s for a process that is stopped.
         for file in set(self._rows.parent.glob("*.jsonl")) - {self._rows}:
             with suppress(OSError):
                 os.kill(int(file.stem), signal.SIGKILL)
         os._exit(1)
 
-    def _others(self, part: str) -> tuple[str, list[str], list[str]]:
-        """Return the ranks that have not finished a part, the problems of the others, and who does not respond."""
+    def _reasons(self, part: str) -> list[str]:
+        """Return the problems of ranks in a part that takes too long."""
+        rank, text = self._here.rank, f"did not finish within {LIMIT_S:.0f} s"
         if self.store is None:
-            return str(self._here.rank), [], []
-        self.store.set(f"alive/{self._here.rank}", str(time.time()))
-        ranks = range(self._here.world_size)
-        missing = [rank for rank in ranks if not self.store.check([f"{part}/{rank}"])]
-        facts = {rank: json.loads(self.store.get(f"{part}/{rank}")) for rank in ranks if rank not in missing}
+            return [f"rank {rank} {text}"]
+        self.store.set(f"late/{rank}", "")
+        # One process of a machine writes the row. Ranks that still run have set their keys then.
+        time.sleep(2 * _DELAY_S if self._here.local_rank else _DELAY_S)
+        done = [rank for rank in range(self._here.world_size) if self.store.check([f"{part}/{rank}"])]
+        missing = [rank for rank in range(self._here.world_size) if rank not in done]
+        facts = {rank: json.loads(self.store.get(f"{part}/{rank}")) for rank in done}
         problems = [f"rank {rank}: {found}" for rank, (result, found) in facts.items() if result == FAIL]
-        silent = [f"rank {rank} does not respond" for rank in ranks if not self._responds(f"alive/{rank}")]
-        return ", ".join(map(str, missing)), problems, silent
-
-    def _responds(self, key: str) -> bool:
-        return bool(self.store.check([key])) and time.time() - float(self.store.get(key)) < _SILENCE_S
+        silent = [f"rank {rank} does not respond" for rank in missing if not self.store.check([f"late/{rank}"])]
+        return [*problems, f"rank {', '.join(map(str, missing))} {text}", *silent]
 
 
 class Check:
@@ -238,21 +226,15 @@ def collectives(check: Check) -> str:
     dist.broadcast(last, src=n - 1)
     checked = {"all_reduce": (one, total), "broadcast": (last, n)}
     checked |= {f"all_gather of rank {other}": (tensor, other + 1) for other, tensor in enumerate(every)}
-    note = ""
-    try:
-        dist.reduce_scatter(mine, [filled((rank + 1) * (other + 1)) for other in range(n)])
-        checked["reduce_scatter"] = (mine, total * (rank + 1))
-    except (RuntimeError, ValueError) as error:
-        if "support" not in str(error):
-            raise
-        note = " (no reduce_scatter in this backend)"
+    dist.reduce_scatter(mine, [filled((rank + 1) * (other + 1)) for other in range(n)])
+    checked["reduce_scatter"] = (mine, total * (rank + 1))
     for name, (tensor, value) in checked.items():
         _expect(torch.equal(tensor, filled(value)), f"{name} returned {tensor[0].item()}, expected {value}")
     size = 2**24 if device.type == "cpu" else 2**28
     small, big = torch.ones(1, device=device), torch.ones(size // 4, device=device)
     latency_s, seconds = _seconds(small, 20), _seconds(big, 3)
     speed = 2 * (n - 1) / n * size / seconds / 1e9
-    return f"results are right{note}; all_reduce {latency_s * 1e6:.0f} µs, {speed:.2f} GB/s at {size >> 20} MiB"
+    return f"results are right; all_reduce {latency_s * 1e6:.0f} µs, {speed:.2f} GB/s at {size >> 20} MiB"
 
 
 def _seconds(tensor: torch.Tensor, repetitions: int) -> float:
@@ -430,13 +412,13 @@ def main(folder: Path, results: Path) -> None:
     try:
         check = Check(Accelerator(), folder)
     except Exception as error:
-        watch.write(failed("processes", f"{STOPPED}{type(error).__name__}: {error}"))
+        watch.finish(failed("processes", f"{STOPPED}{type(error).__name__}: {error}"))
         raise
     watch.store = check.accelerator.state.processes.own_store("check")
     for part, work in zip(PARTS, _WORK, strict=True):
-        watch.begin(part)
-        watch.write(check.run(part, work))
-    watch.close()
+        if part != "processes":
+            watch.begin(part)
+        watch.finish(check.run(part, work))
     check.accelerator.end_training()
 
 

@@ -1,8 +1,8 @@
-"""First program of each process that `trainwright launch` starts: `python child.py LAUNCHER PROGRAM ARGUMENTS`.
+"""First programs of the processes and machines that `trainwright launch` starts. They are run by the path of this file,
+and import no other module of this package, because they have to start fast.
 
-It arranges that the process is killed when its launcher ends in any way, also by SIGKILL, and becomes the program. Only
-Linux can do that; elsewhere it does nothing. It is run by its path and imports no other module of this package, because
-it has to be fast.
+    python child.py LAUNCHER PROGRAM ARGUMENTS      becomes a program that is killed when its launcher ends
+    python child.py machine PROGRAM ARGUMENTS       runs a program on a machine that pdsh has started
 """
 
 from __future__ import annotations
@@ -12,11 +12,19 @@ import os
 import signal
 import sys
 
+ENDED = "trainwright launch: this machine ended with exit code"
 _PR_SET_PDEATHSIG = 1
 
 
-def main(launcher: int, program: list[str]) -> None:
-    """Become `program`, which is killed when the process `launcher`, this one's parent, ends."""
+def command(first: object) -> list[str]:
+    """Return the command line of this file, without the program."""
+    return [sys.executable, "-I", "-S", __file__, str(first)]
+
+
+def become(launcher: int, program: list[str]) -> None:
+    """Become `program`, which is killed when the process `launcher`, this one's parent, ends in any way. Only Linux can
+    do that; elsewhere the program is not killed.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it has ended already
@@ -24,5 +32,29 @@ def main(launcher: int, program: list[str]) -> None:
     os.execvp(program[0], program)
 
 
+def run_machine(program: list[str]) -> int:
+    """Run `program` until it ends, or until standard input is closed with the connection to the machine that has
+    started it. Return its exit code.
+    """
+    import subprocess
+    import threading
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        run.terminate()
+
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # programs inherit from pdsh that it blocks SIGINT and SIGCHLD
+    run = subprocess.Popen(program, stdin=subprocess.DEVNULL)
+    threading.Thread(target=watch, daemon=True).start()
+    code = run.wait()
+    code = code if code >= 0 else 128 - code
+    if code:
+        print(ENDED, code, file=sys.stderr, flush=True)
+    return code
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    if sys.argv[1] == "machine":
+        os._exit(run_machine(sys.argv[2:]))  # without waiting for the thread, which reads
+    become(int(sys.argv[1]), sys.argv[2:])

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -19,8 +18,8 @@ from typing import Any
 
 from trainwright.core.errors import ConfigurationError, MissingPackageError, nearest
 from trainwright.core.process import environment, variable
+from trainwright.launch import child
 from trainwright.launch.launch_config import LaunchConfig
-from trainwright.launch.machine import ENDED
 from trainwright.launch.reading import LaunchCommand, known_options
 
 _HANDED_ON = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "UCX_", "PYTHON", "LD_LIBRARY_PATH")
@@ -30,7 +29,7 @@ _OWN = (
     *("machine_rank", "gpu_ids"),
 )
 _REACH_SECONDS, _LAST_OUTPUT_SECONDS = 8, 0.5
-_FAILURE = re.compile(rf"(?:{ENDED}|^pdsh@.*exited with exit code) (\d+)|^pdsh@.*connect".encode())
+_FAILURE = re.compile(rf"(?:{child.ENDED}|^pdsh@.*exited with exit code) (\d+)|^pdsh@.*connect".encode())
 _Hosts = dict[str, list[int]]
 
 
@@ -153,12 +152,11 @@ def start_machines(command: LaunchCommand, hosts: _Hosts) -> int:
     if shutil.which("pdsh") is None:
         raise MissingPackageError("--deepspeed_multinode_launcher pdsh: pdsh is missing. Run: apt-get install pdsh")
     kind = variable("PDSH_RCMD_TYPE") or "ssh"
-    _check_reachable(hosts, kind)
+    variables = environment() | {"PDSH_RCMD_TYPE": kind}
+    _check_reachable(hosts, variables)
     text = _remote_text(command, hosts)
     words = ["sh", "-c", text if kind == "exec" else shlex.quote(text)]  # others pass words to a shell
-    first = [sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py")), str(os.getpid())]
-    pdsh = [*first, "pdsh", "-S", "-b", "-f", str(len(hosts)), "-w", ",".join(hosts), *words]
-    variables = environment() | {"PDSH_RCMD_TYPE": kind}
+    pdsh = [*child.command(os.getpid()), "pdsh", "-S", "-b", "-f", str(len(hosts)), "-w", ",".join(hosts), *words]
     before = signal.signal(signal.SIGTERM, _end)
     try:
         with subprocess.Popen(pdsh, stderr=subprocess.PIPE, env=variables, start_new_session=True) as run:
@@ -191,8 +189,7 @@ def _remote_text(command: LaunchCommand, hosts: _Hosts) -> str:
     words = [f"--{name}={value}" for name, value in command.config.set_options().items() if name not in _OWN]
     words += {"module": ["-m"], "program": ["--no_python"]}.get(command.kind, [])
     handed = [f"{name}={value}" for name, value in _variables().items()]
-    first = [sys.executable, "-I", "-S", str(Path(__file__).with_name("machine.py"))]
-    program = ["exec", "env", *handed, *first, sys.executable, "-m", "trainwright", "launch"]
+    program = ["exec", "env", *handed, *child.command("machine"), sys.executable, "-m", "trainwright", "launch"]
     last = [*words, "--", command.script, *command.arguments]
     folder, start, rest = (shlex.join(part).replace("%", "%%") for part in ([str(Path.cwd())], program, last))
     cases = " ".join(f"{rank}) d={','.join(map(str, slots))};;" for rank, slots in enumerate(hosts.values()))
@@ -217,39 +214,18 @@ def _variables() -> dict[str, str]:
     return found
 
 
-def _check_reachable(hosts: _Hosts, kind: str) -> None:
-    problems = dict.fromkeys(hosts, f"no answer within {_REACH_SECONDS} s")
-
-    def check(host: str) -> None:
-        try:
-            _reach(host, kind)
-            del problems[host]
-        except OSError as error:
-            problems[host] = str(error)
-
-    threads = [threading.Thread(target=check, args=(host,), daemon=True) for host in hosts]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + _REACH_SECONDS
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if problems:
-        listed = "; ".join(f"{host}: {problem}" for host, problem in problems.items())
-        raise ConfigurationError(f"a machine of the hostfile cannot be reached: {listed}. Nothing has been started.")
-
-
-def _reach(host: str, kind: str) -> None:
-    """Resolve the name of a machine and, for ssh, connect to its port; ssh's own configuration is read.
-
-    Raises:
-        OSError: It cannot be reached.
-    """
-    name = host.rpartition("@")[2]
-    if kind != "ssh":
-        socket.getaddrinfo(name, None)
-        return
-    options = shlex.split(variable("PDSH_SSH_ARGS_APPEND") or "")
-    found = subprocess.run(["ssh", *options, "-G", host], capture_output=True, text=True, check=False).stdout
-    facts = {key: value for key, _, value in (line.partition(" ") for line in found.splitlines())}
-    if not {"proxyjump", "proxycommand"} & set(facts):  # a machine behind another one is left to ssh
-        socket.create_connection((facts.get("hostname", name), int(facts.get("port", 22))), _REACH_SECONDS).close()
+def _check_reachable(hosts: _Hosts, variables: dict[str, str]) -> None:
+    """Run `true` on all machines by pdsh."""
+    command = ["pdsh", "-S", "-f", str(len(hosts)), "-u", str(_REACH_SECONDS), "-w", ",".join(hosts), "true"]
+    done = subprocess.run(
+        command,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,  # ssh asks for no password
+    )
+    if done.returncode:
+        problems = "; ".join(done.stderr.split("\n")).rstrip("; ")
+        raise ConfigurationError(f"a machine of the hostfile cannot be reached: {problems}. Nothing has been started.")

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.launch import child
 from trainwright.launch.hostfile import start_machines, with_hostfile
 from trainwright.launch.launch_config import LaunchConfig, options
 from trainwright.launch.machines import MachineWatch
-from trainwright.launch.reading import SHORT, LaunchCommand, check_supported, read_command
+from trainwright.launch.reading import SHORT, LaunchCommand, check_supported, read_command, split
 from trainwright.processes.launcher import patch_environment, set_variable, set_variables
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES", "mlu": "MLU_VISIBLE_DEVICES"}
 _ALL = "all"
+# Errors that follow from the end of another process.
+_CONSEQUENCE = re.compile(r"[Cc]onnection|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|DistNetworkError")
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -32,7 +39,7 @@ def launch(argv: Sequence[str]) -> int:
     Raises:
         ConfigurationError: Something is wrong with the options or the script; nothing has been started.
     """
-    if not argv or {"-h", "--help"} & set(argv[: _before_script(argv)]):
+    if not argv or "help" in split(argv)[1]:
         print(_help())
         return 0
     command, machines = with_hostfile(read_command(argv))
@@ -59,10 +66,6 @@ def set_environment(config: LaunchConfig) -> tuple[int, int]:
     if total > 1:
         set_variable("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local)))
     return local, total
-
-
-def _before_script(argv: Sequence[str]) -> int:
-    return next((i for i, word in enumerate(argv) if not word.startswith("-")), len(argv))
 
 
 def check(command: LaunchCommand) -> None:
@@ -181,7 +184,9 @@ def run_agent(command: LaunchCommand, local: int, logs: str) -> None:
     # With a store that torch's agents share (2.13), a machine that joins later waits for an address that the others do
     # not write again.
     shares = {} if command.config.rdzv_backend != "c10d" else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with patch_environment(**shares):
+    with patch_environment(**shares), warnings.catch_warnings():
+        # torch does not close the files for the output of processes (2.13).
+        warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
         run(arguments)  # type: ignore[no-untyped-call]  # as above
 
 
@@ -225,8 +230,7 @@ def _run_agent(command: LaunchCommand, local: int) -> int:
 
 def _program_options(command: LaunchCommand) -> list[str]:
     """Return the program of each process: one that ends it with this one, and becomes the script."""
-    first = [sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py")), str(os.getpid())]
-    return ["--no-python", *first, *_program(command)]
+    return ["--no-python", *child.command(os.getpid()), *_program(command)]
 
 
 def _agent_options(config: LaunchConfig, local: int, logs: str) -> list[str]:
@@ -260,29 +264,65 @@ def is_busy(port: int | None) -> bool:
         return port is not None and one.connect_ex(("127.0.0.1", port)) == 0
 
 
+@dataclass(frozen=True, slots=True)
+class FirstFailure:
+    """The process that failed first: its rank, exit code, how it ended, its error and the file with its output."""
+
+    rank: int
+    code: int
+    how: str
+    line: str
+    file: Path | None
+
+
+def first_failure(error: Any, logs: str | Path) -> FirstFailure:
+    """Return the failure that caused the others.
+
+    A process that a signal killed comes first, then the earliest error that another process did not cause, by the time
+    of the last output. Torch's own order has whole seconds. Processes whose output is not in a file come after these.
+
+    Args:
+        error: `ChildFailedError` of torch's agent.
+        logs: Folder for the output of processes.
+    """
+    order = []
+    for rank, one in error.failures.items():
+        file = max(Path(logs).glob(f"*/attempt_*/{one.local_rank}/stderr.log"), default=None)
+        line = "" if file is None else _error_line(file.read_text(errors="replace"))
+        if one.exitcode < 0:
+            place = 4 if one.exitcode == -signal.SIGTERM else 0  # the agent sends SIGTERM
+        else:
+            place = 2 if not line else 3 if _CONSEQUENCE.search(line) else 1
+        seconds = file.stat().st_mtime if file is not None and line else one.timestamp
+        how = f"signal {one.signal_name()}" if one.exitcode < 0 else f"exit code {one.exitcode}"
+        code = one.exitcode if one.exitcode >= 0 else 128 - one.exitcode
+        order.append((place, seconds, rank, FirstFailure(rank, code, how, line, file if line else None)))
+    return min(order)[-1]
+
+
+def _error_line(text: str) -> str:
+    """Return the first line of the last error in the output of a process, or else its last line."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    texts = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in lines]
+    start = max((number for number, line in enumerate(texts) if line.startswith("Traceback (")), default=len(lines))
+    found = (line for line, one in zip(lines[start + 1 :], texts[start + 1 :], strict=True) if not one.startswith(" "))
+    return next(found, lines[-1] if lines else "").strip()
+
+
 def _report(error: Any, logs: str, machines: int) -> int:
     """Name the process that failed first, and return its exit code."""
-    rank, failure = error.get_first_failure()
-    code: int = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else f"signal {failure.signal_name()}"
-    files = sorted(Path(logs).glob(f"*/attempt_*/{failure.local_rank}/stderr.log"))
-    last = next((line for line in reversed(_lines(files)) if line.strip()), "")
-    here, others = "", ""
+    first = first_failure(error, logs)
+    place, others = f"on {socket.gethostname()}", ""
     if machines > 1:
-        here = " on this machine"
         others = " A process of another machine may have failed before: see the output there."
     print(
-        f"\ntrainwright launch: rank {rank} failed first{here} ({how}, process {failure.pid} on "
-        f"{socket.gethostname()})"
-        + (f": {last.strip()}\nIts output: {files[-1]}" if files else "; its traceback is above")
+        f"\ntrainwright launch: rank {first.rank} failed first{' on this machine' if others else ''} ({first.how}, "
+        f"process {error.failures[first.rank].pid} {place})"
+        + (f": {first.line}\nIts output: {first.file}" if first.file else "; its traceback is above")
         + f".{others}",
         file=sys.stderr,
     )
-    return code
-
-
-def _lines(files: Sequence[Path]) -> list[str]:
-    return files[-1].read_text(errors="replace").splitlines() if files else []
+    return first.code
 
 
 def _help() -> str:

@@ -18,7 +18,7 @@ import torch
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, WorkerError
 from trainwright.core.process import variable
-from trainwright.launch.launch import PREFIX, check, is_busy, run_agent
+from trainwright.launch.launch import PREFIX, check, first_failure, is_busy, run_agent
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand, known_options
 from trainwright.processes.launcher import first_error, import_path, patch_environment, serialize, work_folder
@@ -226,28 +226,19 @@ def _run(command: LaunchCommand, local: int, folder: Path, settings: Mapping[str
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    with warnings.catch_warnings():  # torch does not close the files for the output of processes (2.13)
+    with warnings.catch_warnings():  # the files are closed after the error has been handled
         warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
         try:
             with patch_environment(**settings), _kept_signal_handlers():
                 run_agent(command, local, str(folder / "logs"))
         except ChildFailedError as error:
-            return _failure(error, folder)
+            first = first_failure(error, folder / "logs")
+            # A process that was killed has no traceback: the errors of others are its consequences.
+            found = None if first.how.startswith("signal") else first_error(folder)
+            return found or f"rank {first.rank} was ended by {first.how} and left no traceback"
         except SignalException as error:
             raise KeyboardInterrupt from error
     return None
-
-
-def _failure(error: Any, folder: Path) -> str:
-    """Return the traceback of the process that failed first. One that was killed has none: the errors of others are
-    its consequences.
-    """
-    by_agent = -signal.SIGTERM
-    killed = [(rank, one) for rank, one in error.failures.items() if one.exitcode < 0 and one.exitcode != by_agent]
-    found = None if killed else first_error(folder)
-    rank, one = killed[0] if killed else error.get_first_failure()
-    how = f"signal {one.signal_name()}" if one.exitcode < 0 else f"exit code {one.exitcode}"
-    return found or f"rank {rank} was ended by {how} and left no traceback"
 
 
 @contextlib.contextmanager

@@ -12,9 +12,14 @@ from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.process import variable
-from trainwright.launch.launch_config import LaunchConfig, Option, options
+from trainwright.launch.launch_config import LaunchConfig, Option, options, refused_options
 
-_FURTHER = {"config_file": True, "module": False, "no_python": False}  # flags of launch; True: with a value
+_FURTHER = {
+    "config_file": True,
+    "module": False,
+    "no_python": False,
+    "help": False,
+}  # flags of launch; True: with a value
 SHORT = {"-q": "quiet", "-t": "tee", "-m": "module", "-h": "help"}
 FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 # Keys of Accelerate's files and flags that name an option of ours differently.
@@ -43,8 +48,8 @@ TYPES: dict[str, dict[str, bool]] = {
     "NO": {},
     "FSDP": {"use_fsdp": True},
     "DEEPSPEED": {"use_deepspeed": True},
-    "MEGATRON_LM": {"use_megatron_lm": True},
 }
+_REFUSED_TYPES = {"XLA": "tpu", "TPU": "tpu", "MEGATRON_LM": "use_megatron_lm"}
 DEVICES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU", "TP")
 
 
@@ -69,8 +74,8 @@ class LaunchCommand:
 
 @cache
 def known_options() -> dict[str, Option]:
-    """Return all options by their names."""
-    return {option.name: option for option in options()}
+    """Return all options by their names, with those that are refused."""
+    return {option.name: option for option in (*options(), *refused_options())}
 
 
 def read_command(argv: Sequence[str]) -> LaunchCommand:
@@ -113,16 +118,15 @@ def read_config(flags: Mapping[str, Any], file: str | None) -> tuple[LaunchConfi
 
 
 def check_supported(config: LaunchConfig) -> None:
-    """Check that no option is set that is not supported yet.
+    """Check that no option has a value that is not supported yet.
 
     Raises:
-        ConfigurationError: One is.
+        ConfigurationError: One has.
     """
-    for option in known_options().values():
+    for option in options():
         reason = option.refusal(getattr(config, option.name))
         if reason:
-            key = next((f" ({key} in a file)" for key, name in _KEYS.items() if name == option.name), "")
-            raise ConfigurationError(f"--{option.name}{key} is not supported: {reason}.")
+            raise ConfigurationError(f"--{option.name} is not supported: {reason}.")
     if config.mixed_precision == "fp8":
         raise ConfigurationError("--mixed_precision fp8 is not supported. Use bf16.")
 
@@ -155,10 +159,9 @@ def split(
             hint = nearest(name, (*known_options(), *further_flags))
             hint += " Arguments of the script come after it." if command == "launch" else ""
             raise ConfigurationError(f"trainwright {command} has no option {flag}.{hint}")
-        if option is not None and option.is_flag and not equals:
-            flags[name] = True
-            continue
-        if not equals:
+        if not equals and option is not None and option.is_flag:
+            text = "true"
+        elif not equals:
             if not left:
                 raise ConfigurationError(f"{flag} needs a value.")
             text = left.pop(0)
@@ -266,14 +269,13 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     if where != "LOCAL_MACHINE":
         raise ConfigurationError(f"{origin}: compute_environment={where!r} is not supported. Use LOCAL_MACHINE.")
     kind = str(left.pop("distributed_type", "NO")).upper()
-    if kind in ("XLA", "TPU"):
-        raise ConfigurationError(f"{origin}: distributed_type={kind!r}: TPUs are not supported.")
+    if kind in _REFUSED_TYPES:
+        reason = known_options()[_REFUSED_TYPES[kind]].later
+        raise ConfigurationError(f"{origin}: distributed_type={kind!r}: {reason}.")
     if kind not in TYPES and kind not in DEVICES:
         raise ConfigurationError(
             f"{origin}: distributed_type={kind!r} is not supported. Use {', '.join((*TYPES, *DEVICES))}."
         )
-    if kind == "MEGATRON_LM":
-        raise ConfigurationError(f"{origin}: distributed_type={kind!r}: {known_options()['use_megatron_lm'].later}.")
     flat: dict[str, Any] = dict(TYPES.get(kind, {}))
     if kind == "MULTI_CPU":
         flat["cpu"] = True
@@ -301,8 +303,8 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
             continue
         option = _known(_KEYS.get(key, key), origin, key)
         text = ",".join(map(str, value)) if isinstance(value, list) else value
-        value = option.parse(text, origin)
-        if value is not None and not (option.is_refused and not option.refusal(value)):
+        value = option.parse(text, f"{origin}: {key} (--{option.name})" if option.is_refused else origin)
+        if value is not None:
             found[option.name] = value
     return found
 

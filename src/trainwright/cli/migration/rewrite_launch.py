@@ -12,8 +12,8 @@ import yaml
 from trainwright.cli.migration.object_uses import Unsettled
 from trainwright.cli.migration.rewrite_imports import Rewritten
 from trainwright.core.errors import ConfigurationError
-from trainwright.launch.launch_config import LaunchConfig, options
-from trainwright.launch.reading import check_supported, options_of
+from trainwright.launch.launch_config import LaunchConfig
+from trainwright.launch.reading import check_supported, known_options, options_of
 
 _SAME = "launch|config|to-fsdp2|env|estimate-memory|merge-weights|tpu-config"
 _ANSWERS = {"test": "there is no such command. Run the script with fewer steps"}
@@ -35,7 +35,6 @@ def rewrite_launch(code: bytes) -> Rewritten:
     unsettled: list[Unsettled] = []
     lines = code.decode().split("\n")
     launches = False
-    known = {option.name: option for option in options()}
     for number, line in enumerate(lines, 1):
         if line.lstrip().startswith("#"):
             continue
@@ -45,7 +44,7 @@ def rewrite_launch(code: bytes) -> Rewritten:
         for match in _OTHER.finditer(line):
             unsettled.append(Unsettled(number, f"accelerate {match['name']}: {_ANSWERS[match['name']]}."))
         for flag, value in re.findall(r"--([\w-]+)(?:[ =]+([^\s-]\S*))?", line) if launches else ():
-            option = known.get(flag.replace("-", "_"))
+            option = known_options().get(flag.replace("-", "_"))
             reason = "" if option is None else option.refusal(True if option.is_flag else value or True)
             if reason:
                 unsettled.append(Unsettled(number, f"--{flag} is not supported: {reason}."))
