@@ -29,6 +29,8 @@ class ClearMLLogger(QueuedLogger):
         options: of `Task.init`, for example `tags`, `output_uri`.
     """
 
+    _closes_in_caller = True  # Task.close does not return in a daemon thread
+
     def __init__(
         self,
         project_name: str = "trainwright_logs",
@@ -65,8 +67,9 @@ class ClearMLLogger(QueuedLogger):
 
     def _open(self, run: RunInfo) -> None:
         clearml = require_package("clearml", purpose="ClearMLLogger")
+        if clearml.Task.is_offline() != self._offline:
+            clearml.Task.set_offline(self._offline)
         if self._offline:
-            clearml.Task.set_offline(True)
             self._id = None
         options: dict[str, Any] = {
             "project_name": self._project,
@@ -118,8 +121,6 @@ class ClearMLLogger(QueuedLogger):
         if not self._offline and status != "success":
             (self._experiment.mark_failed if status == "failed" else self._experiment.mark_stopped)()
         self._experiment.close()
-        if self._offline:
-            type(self._experiment).set_offline(False)
 
 
 def _title(key: str) -> tuple[str, str]:

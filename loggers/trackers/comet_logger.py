@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -97,7 +98,10 @@ class CometLogger(QueuedLogger):
         self._experiment.log_parameters(flatten(params))
 
     def _write_image(self, key: str, pixels: Pixels, step: int) -> None:
-        self._experiment.log_image(to_image(pixels), name=key, step=step)
+        file = io.BytesIO()  # Comet's own conversion of arrays fails with NumPy 2
+        to_image(pixels).save(file, format="png")
+        file.seek(0)
+        self._experiment.log_image(file, name=key, step=step)
 
     def _write_text(self, key: str, text: str, step: int) -> None:
         self._experiment.log_text(text, step=step, metadata={"key": key})

@@ -110,9 +110,7 @@ class MLFlowLogger(QueuedLogger):
         else:
             held = client.get_experiment_by_name(self._name)
             self._experiment_id = (
-                client.create_experiment(self._name, artifact_location=location)
-                if held is None
-                else held.experiment_id
+                client.create_experiment(self._name, artifact_location=location) if held is None else held.experiment_id
             )
             name = self._run_name if self._run_name is not None else run.run_name
             self._id = client.create_run(self._experiment_id, tags=self._tags, run_name=name).info.run_id

@@ -27,11 +27,11 @@ class QueuedLogger(Logger):
     """Logger that never waits for its backend while training runs.
 
     `start` opens the run in the calling process, so that configuration errors are raised. Each later call converts its
-    values, puts them onto a bounded queue and returns; a daemon thread writes them in order. A full queue drops the new
+    values, puts them onto a bounded queue and returns. A daemon thread writes them in order. A full queue drops the new
     call, with one warning; `finish` reports how many were dropped. After an error of the backend nothing more is
     written, and every later call raises the error until `finish`. `finish` waits for the queue.
 
-    A sub-class implements `_open`, `_write_metrics`, `_close` and, if the backend has them, the other `_write_` methods.
+    A sub-class implements `_open`, `_write_metrics`, `_close`, and the other `_write_` methods that its backend has.
     All but `_open` and `_last_steps` are called in the thread. It sets `_experiment` in `_open`.
 
     Args:
@@ -50,9 +50,7 @@ class QueuedLogger(Logger):
     def __init__(self, *, prefix: str = "", log_model: Literal["all"] | bool = False) -> None:
         super().__init__(prefix=prefix)
         if log_model not in (True, False, "all"):
-            raise ConfigurationError(
-                f"{type(self).__name__}(log_model={log_model!r}): expected True, False or 'all'."
-            )
+            raise ConfigurationError(f"{type(self).__name__}(log_model={log_model!r}): expected True, False or 'all'.")
         self._log_model = log_model
         self._experiment: Any = None
         self._worker: _Worker | None = None
@@ -100,6 +98,7 @@ class QueuedLogger(Logger):
     _state_key: ClassVar[str] = "id"
     _id: str | None = None
     _is_id_chosen: bool = True
+    _closes_in_caller: ClassVar[bool] = False
 
     # The contract
 
@@ -194,7 +193,9 @@ class QueuedLogger(Logger):
         if self._last_checkpoint is not None:
             worker.calls.put((self._upload, self._last_checkpoint))
             self._last_checkpoint = None
-        lost = worker.end(lambda: self._close(status), self.patience)
+        lost = worker.end(None if self._closes_in_caller else lambda: self._close(status), self.patience)
+        if self._closes_in_caller and not lost:
+            self._close(status)
         if lost or self.dropped:
             self.warn_once(
                 f"{type(self).__name__}: {lost + self.dropped} calls are lost: the queue was full for {self.dropped}, "
@@ -283,7 +284,7 @@ class _Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def end(self, close: Callable[[], None], patience: float) -> int:
+    def end(self, close: Callable[[], None] | None, patience: float) -> int:
         """Finish all calls and close the run; return the number of calls that were not made in time."""
         self._close = close
         self.calls.put(None)

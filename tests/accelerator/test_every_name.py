@@ -109,7 +109,7 @@ REFUSED_NAMES = (
     "MegatronLMPlugin avg_losses_across_data_parallel_group gather_across_data_parallel_groups initialize "
     "FP8RecipeKwargs apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers "
     "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper ProfileKwargs install_xla "
-    "AimTracker ClearMLTracker CometMLTracker MLflowTracker"
+    "AimTracker"
 )
 _IMPORTS = [(path, name) for path, names in NAMES.items() for name in names.split()]
 

@@ -85,7 +85,7 @@ _LIGHTNING = {
     "ModelPruning": "call torch.nn.utils.prune in a callback's on_train_epoch_end.",
     "Checkpoint": "sub-class trainwright.callbacks.ModelCheckpoint, or Callback.",
     **_each(
-        "CometLogger MLFlowLogger LitLogger NeptuneLogger",
+        "LitLogger NeptuneLogger",
         "sub-class trainwright.loggers.Logger (docs/logging.md, Writing a logger).",
     ),
     **_each(
@@ -139,7 +139,7 @@ _ACCELERATE = {
     ),
     "ProfileKwargs": "enter torch.profiler.profile around your loop.",
     **_each(
-        "AimTracker ClearMLTracker CometMLTracker MLflowTracker SwanLabTracker TrackioTracker",
+        "AimTracker SwanLabTracker TrackioTracker",
         "create a logger of trainwright.loggers, and call its log_metrics(values, step) and finish('success').",
     ),
     **_each(
