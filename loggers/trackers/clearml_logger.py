@@ -53,7 +53,8 @@ class ClearMLLogger(QueuedLogger):
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
         """Return a logger for tasks of a project. ClearML chooses the folder of its files."""
-        return cls(**({} if project is None else {"project_name": project}), **options)
+        named: dict[str, Any] = {} if project is None else {"project_name": project}
+        return cls(**{**named, **options})
 
     @property
     def name(self) -> str | None:

@@ -16,8 +16,8 @@ class DVCLiveLogger(QueuedLogger):
     """Logger for DVCLive: files in one folder, which DVC and its tools show and compare.
 
     Metrics are `plots/metrics/NAME.tsv`, hyper-parameters `params.yaml`, images and figures
-    `plots/images/NAME/STEP.png`. DVCLive has no texts and no tables. A new run replaces the files of the last one in the same folder, as DVCLive
-    does; a resumed run continues them.
+    `plots/images/NAME/STEP.png`. DVCLive has no texts and no tables. A new run replaces the files of the last one in
+    the same folder, as DVCLive does; a resumed run continues them.
 
     Args:
         dir: the folder; None: `dvclive` in the run's root folder. Default: None.

@@ -219,7 +219,8 @@ def test_comet_holds_parameters_and_assets(tmp_path: Path) -> None:
     assert (params["lr"], params["net/width"]) == (0.1, 4)
     uploads = [m["payload"]["additional_params"] for m in messages if "additional_params" in m["payload"]]
     assert {"text-sample", "model-element"} <= {one.get("type") for one in uploads}
-    assert {one.get("fileName") for one in uploads} >= {"digit", "gray", "figure", "rows_step_3.csv"}
+    assert {one.get("figName") for one in uploads} >= {"digit", "gray", "figure"}
+    assert "rows_step_3.csv" in {one.get("fileName") for one in uploads}
     described = json.loads(zipfile.ZipFile(next(tmp_path.glob("*.zip"))).read("experiment.json"))
     assert described["project_name"] == "digits"
     assert described["offline_id"] == logger.version
