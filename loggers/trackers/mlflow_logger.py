@@ -54,7 +54,7 @@ class MLFlowLogger(QueuedLogger):
         super().__init__(prefix=prefix, log_model=log_model)
         self._name = experiment_name
         self._run_name = run_name
-        self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._uri = tracking_uri
         self._tags = dict(tags or {})
         self._save_dir = None if save_dir is None else Path(save_dir)
         self._artifact_location = artifact_location
@@ -94,6 +94,8 @@ class MLFlowLogger(QueuedLogger):
 
     def _open(self, run: RunInfo) -> None:
         tracking = require_package("mlflow.tracking", purpose="MLFlowLogger")
+        variables = require_package("mlflow.environment_variables", purpose="MLFlowLogger")
+        self._uri = self._uri or variables.MLFLOW_TRACKING_URI.get()
         uri, location = self._uri, self._artifact_location
         if uri is None:
             self._save_dir = (run.root_dir if self._save_dir is None else self._save_dir).absolute()
