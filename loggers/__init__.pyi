@@ -9,5 +9,10 @@ from trainwright.loggers.metric_values import Flushed as Flushed
 from trainwright.loggers.registry import LOGGERS as LOGGERS
 from trainwright.loggers.registry import resolve_loggers as resolve_loggers
 from trainwright.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
+from trainwright.loggers.trackers.clearml_logger import ClearMLLogger as ClearMLLogger
+from trainwright.loggers.trackers.comet_logger import CometLogger as CometLogger
+from trainwright.loggers.trackers.dvclive_logger import DVCLiveLogger as DVCLiveLogger
+from trainwright.loggers.trackers.mlflow_logger import MLFlowLogger as MLFlowLogger
+from trainwright.loggers.trackers.queued import QueuedLogger as QueuedLogger
 from trainwright.loggers.versioned import VersionedLogger as VersionedLogger
 from trainwright.loggers.wandb_logger import WandbLogger as WandbLogger

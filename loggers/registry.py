@@ -19,6 +19,10 @@ LOGGERS: Registry[type[Logger]] = Registry(
         "jsonl": "trainwright.loggers.jsonl_logger:JSONLinesLogger",
         "console": "trainwright.loggers.console_logger:ConsoleLogger",
         "wandb": "trainwright.loggers.wandb_logger:WandbLogger",
+        "mlflow": "trainwright.loggers.trackers.mlflow_logger:MLFlowLogger",
+        "comet_ml": "trainwright.loggers.trackers.comet_logger:CometLogger",
+        "clearml": "trainwright.loggers.trackers.clearml_logger:ClearMLLogger",
+        "dvclive": "trainwright.loggers.trackers.dvclive_logger:DVCLiveLogger",
     },
 )
 """Short name → class; `LOGGERS.register("mine", "my_package.module:MyLogger")` adds one."""

@@ -119,7 +119,9 @@ def test_a_failure_ends_the_use_of_a_tracker_and_nothing_else() -> None:
 
 
 def test_all_are_those_that_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.accelerator.trackers.find_spec", lambda name: name in ("tensorboard", "wandb"))
+    monkeypatch.setattr(
+        "trainwright.accelerator.trackers.find_spec", lambda name: name if name in ("tensorboard", "wandb") else None
+    )
     recorder = Recorder()
     assert Accelerator(cpu=True, log_with=[recorder, "all"]).log_with == [recorder, LoggerType.WANDB]
     both = Accelerator(cpu=True, log_with="all", project_dir=".").log_with

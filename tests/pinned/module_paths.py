@@ -28,7 +28,9 @@ _HOMES = {
     "core.host.cpu_affinity": "get_cpu_distributed_information override_numa_affinity set_numa_affinity",
     "strategies.deepspeed.hf_config": "HfDeepSpeedConfig",
     "accelerator.prepared.free_loaders": "DataLoaderDispatcher DataLoaderShard prepare_data_loader",
-    "accelerator.trackers": "GeneralTracker TensorBoardTracker WandBTracker",
+    "accelerator.trackers": (
+        "ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker TensorBoardTracker WandBTracker"
+    ),
     "accelerator.logging": "MultiProcessAdapter get_logger on_main_process tqdm",
     "core.names.constants": (
         "FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE "
@@ -120,7 +122,10 @@ PATHS: dict[str, str] = {
     "parallelism_config": "ParallelismConfig",
     "scheduler": "AcceleratedScheduler",
     "state": "AcceleratorState GradientState PartialState",
-    "tracking": "GeneralTracker LoggerType TensorBoardTracker WandBTracker get_logger on_main_process",
+    "tracking": (
+        "ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LoggerType MLflowTracker TensorBoardTracker "
+        "WandBTracker get_logger on_main_process"
+    ),
     "utils": " ".join([*_UTILS.values(), "tqdm"]),
     **{f"utils.{name}": names for name, names in _UTILS.items()},
 }

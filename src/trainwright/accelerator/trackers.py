@@ -167,9 +167,41 @@ class WandBTracker(LoggerTracker):
     requires_logging_directory = False
 
 
+class CometMLTracker(LoggerTracker):
+    """Comet: `run_name` is the project; options are those of `CometLogger`."""
+
+    name = LoggerType.COMETML.value
+    requires_logging_directory = False
+
+
+class MLflowTracker(LoggerTracker):
+    """MLflow: `run_name` is the experiment; options are those of `MLFlowLogger`."""
+
+    name = LoggerType.MLFLOW.value
+    requires_logging_directory = False
+
+
+class ClearMLTracker(LoggerTracker):
+    """ClearML: `run_name` is the project; options are those of `ClearMLLogger` and `Task.init`."""
+
+    name = LoggerType.CLEARML.value
+    requires_logging_directory = False
+
+
+class DVCLiveTracker(LoggerTracker):
+    """DVCLive: files in `dvclive/run_name` of the folder; options are those of `DVCLiveLogger` and `dvclive.Live`."""
+
+    name = LoggerType.DVCLIVE.value
+    requires_logging_directory = False
+
+
 _CLASSES: dict[LoggerType, type[LoggerTracker]] = {
     LoggerType.TENSORBOARD: TensorBoardTracker,
     LoggerType.WANDB: WandBTracker,
+    LoggerType.COMETML: CometMLTracker,
+    LoggerType.MLFLOW: MLflowTracker,
+    LoggerType.CLEARML: ClearMLTracker,
+    LoggerType.DVCLIVE: DVCLiveTracker,
 }
 
 
@@ -215,7 +247,11 @@ def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | Gen
     return found
 
 
-_ADVICE = {LoggerType.AIM: "Aim's own reader did not find what was written; sub-class GeneralTracker to use it."}
+_ADVICE = {
+    LoggerType.AIM: "Aim's own reader did not find what was written; sub-class GeneralTracker to use it.",
+    LoggerType.TRACKIO: "Sub-class GeneralTracker to use it.",
+    LoggerType.SWANLAB: "Sub-class GeneralTracker to use it.",
+}
 
 
 def _usable(kind: LoggerType, folder: str | None) -> bool:

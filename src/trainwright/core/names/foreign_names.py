@@ -83,7 +83,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 _LIGHTNING = {
     "Checkpoint": "sub-class trainwright.callbacks.ModelCheckpoint, or Callback.",
     **_each(
-        "CometLogger MLFlowLogger LitLogger NeptuneLogger",
+        "LitLogger NeptuneLogger",
         "sub-class trainwright.loggers.Logger (docs/logging.md, Writing a logger).",
     ),
     "XLAProfiler": "there is no strategy for TPUs yet; use trainwright.profilers.PyTorchProfiler.",
@@ -133,7 +133,7 @@ _ACCELERATE = {
         "training in 8 bits is not supported; use mixed_precision='bf16'.",
     ),
     **_each(
-        "AimTracker ClearMLTracker CometMLTracker MLflowTracker SwanLabTracker TrackioTracker",
+        "AimTracker SwanLabTracker TrackioTracker",
         "create a logger of trainwright.loggers, and call its log_metrics(values, step) and finish('success').",
     ),
     **_each(

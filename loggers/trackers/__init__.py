@@ -1,0 +1,1 @@
+"""Loggers for experiment trackers. A background thread sends what is logged."""

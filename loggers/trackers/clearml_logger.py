@@ -1,0 +1,129 @@
+"""Metrics in ClearML."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from trainwright.core.errors import require_package
+from trainwright.loggers.hyperparams import flatten
+from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.trackers.queued import Pixels, QueuedLogger
+
+
+class ClearMLLogger(QueuedLogger):
+    """Logger for ClearML, online or offline.
+
+    A metric `val/loss` is the series `loss` of the plot `val`. ClearML stores finite values only; others are left out.
+    Offline it writes a folder and a zip file for `Task.import_offline_session`, and cannot resume a task.
+
+    Args:
+        project_name: the project. Default: `"trainwright_logs"`.
+        task_name: the task's name; None: the run's name. Default: None.
+        task_id: the task to continue; None: a new one. Default: None.
+        offline: write files only. Default: False.
+        prefix: put before the name of each metric, with a dash. Default: `""`.
+        log_model: upload checkpoints as artifacts: `"all"`: each; True: the last one, at the end; False: none.
+            Default: False.
+        options: of `Task.init`, for example `tags`, `output_uri`.
+    """
+
+    _closes_in_caller = True  # Task.close does not return in a daemon thread
+
+    def __init__(
+        self,
+        project_name: str = "trainwright_logs",
+        task_name: str | None = None,
+        task_id: str | None = None,
+        offline: bool = False,
+        prefix: str = "",
+        log_model: Literal["all"] | bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(prefix=prefix, log_model=log_model)
+        self._project = project_name
+        self._task_name = task_name
+        self._id = task_id
+        self._is_id_chosen = task_id is None
+        self._offline = offline
+        self._options = options
+        self._folder: str | None = None
+
+    @classmethod
+    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
+        """Return a logger for tasks of a project. ClearML chooses the folder of its files."""
+        named: dict[str, Any] = {} if project is None else {"project_name": project}
+        return cls(**{**named, **options})
+
+    @property
+    def name(self) -> str | None:
+        """The project."""
+        return self._project
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of an offline session, once it is known."""
+        return self._folder
+
+    def _open(self, run: RunInfo) -> None:
+        clearml = require_package("clearml", purpose="ClearMLLogger")
+        if clearml.Task.is_offline() != self._offline:
+            clearml.Task.set_offline(self._offline)
+        if self._offline:
+            self._id = None
+        options: dict[str, Any] = {
+            "project_name": self._project,
+            "task_name": self._task_name or run.run_name or "run",
+            "reuse_last_task_id": False,
+            "auto_connect_arg_parser": False,
+            "auto_connect_frameworks": False,
+            "auto_connect_streams": False,
+            "auto_resource_monitoring": False,
+        }
+        if self._id is not None:
+            options["continue_last_task"] = self._id
+        self._experiment = clearml.Task.init(**{**options, **self._options})
+        if self._id is not None:
+            self._experiment.set_initial_iteration(0)  # else ClearML adds the last one to every step
+        self._id = self._experiment.id
+        self._folder = str(self._experiment.get_offline_mode_folder()) if self._offline else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._offline else super().state_dict()
+
+    def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
+        logger = self._experiment.get_logger()
+        for key, value in metrics.items():
+            if math.isfinite(value):
+                logger.report_scalar(*_title(key), value, step)
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        self._experiment.update_parameters({f"General/{key}": value for key, value in flatten(params).items()})
+
+    def _write_image(self, key: str, pixels: Pixels, step: int) -> None:
+        self._experiment.get_logger().report_image(*_title(key), step, image=pixels)
+
+    def _write_text(self, key: str, text: str, step: int) -> None:
+        self._experiment.get_logger().report_text(f"{key} (step {step}): {text}", print_console=False)
+
+    def _write_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        self._experiment.get_logger().report_table(*_title(key), step, table_plot=[columns, *rows])
+
+    def _write_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
+        self._experiment.upload_artifact(
+            path.name, artifact_object=path, metadata={"aliases": ", ".join(aliases)}, wait_on_upload=True
+        )
+
+    def _flush(self) -> None:
+        self._experiment.flush()
+
+    def _close(self, status: Status) -> None:
+        if not self._offline and status != "success":
+            (self._experiment.mark_failed if status == "failed" else self._experiment.mark_stopped)()
+        self._experiment.close()
+
+
+def _title(key: str) -> tuple[str, str]:
+    title, _, series = key.rpartition("/")
+    return title or key, series

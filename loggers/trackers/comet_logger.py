@@ -1,0 +1,121 @@
+"""Metrics in Comet."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from trainwright.core.errors import require_package
+from trainwright.loggers.hyperparams import flatten
+from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
+
+# Comet records much by itself; a logger records what it is given.
+_QUIET: Mapping[str, Any] = {
+    "auto_metric_logging": False,
+    "auto_param_logging": False,
+    "auto_output_logging": False,
+    "parse_args": False,
+    "display_summary_level": 0,
+}
+
+
+class CometLogger(QueuedLogger):
+    """Logger for Comet, online or offline.
+
+    Offline, Comet writes a zip file for `comet upload`. A resumed run continues the same experiment; offline it writes
+    a further zip file for it.
+
+    Args:
+        api_key: of Comet; None: its own setting. Default: None.
+        workspace: of Comet; None: its own setting. Default: None.
+        project: the project; None: Comet's own setting. Default: None.
+        experiment_key: the experiment to continue, or the key of a new one. Default: None.
+        mode: `"get_or_create"`, `"create"` or `"get"`: whether an experiment of that key must exist. Default:
+            `"get_or_create"`.
+        online: False writes files only; None: Comet's own setting. Default: None.
+        prefix: put before the name of each metric, with a dash; None: nothing. Default: None.
+        log_model: upload checkpoints: `"all"`: each; True: the last one, at the end; False: none. Default: False.
+        options: of `comet_ml.ExperimentConfig`, for example `name`, `tags`, `offline_directory`.
+    """
+
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        workspace: str | None = None,
+        project: str | None = None,
+        experiment_key: str | None = None,
+        mode: Literal["get_or_create", "create", "get"] | None = None,
+        online: bool | None = None,
+        prefix: str | None = None,
+        log_model: Literal["all"] | bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(prefix=prefix or "", log_model=log_model)
+        self._api_key = api_key
+        self._workspace = workspace
+        self._project = project
+        self._id = experiment_key
+        self._is_id_chosen = experiment_key is None
+        self._mode = mode
+        self._online = online
+        self._options = options
+        self._has_run = False  # the experiment exists
+
+    @classmethod
+    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
+        """Return a logger for runs of a project; offline files are written into the folder `comet`."""
+        return cls(**{"project": project, "offline_directory": str(root_dir / "comet"), **options})
+
+    @property
+    def name(self) -> str | None:
+        """The project."""
+        return self._project
+
+    def _open(self, run: RunInfo) -> None:
+        comet = require_package("comet_ml", purpose="CometLogger", install="comet-ml")
+        options = {**_QUIET, "name": run.run_name, **self._options}
+        is_known = self._id is not None and (self._resumes or self._has_run)
+        self._experiment = comet.start(
+            api_key=self._api_key,
+            workspace=self._workspace,
+            project=self._project,
+            experiment_key=self._id,
+            mode="get" if is_known else self._mode,
+            online=self._online,
+            experiment_config=comet.ExperimentConfig(**options),
+        )
+        self._has_run = True
+        self._id = self._experiment.get_key()
+
+    def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
+        self._experiment.log_metrics(metrics, step=step)
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        self._experiment.log_parameters(flatten(params))
+
+    def _write_image(self, key: str, pixels: Pixels, step: int) -> None:
+        file = io.BytesIO()  # Comet's own conversion of arrays fails with NumPy 2
+        to_image(pixels).save(file, format="png")
+        file.seek(0)
+        self._experiment.log_image(file, name=key, step=step)
+
+    def _write_text(self, key: str, text: str, step: int) -> None:
+        self._experiment.log_text(text, step=step, metadata={"key": key})
+
+    def _write_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        self._experiment.log_table(f"{key}_step_{step}.csv", tabular_data=rows, headers=columns)
+
+    def _write_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
+        self._experiment.log_model(path.name, str(path), metadata={"aliases": list(aliases)})
+
+    def _flush(self) -> None:
+        if self._online is not False:
+            self._experiment.flush()
+
+    def _close(self, status: Status) -> None:
+        self._experiment.log_other("status", status)
+        self._experiment.end()

@@ -1,0 +1,93 @@
+"""Metrics in files of DVCLive."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from trainwright.core.errors import require_package
+from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
+
+
+class DVCLiveLogger(QueuedLogger):
+    """Logger for DVCLive: files in one folder, which DVC and its tools show and compare.
+
+    Metrics are `plots/metrics/NAME.tsv`, hyper-parameters `params.yaml`, images and figures
+    `plots/images/NAME/STEP.png`. DVCLive has no texts and no tables. A new run replaces the files of the last one in
+    the same folder, as DVCLive does; a resumed run continues them.
+
+    Args:
+        dir: the folder; None: `dvclive` in the run's root folder. Default: None.
+        prefix: put before the name of each metric, with a dash. Default: `""`.
+        log_model: record checkpoints as artifacts: `"all"`: each; True: the last one, at the end; False: none. Needs a
+            DVC repository. Default: False.
+        save_dvc_exp: save a DVC experiment at the end. Needs a DVC repository. Default: False.
+        options: of `dvclive.Live`, for example `exp_name`, `report`.
+    """
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str] | None = None,
+        prefix: str = "",
+        log_model: Literal["all"] | bool = False,
+        save_dvc_exp: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(prefix=prefix, log_model=log_model)
+        self._dir = None if dir is None else Path(dir)
+        self._options = {"save_dvc_exp": save_dvc_exp, "dvcyaml": None, **options}
+        self._has_run = False
+
+    @classmethod
+    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
+        """Return a logger that writes into the folder `dvclive`, or the one of the project in it."""
+        return cls(**{"dir": root_dir / "dvclive" / (project or ""), **options})
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder; None until it is known."""
+        return None if self._dir is None else str(self._dir)
+
+    @property
+    def save_dir(self) -> str | None:
+        return self.log_dir
+
+    def _open(self, run: RunInfo) -> None:
+        dvclive = require_package("dvclive", purpose="DVCLiveLogger")
+        self._dir = run.root_dir / "dvclive" if self._dir is None else self._dir
+        self._id = self._dir.name
+        resume = self._resumes or self._has_run
+        self._experiment = dvclive.Live(dir=str(self._dir), **{"resume": resume, **self._options})
+        self._has_run = True
+
+    def _last_steps(self) -> Mapping[str, int]:
+        folder = Path(self.log_dir or ".", "plots", "metrics")
+        steps: dict[str, int] = {}
+        for path in folder.rglob("*.tsv"):
+            lines = path.read_text().splitlines()
+            if len(lines) > 1:
+                steps[path.relative_to(folder).with_suffix("").as_posix()] = int(lines[-1].split("\t")[0])
+        return steps
+
+    def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
+        self._experiment.step = step
+        for key, value in metrics.items():
+            self._experiment.log_metric(key, value)
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        self._experiment.log_params(params)
+
+    def _write_image(self, key: str, pixels: Pixels, step: int) -> None:
+        self._experiment.log_image(f"{key}/{step}.png", to_image(pixels))
+
+    def _write_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
+        self._experiment.log_artifact(str(path), type="model", name=path.name, labels=list(aliases))
+
+    def _flush(self) -> None:
+        self._experiment.make_summary()
+
+    def _close(self, status: Status) -> None:
+        self._experiment.end()

@@ -1,0 +1,163 @@
+"""Metrics in MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from trainwright.core.errors import require_package
+from trainwright.loggers.hyperparams import flatten
+from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.trackers.queued import Pixels, QueuedLogger
+
+_STATUS: dict[Status, str] = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+_LONGEST = 6000  # MLflow's limit for the value of a parameter
+
+
+class MLFlowLogger(QueuedLogger):
+    """Logger for MLflow: a tracking server, or a SQLite file.
+
+    Images, figures, texts and tables are artifacts. MLflow never changes a recorded parameter: the first value stays.
+    Characters that MLflow does not accept in a name are replaced by `_`.
+
+    Args:
+        experiment_name: the experiment; it is created if it does not exist. Default: `"trainwright_logs"`.
+        run_name: the run's display name; None: MLflow creates one. Default: None.
+        tracking_uri: the server or store. Default: MLFLOW_TRACKING_URI, or the file `mlflow.db` in `save_dir`.
+        tags: of a new run. Default: None.
+        save_dir: folder of the store, if there is no `tracking_uri`; None: the run's root folder.
+            Default: `"./mlruns"`.
+        log_model: upload checkpoints as artifacts: `"all"`: each; True: the last one, at the end; False: none.
+            Default: False.
+        prefix: put before the name of each metric, with a dash. Default: `""`.
+        artifact_location: where a new experiment stores artifacts; None: the server's setting, or `save_dir`.
+            Default: None.
+        run_id: the run to resume; None: a new one. Default: None.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "trainwright_logs",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        save_dir: str | os.PathLike[str] | None = "./mlruns",
+        log_model: Literal["all"] | bool = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        super().__init__(prefix=prefix, log_model=log_model)
+        self._name = experiment_name
+        self._run_name = run_name
+        self._uri = tracking_uri
+        self._tags = dict(tags or {})
+        self._save_dir = None if save_dir is None else Path(save_dir)
+        self._artifact_location = artifact_location
+        self._id = run_id
+        self._is_id_chosen = run_id is None
+        self._experiment_id: str | None = None
+        self._params: dict[str, Any] = {}
+
+    @classmethod
+    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
+        """Return a logger for runs of an experiment; `options` may name another store."""
+        return cls(**{"save_dir": root_dir, **({} if project is None else {"experiment_name": project}), **options})
+
+    @property
+    def name(self) -> str | None:
+        """The id of the experiment; None until it is known."""
+        return self._experiment_id
+
+    @property
+    def run_id(self) -> str | None:
+        """The run's id; None until it is known."""
+        return self._id
+
+    @property
+    def experiment_id(self) -> str | None:
+        """The id of the experiment; None until it is known."""
+        return self._experiment_id
+
+    @property
+    def save_dir(self) -> str | None:
+        return None if self._uri is not None or self._save_dir is None else str(self._save_dir)
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the store; None for a server."""
+        return self.save_dir
+
+    def _open(self, run: RunInfo) -> None:
+        tracking = require_package("mlflow.tracking", purpose="MLFlowLogger")
+        variables = require_package("mlflow.environment_variables", purpose="MLFlowLogger")
+        self._uri = self._uri or variables.MLFLOW_TRACKING_URI.get()
+        uri, location = self._uri, self._artifact_location
+        if uri is None:
+            self._save_dir = (run.root_dir if self._save_dir is None else self._save_dir).absolute()
+            self._save_dir.mkdir(parents=True, exist_ok=True)
+            uri = f"sqlite:///{self._save_dir / 'mlflow.db'}"
+            location = location or (self._save_dir / "artifacts").as_uri()
+        client = tracking.MlflowClient(uri)
+        self._params = {}
+        if self._id is not None:
+            found = client.get_run(self._id)
+            self._experiment_id = found.info.experiment_id
+            self._params = dict(found.data.params)
+            client.update_run(self._id, status="RUNNING")
+        else:
+            held = client.get_experiment_by_name(self._name)
+            self._experiment_id = (
+                client.create_experiment(self._name, artifact_location=location) if held is None else held.experiment_id
+            )
+            name = self._run_name if self._run_name is not None else run.run_name
+            self._id = client.create_run(self._experiment_id, tags=self._tags, run_name=name).info.run_id
+        self._experiment = client
+
+    def _last_steps(self) -> Mapping[str, int]:
+        client, run_id = self._experiment, self._id
+        names = client.get_run(run_id).data.metrics
+        return {name: max(one.step for one in client.get_metric_history(run_id, name)) for name in names}
+
+    def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
+        metric = require_package("mlflow.entities", purpose="MLFlowLogger").Metric
+        values = [metric(_name(key), value, int(seconds * 1000), step) for key, value in metrics.items()]
+        self._experiment.log_batch(self._id, metrics=values)
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        param = require_package("mlflow.entities", purpose="MLFlowLogger").Param
+        values = {_name(key): str(value)[:_LONGEST] for key, value in flatten(params).items()}
+        new = [param(key, value) for key, value in values.items() if key not in self._params]
+        self._params |= values
+        for begin in range(0, len(new), 100):  # MLflow's limit for one request
+            self._experiment.log_batch(self._id, params=new[begin : begin + 100])
+
+    def _write_image(self, key: str, pixels: Pixels, step: int) -> None:
+        self._experiment.log_image(self._id, pixels, f"images/{_name(key)}/step_{step}.png")
+
+    def _write_text(self, key: str, text: str, step: int) -> None:
+        self._experiment.log_text(self._id, text, f"texts/{_name(key)}/step_{step}.txt")
+
+    def _write_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        values = {column: [row[index] for row in rows] for index, column in enumerate(columns)}
+        self._experiment.log_table(self._id, values, f"tables/{_name(key)}/step_{step}.json")
+
+    def _write_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
+        folder = f"checkpoints/{path.name}"
+        if path.is_dir():
+            self._experiment.log_artifacts(self._id, str(path), folder)
+        else:
+            self._experiment.log_artifact(self._id, str(path), folder)
+        if aliases:
+            self._experiment.log_text(self._id, json.dumps(list(aliases)), f"{folder}/aliases.json")
+
+    def _close(self, status: Status) -> None:
+        self._experiment.set_terminated(self._id, _STATUS[status])
+
+
+def _name(key: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9_/. -]", "_", key)

@@ -1,0 +1,310 @@
+"""Base class of loggers whose backend reaches a server: calls are queued, and a thread sends them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import queue
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import time as _now
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.loggers.hyperparams import plain
+from trainwright.loggers.images import to_pixels
+from trainwright.loggers.logger import Logger, RunInfo, Status, cells
+
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class QueuedLogger(Logger):
+    """Logger that never waits for its backend while training runs.
+
+    `start` opens the run in the calling process, so that configuration errors are raised. Each later call converts its
+    values, puts them onto a bounded queue and returns. A daemon thread writes them in order. A full queue drops the new
+    call, with one warning; `finish` reports how many were dropped. After an error of the backend nothing more is
+    written, and every later call raises the error until `finish`. `finish` waits for the queue.
+
+    A sub-class implements `_open`, `_write_metrics`, `_close`, and the other `_write_` methods that its backend has.
+    All but `_open` and `_last_steps` are called in the thread. It sets `_experiment` in `_open`.
+
+    Args:
+        prefix: put before the name of each metric, with a dash. Default: `""`.
+        log_model: upload checkpoints: `"all"`: each; True: the last one, at the end; False: none. Default: False.
+
+    Attributes:
+        capacity: the number of calls that the queue holds. Default: 10,000.
+        patience: the number of seconds that `finish` waits for the queue. Default: 60.
+        dropped: the number of calls that a full queue has dropped.
+    """
+
+    capacity: int = 10_000
+    patience: float = 60.0
+
+    def __init__(self, *, prefix: str = "", log_model: Literal["all"] | bool = False) -> None:
+        super().__init__(prefix=prefix)
+        if log_model not in (True, False, "all"):
+            raise ConfigurationError(f"{type(self).__name__}(log_model={log_model!r}): expected True, False or 'all'.")
+        self._log_model = log_model
+        self._experiment: Any = None
+        self._worker: _Worker | None = None
+        self._resumes = False  # a checkpoint's state has named the run
+        self._floors: Mapping[str, int] = {}
+        self._last_checkpoint: tuple[Path, tuple[str, ...]] | None = None
+        self.dropped = 0
+
+    # For sub-classes
+
+    @abstractmethod
+    def _open(self, run: RunInfo) -> None:
+        """Open the run, or resume it, and set `_experiment`."""
+
+    @abstractmethod
+    def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
+        """Write values that were logged at the time `seconds`."""
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        """Write nested dicts and lists of numbers, text and None. Default: nothing."""
+
+    def _write_image(self, key: str, pixels: Pixels, step: int) -> None:
+        """Write an image H×W×C, with 1, 3 or 4 channels. Default: not called."""
+
+    def _write_text(self, key: str, text: str, step: int) -> None:
+        """Write a text. Default: not called."""
+
+    def _write_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        """Write a table. Default: not called."""
+
+    def _write_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
+        """Upload a checkpoint's folder. Default: not called."""
+
+    def _flush(self) -> None:
+        """Write what the backend buffers. Default: nothing."""
+
+    @abstractmethod
+    def _close(self, status: Status) -> None:
+        """Close the run."""
+
+    def _last_steps(self) -> Mapping[str, int]:
+        """Return the last step of each curve of the resumed run; earlier and equal steps are not written again."""
+        return {}
+
+    _state_key: ClassVar[str] = "id"
+    _id: str | None = None
+    _is_id_chosen: bool = True
+    _closes_in_caller: ClassVar[bool] = False
+
+    # The contract
+
+    def start(self, run: RunInfo) -> None:
+        """Open the run. Blocks until the backend has answered.
+
+        Raises:
+            MissingPackageError: the backend's package is not installed.
+        """
+        if self._worker is not None and self._worker.error is not None:
+            self._finish_at_exit()
+        if self._run is not None:
+            return
+        self._open(run)
+        self._floors = self._last_steps() if self._resumes else {}
+        self._resumes = False
+        self.dropped = 0
+        self._worker = _Worker(type(self).__name__)
+        super().start(run)
+        atexit.register(self._finish_at_exit)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Queue values; those at steps that a resumed history already contains are skipped."""
+        values = {name: float(value) for name, value in self.prefixed(metrics).items()}
+        if self._floors:
+            values = {name: value for name, value in values.items() if step > self._floors.get(name, -1)}
+        if values:
+            self._put(self._write_metrics, values, int(step), _now())
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Queue hyper-parameters, as nested dicts and lists."""
+        self._put(self._write_hyperparams, plain(params))
+
+    def log_image(self, key: str, image: Any, step: int) -> None:
+        """Queue the pixels of an image."""
+        if self._can("_write_image"):
+            self._put(self._write_image, key, to_pixels(image), int(step))
+        else:
+            super().log_image(key, image, step)
+
+    def log_figure(self, key: str, figure: Any, step: int) -> None:
+        """Draw a matplotlib figure and queue its pixels."""
+        if not self._can("_write_image"):
+            super().log_figure(key, figure, step)
+            return
+        from PIL import Image  # matplotlib needs it
+
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png")
+        self._put(self._write_image, key, to_pixels(Image.open(drawn).convert("RGB")), int(step))
+
+    def log_text(self, key: str, text: str, step: int) -> None:
+        """Queue a text."""
+        if self._can("_write_text"):
+            self._put(self._write_text, key, str(text), int(step))
+        else:
+            super().log_text(key, text, step)
+
+    def log_table(
+        self,
+        key: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: object = None,
+        step: int | None = None,
+    ) -> None:
+        """Queue a table; a backend without tables gets a text in Markdown."""
+        if not self._can("_write_table"):
+            super().log_table(key, columns, data, dataframe, step)
+            return
+        names, rows = cells(columns, data, dataframe)
+        self._put(self._write_table, key, list(names), plain(rows), int(step or 0))
+
+    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
+        """Queue the upload of a checkpoint (`log_model="all"`), or remember it for the end (`log_model=True`)."""
+        if self._log_model == "all":
+            self._put(self._upload, path, aliases)
+        elif self._log_model:
+            self._last_checkpoint = (path, aliases)
+
+    def flush(self) -> None:
+        """Queue a flush of the backend. It does not wait."""
+        if self._run is not None:
+            self._put(self._flush)
+
+    def finish(self, status: Status) -> None:
+        """Wait for the queue, at most `patience` seconds, and close the run; warn about calls that are lost."""
+        if self._run is None or self._worker is None:
+            return
+        worker, self._worker, self._run = self._worker, None, None
+        atexit.unregister(self._finish_at_exit)
+        if self._last_checkpoint is not None:
+            worker.calls.put((self._upload, self._last_checkpoint))
+            self._last_checkpoint = None
+        lost = worker.end(None if self._closes_in_caller else lambda: self._close(status), self.patience)
+        if self._closes_in_caller and not lost:
+            self._close(status)
+        if lost or self.dropped:
+            self.warn_once(
+                f"{type(self).__name__}: {lost + self.dropped} calls are lost: the queue was full for {self.dropped}, "
+                f"and {lost} were not written within {self.patience:g} s of the end."
+            )
+        if worker.error is not None:
+            raise worker.error
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._id is None else {self._state_key: self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume the run that `state` came from, unless another one was requested. Call it before `start`."""
+        found = state.get(self._state_key)
+        if found is None or (not self._is_id_chosen and found != self._id):
+            return
+        if self._run is None:
+            self._id, self._resumes = found, True
+        elif found != self._id:
+            self.warn_once(
+                f"the checkpoint belongs to the run {found!r} of {type(self).__name__}, but the run {self._id!r} is "
+                "already open and continues as a new one."
+            )
+        else:
+            self._floors = self._last_steps()
+
+    @property
+    def version(self) -> str | None:
+        """The run's id; None until it is known."""
+        return self._id
+
+    def _backend(self) -> Any:
+        return self._experiment
+
+    def _can(self, method: str) -> bool:
+        return getattr(type(self), method) is not getattr(QueuedLogger, method)
+
+    def _upload(self, path: Path, aliases: tuple[str, ...]) -> None:
+        try:
+            if path.exists():
+                self._write_checkpoint(path, aliases)
+        except OSError:
+            if path.exists():  # else a newer checkpoint has replaced it in the meantime
+                raise
+
+    def _put(self, call: Callable[..., None], *values: Any) -> None:
+        worker = self._worker
+        if worker is None:
+            return
+        if worker.error is not None:
+            raise worker.error
+        if worker.calls.qsize() < self.capacity:
+            worker.calls.put((call, values))
+            return
+        self.dropped += 1
+        self.warn_once(
+            f"{type(self).__name__}: {self.capacity} calls wait for the backend, and further ones are dropped. Their "
+            "number is reported at the end."
+        )
+
+    def _finish_at_exit(self) -> None:
+        with contextlib.suppress(Exception):
+            self.finish("interrupted")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Omit the connection: a copy in another process opens its own, with the same id."""
+        return {**self.__dict__, "_run": None, "_experiment": None, "_worker": None}
+
+
+def to_image(pixels: Pixels) -> Any:
+    """Return pixels as an image of PIL."""
+    from PIL import Image  # the packages of trackers need it
+
+    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+
+
+class _Worker:
+    """A daemon thread that makes queued calls until the first error or the end."""
+
+    def __init__(self, name: str) -> None:
+        self.calls: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self.error: Exception | None = None
+        self._close: Callable[[], None] | None = None
+        self._abandoned = False
+        self._is_busy = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def end(self, close: Callable[[], None] | None, patience: float) -> int:
+        """Finish all calls and close the run; return the number of calls that were not made in time."""
+        self._close = close
+        self.calls.put(None)
+        self._thread.join(patience)
+        if not self._thread.is_alive():
+            return 0
+        self._abandoned = True
+        return max(self.calls.qsize() - 1, 0) + self._is_busy
+
+    def _run(self) -> None:
+        while (item := self.calls.get()) is not None and not self._abandoned:
+            if self.error is None:
+                self._call(item[0], *item[1])
+        if self._close is not None and not self._abandoned:
+            self._call(self._close)
+
+    def _call(self, call: Callable[..., None], *values: Any) -> None:
+        self._is_busy = True
+        try:
+            call(*values)
+        except Exception as error:  # noqa: BLE001  # whatever a backend raises, the caller gets it
+            self.error = self.error or error
+        self._is_busy = False
