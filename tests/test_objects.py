@@ -79,8 +79,14 @@ def test_strategies_are_small() -> None:
         assert len(methods_of(strategy)) <= 45
 
 
-_LARGER = {"Accelerator": 95, "DispatchedLoader": 48, "TensorBoardLogger": 46}
-"""The names of the Accelerator are those of Accelerate; a dispatched loader has 38 from the contract of loaders."""
+_LARGER = {
+    "Accelerator": 95,
+    "DispatchedLoader": 48,
+    "MLFlowLogger": 48,
+    **dict.fromkeys(("ClearMLLogger", "CometLogger", "DVCLiveLogger", "QueuedLogger", "TensorBoardLogger"), 46),
+}
+"""The names of the Accelerator are those of Accelerate; 38 of a dispatched loader are from the contract of loaders, and
+37 of a logger from that of loggers."""
 
 
 def test_every_class_is_small_and_has_few_bases() -> None:

@@ -73,6 +73,7 @@ FOREIGN_PROBES: dict[str, str] = {
     "accelerator.prepared.scheduler:total_steps": "a schedule of torch or the user's",
     "accelerator.prepared.scheduler:optimizer": "a scheduler, torch's or the user's",
     "trainer.checkpoints.restore:optimizer": "a scheduler, torch's or the user's",
+    "trainer.profiling:close": "a user's loader",
     "trainer.data:iterables": "a user's loader, or another library's combination of some",
     "trainer.optimization:optimizer": "a scheduler, torch's or the user's",
     "trainer.optimization:state_dict": "a scheduler, torch's or the user's",

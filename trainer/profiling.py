@@ -51,9 +51,8 @@ def wrap_hooks(run: StageRun) -> None:
 
 def watch_modules(run: StageRun) -> None:
     """Let the profiler mark the modules of the prepared task. A compiled task has no marks in its graph."""
-    watch = getattr(run.profiler, "watch", None)
-    if run.is_profiled and watch is not None and run.engine.settings.compile_options is None:
-        watch(run.task)
+    if run.is_profiled and run.engine.settings.compile_options is None:
+        run.profiler.watch(run.task)
 
 
 def end(run: StageRun) -> None:

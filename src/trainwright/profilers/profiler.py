@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Profiler:
@@ -93,6 +96,9 @@ class Profiler:
         path = self.path(".txt")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="utf-8")
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Mark the modules of a prepared model. Default: nothing."""
 
     def teardown(self, stage: str) -> None:
         """Release everything at the end of a stage."""

@@ -98,7 +98,7 @@ class PyTorchProfiler(Profiler):
         for path in (self.path(".json"), *self.path("").parent.glob(f"{self.path('').name}-*.json")):
             path.unlink(missing_ok=True)  # of an earlier run; it must not be merged with this one
         if self.emit_nvtx:
-            self._resources.enter_context(torch.autograd.profiler.emit_nvtx())  # type: ignore[no-untyped-call]
+            self._resources.enter_context(torch.autograd.profiler.emit_nvtx())  # type: ignore[no-untyped-call]  # torch's
             self._records = True
             return
         if self.memory_snapshot and torch.cuda.is_available():
