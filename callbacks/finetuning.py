@@ -97,8 +97,7 @@ class BaseFinetuning(Callback):
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that are not in the optimizer yet; warn if some are."""
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        params = list(params)
+        params, known = list(params), _held(optimizer)
         found = [p for p in params if id(p) not in known]
         if len(found) < len(params):
             warnings.warn(
@@ -128,9 +127,10 @@ class BaseFinetuning(Callback):
         """
         BaseFinetuning.make_trainable(modules)
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else lr
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        inner = BaseFinetuning.flatten_modules(modules)
-        inner = [one for one in inner if not (isinstance(one, _BatchNorm) and id(one.weight) in held)]  # trained so far
+        known, inner = _held(optimizer), BaseFinetuning.flatten_modules(modules)
+        inner = [
+            one for one in inner if not (isinstance(one, _BatchNorm) and id(one.weight) in known)
+        ]  # trained so far
         params = BaseFinetuning.filter_on_optimizer(optimizer, BaseFinetuning.filter_params(inner, train_bn))
         if params:
             optimizer.add_param_group({"params": params, "lr": rate})
@@ -158,7 +158,8 @@ class BaseFinetuning(Callback):
                 module.track_running_stats = name not in self._resting
         for number, optimizer in enumerate(trainer.optimizers):
             for names in self._groups.get(number, []):
-                _add_group(trainer, optimizer, [parameters[name] for name in names])
+                optimizer.add_param_group({"params": [parameters[name] for name in names]})
+                _leave_to_callback(trainer, optimizer, optimizer.param_groups[-1])
 
     def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
         for number, optimizer in enumerate(trainer.optimizers):
@@ -261,6 +262,10 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 
 
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
 def _backbone(task: TaskModule) -> nn.Module:
     found = dict(task.named_children()).get("backbone")
     if found is None:
@@ -277,11 +282,6 @@ def _set_trained(module: nn.Module, trained: bool) -> None:
         module.track_running_stats = trained
     for parameter in module.parameters(recurse=False):
         parameter.requires_grad_(trained)
-
-
-def _add_group(trainer: Run, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
-    optimizer.add_param_group({"params": parameters})
-    _leave_to_callback(trainer, optimizer, optimizer.param_groups[-1])
 
 
 def _leave_to_callback(trainer: Run, optimizer: Optimizer, group: dict[str, Any]) -> None:

@@ -114,7 +114,7 @@ class LoggerTracker(GeneralTracker):
             name = f"{prefix}{key}"
             has_one = isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1
             if has_one or isinstance(value, numbers.Real):
-                metrics[name] = float(value)
+                metrics[name] = float(value.item() if has_one else value)
             elif isinstance(value, str):
                 self.logger.log_text(name, value, self._step)
             elif isinstance(value, Mapping):
