@@ -256,6 +256,7 @@ def test_an_accelerator_shows_its_plugin_and_its_kind() -> None:
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     assert accelerator.strategy == FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")
     assert (accelerator.distributed_type, accelerator.is_fsdp2) == (DistributedType.FSDP, True)
+    assert (accelerator.state.distributed_type, PartialState().distributed_type) == (DistributedType.FSDP, "NO")
     assert (accelerator.fsdp_plugin, accelerator.deepspeed_plugin) == (plugin, None)
     accelerator.end_training()
     PartialState._reset_state()

@@ -64,6 +64,7 @@ from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
 from trainwright.processes.devices import DistributedType
+from trainwright.processes.partial_state import PartialState
 from trainwright.processes.signals import LoopSignal
 from trainwright.profilers.profile_kwargs import ProfileKwargs, profiled
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin
@@ -214,7 +215,7 @@ class Accelerator:
         self._trigger, self._joins, self._num_met_clips = False, False, 0  # joins: within join_uneven_inputs
         self._signal: LoopSignal | None = None  # until should_stop is read
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
-        self.state.set_shared(self.mixed_precision, self.fsdp_plugin)
+        self.state.set_shared(self.mixed_precision, self.fsdp_plugin, self.strategy.distributed_type)
 
     def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
         """Create the state of a loop with nothing prepared."""
@@ -269,7 +270,7 @@ class Accelerator:
     @property
     def distributed_type(self) -> DistributedType:
         """The engine's kind, or else the kind of the process group."""
-        return self.strategy.distributed_type or self.state.distributed_type
+        return self.strategy.distributed_type or PartialState().distributed_type
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
 
 if TYPE_CHECKING:
@@ -23,6 +24,13 @@ class AcceleratorState(PartialState):
     _plugins: dict[str, DeepSpeedPlugin]
     _selected: str
     _fsdp_plugin: FullyShardedDataParallelPlugin | None
+    _engine_type: DistributedType | None
+
+    @property
+    def distributed_type(self) -> DistributedType:  # type: ignore[override]  # it is never set
+        """That of the newest Accelerator's engine, or else that of the process group."""
+        found: DistributedType = vars(self).get("_engine_type") or vars(self)["distributed_type"]
+        return found
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
@@ -43,9 +51,11 @@ class AcceleratorState(PartialState):
         found: str = vars(self).get("_precision", "no")
         return found
 
-    def set_shared(self, precision: str, fsdp_plugin: FullyShardedDataParallelPlugin | None) -> None:
-        """Store the precision and the FSDP plugin of an Accelerator."""
-        self._precision, self._fsdp_plugin = precision, fsdp_plugin
+    def set_shared(
+        self, precision: str, fsdp_plugin: FullyShardedDataParallelPlugin | None, kind: DistributedType | None
+    ) -> None:
+        """Store the precision, the FSDP plugin and the engine's kind of an Accelerator."""
+        self._precision, self._fsdp_plugin, self._engine_type = precision, fsdp_plugin, kind
 
     @classmethod
     def shared_plugins(cls) -> dict[str, DeepSpeedPlugin]:
