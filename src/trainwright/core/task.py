@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.errors import TaskError, TrainwrightWarning
+from trainwright.core.exports import export_onnx, export_program, export_torchscript
 from trainwright.core.hooks import TaskHooks
 from trainwright.core.hyperparameters import HyperparametersMixin
-from trainwright.core.onnx import export_onnx
 from trainwright.core.registry import import_object
 from trainwright.core.run import Run
 from trainwright.core.tree import Batch
@@ -441,12 +441,39 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         sample = self.example_input_array if input_sample is None else input_sample
         return export_onnx(self, file_path, sample, **options)
 
-    def to_torchscript(self, *args: object, **options: object) -> NoReturn:
-        """Not supported: torch has deprecated TorchScript."""
-        raise TaskError(
-            "to_torchscript does not exist here: torch has deprecated TorchScript. torch.export.export(task, (input,)) "
-            "exports forward, and to_onnx writes it as ONNX."
-        )
+    def export(self, example_input: object = None, **options: Any) -> torch.export.ExportedProgram:
+        """Export `forward` in evaluation mode; `options` are passed to `torch.export.export`.
+
+        Args:
+            example_input: arguments of `forward`: a tuple, a dict of named arguments, or a single one. Default:
+                `example_input_array`.
+
+        Raises:
+            ConfigurationError: there is no example.
+        """
+        sample = self.example_input_array if example_input is None else example_input
+        return export_program(self, sample, **options)
+
+    def to_torchscript(
+        self,
+        file_path: str | Path | None = None,
+        method: str | None = "script",
+        example_inputs: object = None,
+        **kwargs: Any,
+    ) -> torch.jit.ScriptModule:
+        """Return `forward` as TorchScript, in evaluation mode. torch has deprecated TorchScript: prefer `export`.
+
+        Args:
+            file_path: the file to write; None: only return the module. Default: None.
+            method: `"script"` compiles the code of `forward`, `"trace"` records one call of it. Default: `"script"`.
+            example_inputs: arguments of `forward` for `"trace"`. Default: `example_input_array`.
+            kwargs: passed to `torch.jit.script` or `torch.jit.trace`.
+
+        Raises:
+            ConfigurationError: the method is unknown, or there is no example to trace with.
+        """
+        sample = self.example_input_array if example_inputs is None else example_inputs
+        return export_torchscript(self, file_path, method, sample, **kwargs)
 
     def to_tensorrt(self, *args: object, **options: object) -> NoReturn:
         """Not supported: torch_tensorrt compiles a task like any module."""
