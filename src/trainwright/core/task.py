@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.errors import TaskError, TrainwrightWarning
+from trainwright.core.exports import ExportMixin
 from trainwright.core.hooks import TaskHooks
 from trainwright.core.hyperparameters import HyperparametersMixin
-from trainwright.core.onnx import export_onnx
 from trainwright.core.registry import import_object
 from trainwright.core.run import Run
 from trainwright.core.tree import Batch
@@ -25,7 +25,7 @@ _LOAD_TASK = "trainwright.checkpoint.load_task:load_task_from_checkpoint"
 _RUNTIME_ATTRIBUTES = ("_run", "_sink")
 
 
-class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
+class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     """Base class of tasks: define `training_step` and `configure_optimizers` in a sub-class, and pass it to
     `Trainer.fit`. It is a plain `torch.nn.Module`: define layers in `__init__` (or `configure_model`), call them as
     usual. State dicts have your own parameter names, whatever strategy or compiler wraps the step.
@@ -423,37 +423,6 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         for parameter in self.parameters():
             parameter.requires_grad_(True)
         return self.train()
-
-    # Exporting
-
-    def to_onnx(self, file_path: str | Path | None = None, input_sample: object = None, **options: Any) -> Any:
-        """Write `forward` as an ONNX file, in evaluation mode; `options` are passed to `torch.onnx.export`.
-
-        Args:
-            file_path: the file; None: only return the program. Default: None.
-            input_sample: arguments of `forward`: a tuple, a dict of named arguments, or a single one. Default:
-                `example_input_array`.
-
-        Raises:
-            ConfigurationError: there is no sample.
-            MissingPackageError: onnxscript is not installed.
-        """
-        sample = self.example_input_array if input_sample is None else input_sample
-        return export_onnx(self, file_path, sample, **options)
-
-    def to_torchscript(self, *args: object, **options: object) -> NoReturn:
-        """Not supported: torch has deprecated TorchScript."""
-        raise TaskError(
-            "to_torchscript does not exist here: torch has deprecated TorchScript. torch.export.export(task, (input,)) "
-            "exports forward, and to_onnx writes it as ONNX."
-        )
-
-    def to_tensorrt(self, *args: object, **options: object) -> NoReturn:
-        """Not supported: torch_tensorrt compiles a task like any module."""
-        raise TaskError(
-            "to_tensorrt does not exist here. A task is a torch module: torch_tensorrt.compile(task.eval(), "
-            "inputs=[input]) compiles it."
-        )
 
     # Loading
 

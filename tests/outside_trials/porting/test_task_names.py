@@ -10,14 +10,13 @@ import torch
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright.core import onnx
+from trainwright.core import exports
 from trainwright.core.errors import ConfigurationError, TaskError
 
 
 def test_what_does_not_exist_says_what_serves_instead() -> None:
     task = RegressionTask()
     for call, words in (
-        (lambda: task.to_torchscript("x.pt"), r"torch\.export\.export"),
         (lambda: task.to_tensorrt("x.ts"), r"torch_tensorrt\.compile"),
         (lambda: task.fabric, "Accelerator"),
         (lambda: task.device_mesh, "tensor_parallel_plan"),
@@ -26,10 +25,36 @@ def test_what_does_not_exist_says_what_serves_instead() -> None:
             call()  # type: ignore[no-untyped-call]  # lambdas of one table
 
 
-def test_the_way_out_of_torchscript_is_one() -> None:
+def test_export_is_in_evaluation_mode_and_restores_the_mode() -> None:
     sample = torch.randn(2, 4)
-    task = RegressionTask().eval()
-    torch.testing.assert_close(torch.export.export(task, (sample,)).module()(sample), task(sample))
+    task = RegressionTask()
+    task.net[1].eval()
+    with pytest.raises(ConfigurationError, match="example_input_array"):
+        task.export()
+    with pytest.raises(ConfigurationError, match="example_input_array"):
+        task.to_torchscript(method="trace")
+    task.example_input_array = sample
+    exported = task.export().module()(sample)
+    assert [part.training for part in task.net] == [True, False, True, True]
+    named = task.export({"inputs": sample}).module()(inputs=sample)
+    expected = task.eval()(sample)
+    torch.testing.assert_close(exported, expected)
+    torch.testing.assert_close(named, expected)
+
+
+@pytest.mark.filterwarnings("default:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("method", ["script", "trace"])
+def test_torchscript_is_written_and_read(method: str, tmp_path: Path) -> None:
+    sample = torch.randn(2, 4)
+    task = RegressionTask()
+    script = task.to_torchscript(tmp_path / "task.pt", method, sample)
+    assert task.training
+    assert not script.training
+    expected = task.eval()(sample)
+    torch.testing.assert_close(script(sample), expected)
+    torch.testing.assert_close(torch.jit.load(tmp_path / "task.pt")(sample), expected)
+    with pytest.raises(ConfigurationError, match="'script' or 'trace'"):
+        task.to_torchscript(method="compile")
 
 
 def test_a_task_is_exported_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -39,7 +64,7 @@ def test_a_task_is_exported_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch, 
         calls.append((module.training, torch.is_grad_enabled(), len(args), file, options))
         return "program"
 
-    monkeypatch.setattr(onnx, "require_package", lambda *args, **options: None)
+    monkeypatch.setattr(exports, "require_package", lambda *args, **options: None)
     monkeypatch.setattr(torch.onnx, "export", export)
     task = RegressionTask()
     task.net[1].eval()
