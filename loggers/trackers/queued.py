@@ -52,6 +52,10 @@ class QueuedLogger(Logger):
     capacity: int = 10_000
     patience: float = 60.0
     _closes_in_caller: ClassVar[bool] = False
+    _write_image: Any = None
+    _write_text: Any = None
+    _write_table: Any = None
+    _write_checkpoint: Any = None
 
     def __init__(
         self,
@@ -123,33 +127,33 @@ class QueuedLogger(Logger):
         if self._floors:
             values = {name: value for name, value in values.items() if step > self._floors.get(name, -1)}
         if values:
-            self._put("_write_metrics", values, int(step), _now())
+            self._put(self._write_metrics, values, int(step), _now())
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Queue hyper-parameters, as nested dicts and lists."""
-        self._put("_write_hyperparams", plain(params))
+        self._put(self._write_hyperparams, plain(params))
 
     def log_image(self, key: str, image: Any, step: int) -> None:
         """Queue the pixels of an image."""
-        if not hasattr(self, "_write_image"):
+        if self._write_image is None:
             return super().log_image(key, image, step)
-        self._put("_write_image", key, to_pixels(image), int(step))
+        self._put(self._write_image, key, to_pixels(image), int(step))
 
     def log_figure(self, key: str, figure: Any, step: int) -> None:
         """Draw a matplotlib figure and queue its pixels."""
-        if not hasattr(self, "_write_image"):
+        if self._write_image is None:
             return super().log_figure(key, figure, step)
         from PIL import Image  # matplotlib needs it
 
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png")
-        self._put("_write_image", key, to_pixels(Image.open(drawn).convert("RGB")), int(step))
+        self._put(self._write_image, key, to_pixels(Image.open(drawn).convert("RGB")), int(step))
 
     def log_text(self, key: str, text: str, step: int) -> None:
         """Queue a text."""
-        if not hasattr(self, "_write_text"):
+        if self._write_text is None:
             return super().log_text(key, text, step)
-        self._put("_write_text", key, str(text), int(step))
+        self._put(self._write_text, key, str(text), int(step))
 
     def log_table(
         self,
@@ -160,21 +164,21 @@ class QueuedLogger(Logger):
         step: int | None = None,
     ) -> None:
         """Queue a table; a backend without tables gets a text in Markdown."""
-        if not hasattr(self, "_write_table"):
+        if self._write_table is None:
             return super().log_table(key, columns, data, dataframe, step)
         names, rows = cells(columns, data, dataframe)
-        self._put("_write_table", key, list(names), plain(rows), int(step or 0))
+        self._put(self._write_table, key, list(names), plain(rows), int(step or 0))
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
         """Queue the upload of a checkpoint (`log_model="all"`), or remember it for the end (`log_model=True`)."""
         if self._log_model == "all":
-            self._put("_upload", path, aliases)
+            self._put(self._upload, path, aliases)
         elif self._log_model:
             self._last_checkpoint = (path, aliases)
 
     def flush(self) -> None:
         """Queue a flush of the backend. It does not wait."""
-        self._put("_flush")
+        self._put(self._flush)
 
     def finish(self, status: Status) -> None:
         """Wait for the queue, at most `patience` seconds, and close the run; warn about calls that are lost."""
@@ -234,19 +238,19 @@ class QueuedLogger(Logger):
     def _upload(self, path: Path, aliases: tuple[str, ...]) -> None:
         try:
             if path.exists():
-                self._write_checkpoint(path, aliases)  # type: ignore[attr-defined]  # the sub-class has log_model
+                self._write_checkpoint(path, aliases)
         except OSError:
             if path.exists():  # else a newer checkpoint has replaced it in the meantime
                 raise
 
-    def _put(self, method: str, *values: Any) -> None:
+    def _put(self, call: Callable[..., None], *values: Any) -> None:
         worker = self._worker
         if worker is None:
             return
         if worker.error is not None:
             raise worker.error
         if worker.calls.qsize() < self.capacity:
-            worker.calls.put((partial(getattr(self, method), *values), False))
+            worker.calls.put((partial(call, *values), False))
             return
         self.dropped += 1
         self.warn_once(

@@ -174,6 +174,14 @@ class DVCLiveTracker(LoggerTracker, kind=LoggerType.DVCLIVE):
     """DVCLive: files in `dvclive/run_name` of the folder; options are those of `DVCLiveLogger` and `dvclive.Live`."""
 
 
+class TrackioTracker(LoggerTracker, kind=LoggerType.TRACKIO):
+    """Trackio: `run_name` is the project; options are those of `TrackioLogger` and `trackio.init`."""
+
+
+class SwanLabTracker(LoggerTracker, kind=LoggerType.SWANLAB):
+    """SwanLab: `run_name` is the project; options are those of `SwanLabLogger` and `swanlab.init`."""
+
+
 _REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
