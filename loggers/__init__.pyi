@@ -14,5 +14,7 @@ from trainwright.loggers.trackers.comet_logger import CometLogger as CometLogger
 from trainwright.loggers.trackers.dvclive_logger import DVCLiveLogger as DVCLiveLogger
 from trainwright.loggers.trackers.mlflow_logger import MLFlowLogger as MLFlowLogger
 from trainwright.loggers.trackers.queued import QueuedLogger as QueuedLogger
+from trainwright.loggers.trackers.swanlab_logger import SwanLabLogger as SwanLabLogger
+from trainwright.loggers.trackers.trackio_logger import TrackioLogger as TrackioLogger
 from trainwright.loggers.versioned import VersionedLogger as VersionedLogger
 from trainwright.loggers.wandb_logger import WandbLogger as WandbLogger

@@ -23,6 +23,8 @@ LOGGERS: Registry[type[Logger]] = Registry(
         "comet_ml": "trainwright.loggers.trackers.comet_logger:CometLogger",
         "clearml": "trainwright.loggers.trackers.clearml_logger:ClearMLLogger",
         "dvclive": "trainwright.loggers.trackers.dvclive_logger:DVCLiveLogger",
+        "trackio": "trainwright.loggers.trackers.trackio_logger:TrackioLogger",
+        "swanlab": "trainwright.loggers.trackers.swanlab_logger:SwanLabLogger",
     },
 )
 """Short name → class; `LOGGERS.register("mine", "my_package.module:MyLogger")` adds one."""

@@ -83,7 +83,9 @@ _LARGER = {
     "Accelerator": 95,
     "DispatchedLoader": 48,
     "MLFlowLogger": 48,
-    **dict.fromkeys(("ClearMLLogger", "CometLogger", "DVCLiveLogger", "QueuedLogger", "TensorBoardLogger"), 46),
+    **dict.fromkeys(
+        ("ClearMLLogger", "CometLogger", "DVCLiveLogger", "QueuedLogger", "SwanLabLogger", "TensorBoardLogger"), 46
+    ),
 }
 """The names of the Accelerator are those of Accelerate; 38 of a dispatched loader are from the contract of loaders, and
 37 of a logger from that of loggers."""

@@ -11,6 +11,18 @@ from trainwright.loggers.hyperparams import flatten
 from trainwright.loggers.logger import Logger, RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger
 
+# ClearML records much by itself; a logger records what it is given.
+_QUIET = dict.fromkeys(
+    (
+        "reuse_last_task_id",
+        "auto_connect_arg_parser",
+        "auto_connect_frameworks",
+        "auto_connect_streams",
+        "auto_resource_monitoring",
+    ),
+    False,
+)
+
 
 class ClearMLLogger(QueuedLogger):
     """Logger for ClearML, online or offline.
@@ -41,11 +53,8 @@ class ClearMLLogger(QueuedLogger):
         log_model: Literal["all"] | bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(prefix=prefix, log_model=log_model)
-        self._project = project_name
+        super().__init__(prefix=prefix, log_model=log_model, project=project_name, id=task_id)
         self._task_name = task_name
-        self._id = task_id
-        self._is_id_chosen = task_id is None
         self._offline = offline
         self._options = options
         self._folder: str | None = None
@@ -53,13 +62,7 @@ class ClearMLLogger(QueuedLogger):
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
         """Return a logger for tasks of a project. ClearML chooses the folder of its files."""
-        named: dict[str, Any] = {} if project is None else {"project_name": project}
-        return cls(**{**named, **options})
-
-    @property
-    def name(self) -> str | None:
-        """The project."""
-        return self._project
+        return cls(**{**({} if project is None else {"project_name": project}), **options})
 
     @property
     def log_dir(self) -> str | None:
@@ -70,21 +73,10 @@ class ClearMLLogger(QueuedLogger):
         clearml = require_package("clearml", purpose="ClearMLLogger")
         if clearml.Task.is_offline() != self._offline:
             clearml.Task.set_offline(self._offline)
-        if self._offline:
-            self._id = None
-        options: dict[str, Any] = {
-            "project_name": self._project,
-            "task_name": self._task_name or run.run_name or "run",
-            "reuse_last_task_id": False,
-            "auto_connect_arg_parser": False,
-            "auto_connect_frameworks": False,
-            "auto_connect_streams": False,
-            "auto_resource_monitoring": False,
-        }
-        if self._id is not None:
-            options["continue_last_task"] = self._id
-        self._experiment = clearml.Task.init(**{**options, **self._options})
-        if self._id is not None:
+        known = {} if self._offline or self._id is None else {"continue_last_task": self._id}
+        named = {"project_name": self._project, "task_name": self._task_name or run.run_name or "run"}
+        self._experiment = clearml.Task.init(**{**_QUIET, **named, **known, **self._options})
+        if known:
             self._experiment.set_initial_iteration(0)  # else ClearML adds the last one to every step
         self._id = self._experiment.id
         self._folder = str(self._experiment.get_offline_mode_folder()) if self._offline else None
@@ -93,10 +85,9 @@ class ClearMLLogger(QueuedLogger):
         return {} if self._offline else super().state_dict()
 
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
-        logger = self._experiment.get_logger()
         for key, value in metrics.items():
             if math.isfinite(value):
-                logger.report_scalar(*_title(key), value, step)
+                self._experiment.get_logger().report_scalar(*_title(key), value, step)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         self._experiment.update_parameters({f"General/{key}": value for key, value in flatten(params).items()})
@@ -111,9 +102,8 @@ class ClearMLLogger(QueuedLogger):
         self._experiment.get_logger().report_table(*_title(key), step, table_plot=[columns, *rows])
 
     def _write_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
-        self._experiment.upload_artifact(
-            path.name, artifact_object=path, metadata={"aliases": ", ".join(aliases)}, wait_on_upload=True
-        )
+        about = {"aliases": ", ".join(aliases)}
+        self._experiment.upload_artifact(path.name, artifact_object=path, metadata=about, wait_on_upload=True)
 
     def _flush(self) -> None:
         self._experiment.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +12,8 @@ from trainwright.loggers.logger import Logger, RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
 
 # Comet records much by itself; a logger records what it is given.
-_QUIET: Mapping[str, Any] = {
-    "auto_metric_logging": False,
-    "auto_param_logging": False,
-    "auto_output_logging": False,
-    "parse_args": False,
+_QUIET = {
+    **dict.fromkeys(("auto_metric_logging", "auto_param_logging", "auto_output_logging", "parse_args"), False),
     "display_summary_level": 0,
 }
 
@@ -54,41 +50,21 @@ class CometLogger(QueuedLogger):
         log_model: Literal["all"] | bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(prefix=prefix or "", log_model=log_model)
-        self._api_key = api_key
-        self._workspace = workspace
-        self._project = project
-        self._id = experiment_key
-        self._is_id_chosen = experiment_key is None
+        super().__init__(prefix=prefix or "", log_model=log_model, project=project, id=experiment_key)
+        self._started = {"api_key": api_key, "workspace": workspace, "project": project, "online": online}
         self._mode = mode
-        self._online = online
         self._options = options
-        self._has_run = False  # the experiment exists
 
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
         """Return a logger for runs of a project; offline files are written into the folder `comet`."""
         return cls(**{"project": project, "offline_directory": str(root_dir / "comet"), **options})
 
-    @property
-    def name(self) -> str | None:
-        """The project."""
-        return self._project
-
     def _open(self, run: RunInfo) -> None:
         comet = require_package("comet_ml", purpose="CometLogger", install="comet-ml")
-        options = {**_QUIET, "name": run.run_name, **self._options}
-        is_known = self._id is not None and (self._resumes or self._has_run)
-        self._experiment = comet.start(
-            api_key=self._api_key,
-            workspace=self._workspace,
-            project=self._project,
-            experiment_key=self._id,
-            mode="get" if is_known else self._mode,
-            online=self._online,
-            experiment_config=comet.ExperimentConfig(**options),
-        )
-        self._has_run = True
+        config = comet.ExperimentConfig(**{**_QUIET, "name": run.run_name, **self._options})
+        mode = "get" if self._exists else self._mode
+        self._experiment = comet.start(**self._started, experiment_key=self._id, mode=mode, experiment_config=config)
         self._id = self._experiment.get_key()
 
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
@@ -113,7 +89,7 @@ class CometLogger(QueuedLogger):
         self._experiment.log_model(path.name, str(path), metadata={"aliases": list(aliases)})
 
     def _flush(self) -> None:
-        if self._online is not False:
+        if self._started["online"] is not False:
             self._experiment.flush()
 
     def _close(self, status: Status) -> None:

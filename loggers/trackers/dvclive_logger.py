@@ -24,8 +24,8 @@ class DVCLiveLogger(QueuedLogger):
         prefix: put before the name of each metric, with a dash. Default: `""`.
         log_model: record checkpoints as artifacts: `"all"`: each; True: the last one, at the end; False: none. Needs a
             DVC repository. Default: False.
-        save_dvc_exp: save a DVC experiment at the end. Needs a DVC repository. Default: False.
-        options: of `dvclive.Live`, for example `exp_name`, `report`.
+        options: of `dvclive.Live`, for example `exp_name`, `report`, and `save_dvc_exp` (here False by default), which
+            needs a DVC repository.
     """
 
     def __init__(
@@ -33,13 +33,11 @@ class DVCLiveLogger(QueuedLogger):
         dir: str | os.PathLike[str] | None = None,
         prefix: str = "",
         log_model: Literal["all"] | bool = False,
-        save_dvc_exp: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(prefix=prefix, log_model=log_model)
         self._dir = None if dir is None else Path(dir)
-        self._options = {"save_dvc_exp": save_dvc_exp, "dvcyaml": None, **options}
-        self._has_run = False
+        self._options = options
 
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
@@ -51,26 +49,23 @@ class DVCLiveLogger(QueuedLogger):
         """The folder; None until it is known."""
         return None if self._dir is None else str(self._dir)
 
-    @property
-    def save_dir(self) -> str | None:
-        return self.log_dir
+    save_dir = log_dir
 
     def _open(self, run: RunInfo) -> None:
         dvclive = require_package("dvclive", purpose="DVCLiveLogger")
         self._dir = run.root_dir / "dvclive" if self._dir is None else self._dir
         self._id = self._dir.name
-        resume = self._resumes or self._has_run
-        self._experiment = dvclive.Live(dir=str(self._dir), **{"resume": resume, **self._options})
-        self._has_run = True
+        options = {"save_dvc_exp": False, "dvcyaml": None, "resume": self._exists, **self._options}
+        self._experiment = dvclive.Live(dir=str(self._dir), **options)
 
     def _last_steps(self) -> Mapping[str, int]:
         folder = Path(self.log_dir or ".", "plots", "metrics")
-        steps: dict[str, int] = {}
-        for path in folder.rglob("*.tsv"):
-            lines = path.read_text().splitlines()
-            if len(lines) > 1:
-                steps[path.relative_to(folder).with_suffix("").as_posix()] = int(lines[-1].split("\t")[0])
-        return steps
+        files = {path: path.read_text().splitlines()[1:] for path in folder.rglob("*.tsv")}
+        return {
+            path.relative_to(folder).with_suffix("").as_posix(): int(lines[-1].split("\t")[0])
+            for path, lines in files.items()
+            if lines
+        }
 
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
         self._experiment.step = step

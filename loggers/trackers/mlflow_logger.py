@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,15 +52,12 @@ class MLFlowLogger(QueuedLogger):
         artifact_location: str | None = None,
         run_id: str | None = None,
     ) -> None:
-        super().__init__(prefix=prefix, log_model=log_model)
-        self._name = experiment_name
+        super().__init__(prefix=prefix, log_model=log_model, project=experiment_name, id=run_id)
         self._run_name = run_name
         self._uri = tracking_uri
         self._tags = dict(tags or {})
         self._save_dir = None if save_dir is None else Path(save_dir)
         self._artifact_location = artifact_location
-        self._id = run_id
-        self._is_id_chosen = run_id is None
         self._experiment_id: str | None = None
         self._params: dict[str, Any] = {}
 
@@ -74,23 +72,11 @@ class MLFlowLogger(QueuedLogger):
         return self._experiment_id
 
     @property
-    def run_id(self) -> str | None:
-        """The run's id; None until it is known."""
-        return self._id
-
-    @property
-    def experiment_id(self) -> str | None:
-        """The id of the experiment; None until it is known."""
-        return self._experiment_id
-
-    @property
-    def save_dir(self) -> str | None:
-        return None if self._uri is not None or self._save_dir is None else str(self._save_dir)
-
-    @property
     def log_dir(self) -> str | None:
         """The folder of the store; None for a server."""
-        return self.save_dir
+        return None if self._uri is not None or self._save_dir is None else str(self._save_dir)
+
+    experiment_id, run_id, save_dir = name, QueuedLogger.version, log_dir
 
     def _open(self, run: RunInfo) -> None:
         tracking = require_package("mlflow.tracking", purpose="MLFlowLogger")
@@ -110,10 +96,9 @@ class MLFlowLogger(QueuedLogger):
             self._params = dict(found.data.params)
             client.update_run(self._id, status="RUNNING")
         else:
-            held = client.get_experiment_by_name(self._name)
-            self._experiment_id = (
-                client.create_experiment(self._name, artifact_location=location) if held is None else held.experiment_id
-            )
+            held = client.get_experiment_by_name(self._project)
+            create = partial(client.create_experiment, self._project, artifact_location=location)
+            self._experiment_id = create() if held is None else held.experiment_id
             name = self._run_name if self._run_name is not None else run.run_name
             self._id = client.create_run(self._experiment_id, tags=self._tags, run_name=name).info.run_id
         self._experiment = client
@@ -148,10 +133,8 @@ class MLFlowLogger(QueuedLogger):
 
     def _write_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
         folder = f"checkpoints/{path.name}"
-        if path.is_dir():
-            self._experiment.log_artifacts(self._id, str(path), folder)
-        else:
-            self._experiment.log_artifact(self._id, str(path), folder)
+        send = self._experiment.log_artifacts if path.is_dir() else self._experiment.log_artifact
+        send(self._id, str(path), folder)
         if aliases:
             self._experiment.log_text(self._id, json.dumps(list(aliases)), f"{folder}/aliases.json")
 

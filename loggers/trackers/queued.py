@@ -9,6 +9,7 @@ import queue
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from time import time as _now
 from typing import Any, ClassVar, Literal
@@ -31,12 +32,16 @@ class QueuedLogger(Logger):
     call, with one warning; `finish` reports how many were dropped. After an error of the backend nothing more is
     written, and every later call raises the error until `finish`. `finish` waits for the queue.
 
-    A sub-class implements `_open`, `_write_metrics`, `_close`, and the other `_write_` methods that its backend has.
-    All but `_open` and `_last_steps` are called in the thread. It sets `_experiment` in `_open`.
+    A sub-class defines the abstract methods, and those of the following that its backend supports:
+    `_write_image(key, pixels, step)` with pixels H×W×C of 1, 3 or 4 channels, `_write_text(key, text, step)`,
+    `_write_table(key, columns, rows, step)`, `_write_checkpoint(path, aliases)`. The thread calls all but `_open` and
+    `_last_steps`.
 
     Args:
         prefix: put before the name of each metric, with a dash. Default: `""`.
         log_model: upload checkpoints: `"all"`: each; True: the last one, at the end; False: none. Default: False.
+        project: the logger's `name`. Default: None.
+        id: the run to continue; a checkpoint cannot change it. Default: None.
 
     Attributes:
         capacity: the number of calls that the queue holds. Default: 10,000.
@@ -46,61 +51,57 @@ class QueuedLogger(Logger):
 
     capacity: int = 10_000
     patience: float = 60.0
+    _closes_in_caller: ClassVar[bool] = False
+    _write_image: Any = None
+    _write_text: Any = None
+    _write_table: Any = None
+    _write_checkpoint: Any = None
 
-    def __init__(self, *, prefix: str = "", log_model: Literal["all"] | bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        prefix: str = "",
+        log_model: Literal["all"] | bool = False,
+        project: str | None = None,
+        id: str | None = None,
+    ) -> None:
         super().__init__(prefix=prefix)
         if log_model not in (True, False, "all"):
             raise ConfigurationError(f"{type(self).__name__}(log_model={log_model!r}): expected True, False or 'all'.")
         self._log_model = log_model
+        self._project = project
+        self._id = id
+        self._is_id_fixed = id is not None
         self._experiment: Any = None
         self._worker: _Worker | None = None
+        self._exists = False  # this logger, or the one that wrote the checkpoint, has opened the run before
         self._resumes = False  # a checkpoint's state has named the run
         self._floors: Mapping[str, int] = {}
         self._last_checkpoint: tuple[Path, tuple[str, ...]] | None = None
         self.dropped = 0
 
-    # For sub-classes
-
     @abstractmethod
     def _open(self, run: RunInfo) -> None:
-        """Open the run, or resume it, and set `_experiment`."""
+        """Open the run `_id`, or a new one, and set `_experiment` and `_id`."""
 
     @abstractmethod
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
         """Write values that were logged at the time `seconds`."""
 
+    @abstractmethod
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """Write nested dicts and lists of numbers, text and None. Default: nothing."""
-
-    def _write_image(self, key: str, pixels: Pixels, step: int) -> None:
-        """Write an image H×W×C, with 1, 3 or 4 channels. Default: not called."""
-
-    def _write_text(self, key: str, text: str, step: int) -> None:
-        """Write a text. Default: not called."""
-
-    def _write_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
-        """Write a table. Default: not called."""
-
-    def _write_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
-        """Upload a checkpoint's folder. Default: not called."""
-
-    def _flush(self) -> None:
-        """Write what the backend buffers. Default: nothing."""
+        """Write nested dicts and lists of numbers, text and None."""
 
     @abstractmethod
     def _close(self, status: Status) -> None:
         """Close the run."""
 
+    def _flush(self) -> None:
+        """Write what the backend buffers. Default: nothing."""
+
     def _last_steps(self) -> Mapping[str, int]:
         """Return the last step of each curve of the resumed run; earlier and equal steps are not written again."""
         return {}
-
-    _state_key: ClassVar[str] = "id"
-    _id: str | None = None
-    _is_id_chosen: bool = True
-    _closes_in_caller: ClassVar[bool] = False
-
-    # The contract
 
     def start(self, run: RunInfo) -> None:
         """Open the run. Blocks until the backend has answered.
@@ -114,7 +115,7 @@ class QueuedLogger(Logger):
             return
         self._open(run)
         self._floors = self._last_steps() if self._resumes else {}
-        self._resumes = False
+        self._exists, self._resumes = True, False
         self.dropped = 0
         self._worker = _Worker(type(self).__name__)
         super().start(run)
@@ -134,16 +135,14 @@ class QueuedLogger(Logger):
 
     def log_image(self, key: str, image: Any, step: int) -> None:
         """Queue the pixels of an image."""
-        if self._can("_write_image"):
-            self._put(self._write_image, key, to_pixels(image), int(step))
-        else:
-            super().log_image(key, image, step)
+        if self._write_image is None:
+            return super().log_image(key, image, step)
+        self._put(self._write_image, key, to_pixels(image), int(step))
 
     def log_figure(self, key: str, figure: Any, step: int) -> None:
         """Draw a matplotlib figure and queue its pixels."""
-        if not self._can("_write_image"):
-            super().log_figure(key, figure, step)
-            return
+        if self._write_image is None:
+            return super().log_figure(key, figure, step)
         from PIL import Image  # matplotlib needs it
 
         drawn = io.BytesIO()
@@ -152,10 +151,9 @@ class QueuedLogger(Logger):
 
     def log_text(self, key: str, text: str, step: int) -> None:
         """Queue a text."""
-        if self._can("_write_text"):
-            self._put(self._write_text, key, str(text), int(step))
-        else:
-            super().log_text(key, text, step)
+        if self._write_text is None:
+            return super().log_text(key, text, step)
+        self._put(self._write_text, key, str(text), int(step))
 
     def log_table(
         self,
@@ -166,9 +164,8 @@ class QueuedLogger(Logger):
         step: int | None = None,
     ) -> None:
         """Queue a table; a backend without tables gets a text in Markdown."""
-        if not self._can("_write_table"):
-            super().log_table(key, columns, data, dataframe, step)
-            return
+        if self._write_table is None:
+            return super().log_table(key, columns, data, dataframe, step)
         names, rows = cells(columns, data, dataframe)
         self._put(self._write_table, key, list(names), plain(rows), int(step or 0))
 
@@ -181,8 +178,7 @@ class QueuedLogger(Logger):
 
     def flush(self) -> None:
         """Queue a flush of the backend. It does not wait."""
-        if self._run is not None:
-            self._put(self._flush)
+        self._put(self._flush)
 
     def finish(self, status: Status) -> None:
         """Wait for the queue, at most `patience` seconds, and close the run; warn about calls that are lost."""
@@ -191,11 +187,15 @@ class QueuedLogger(Logger):
         worker, self._worker, self._run = self._worker, None, None
         atexit.unregister(self._finish_at_exit)
         if self._last_checkpoint is not None:
-            worker.calls.put((self._upload, self._last_checkpoint))
+            worker.calls.put((partial(self._upload, *self._last_checkpoint), False))
             self._last_checkpoint = None
-        lost = worker.end(None if self._closes_in_caller else lambda: self._close(status), self.patience)
+        close = partial(self._close, status)
+        worker.calls.put(((lambda: None) if self._closes_in_caller else close, True))
+        worker.join(self.patience)
+        worker.is_abandoned = worker.is_alive()
+        lost = max(worker.calls.qsize(), 1) if worker.is_abandoned else 0
         if self._closes_in_caller and not lost:
-            self._close(status)
+            close()
         if lost or self.dropped:
             self.warn_once(
                 f"{type(self).__name__}: {lost + self.dropped} calls are lost: the queue was full for {self.dropped}, "
@@ -205,15 +205,15 @@ class QueuedLogger(Logger):
             raise worker.error
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._id is None else {self._state_key: self._id}
+        return {} if self._id is None else {"id": self._id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume the run that `state` came from, unless another one was requested. Call it before `start`."""
-        found = state.get(self._state_key)
-        if found is None or (not self._is_id_chosen and found != self._id):
+        found = state.get("id")
+        if found is None or (self._is_id_fixed and found != self._id):
             return
         if self._run is None:
-            self._id, self._resumes = found, True
+            self._id, self._exists, self._resumes = found, True, True
         elif found != self._id:
             self.warn_once(
                 f"the checkpoint belongs to the run {found!r} of {type(self).__name__}, but the run {self._id!r} is "
@@ -223,15 +223,17 @@ class QueuedLogger(Logger):
             self._floors = self._last_steps()
 
     @property
+    def name(self) -> str | None:
+        """The project."""
+        return self._project
+
+    @property
     def version(self) -> str | None:
         """The run's id; None until it is known."""
         return self._id
 
     def _backend(self) -> Any:
         return self._experiment
-
-    def _can(self, method: str) -> bool:
-        return getattr(type(self), method) is not getattr(QueuedLogger, method)
 
     def _upload(self, path: Path, aliases: tuple[str, ...]) -> None:
         try:
@@ -248,7 +250,7 @@ class QueuedLogger(Logger):
         if worker.error is not None:
             raise worker.error
         if worker.calls.qsize() < self.capacity:
-            worker.calls.put((call, values))
+            worker.calls.put((partial(call, *values), False))
             return
         self.dropped += 1
         self.warn_once(
@@ -272,39 +274,22 @@ def to_image(pixels: Pixels) -> Any:
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
-class _Worker:
-    """A daemon thread that makes queued calls until the first error or the end."""
+class _Worker(threading.Thread):
+    """A daemon thread that makes queued calls until the first error, and then the last call."""
 
     def __init__(self, name: str) -> None:
-        self.calls: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        super().__init__(name=name, daemon=True)
+        self.calls: queue.SimpleQueue[tuple[Callable[[], None], bool]] = queue.SimpleQueue()
         self.error: Exception | None = None
-        self._close: Callable[[], None] | None = None
-        self._abandoned = False
-        self._is_busy = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.is_abandoned = False
+        self.start()
 
-    def end(self, close: Callable[[], None] | None, patience: float) -> int:
-        """Finish all calls and close the run; return the number of calls that were not made in time."""
-        self._close = close
-        self.calls.put(None)
-        self._thread.join(patience)
-        if not self._thread.is_alive():
-            return 0
-        self._abandoned = True
-        return max(self.calls.qsize() - 1, 0) + self._is_busy
-
-    def _run(self) -> None:
-        while (item := self.calls.get()) is not None and not self._abandoned:
-            if self.error is None:
-                self._call(item[0], *item[1])
-        if self._close is not None and not self._abandoned:
-            self._call(self._close)
-
-    def _call(self, call: Callable[..., None], *values: Any) -> None:
-        self._is_busy = True
-        try:
-            call(*values)
-        except Exception as error:  # noqa: BLE001  # whatever a backend raises, the caller gets it
-            self.error = self.error or error
-        self._is_busy = False
+    def run(self) -> None:
+        is_last = False
+        while not is_last and not self.is_abandoned:
+            call, is_last = self.calls.get()
+            try:
+                if is_last or self.error is None:
+                    call()
+            except Exception as error:  # noqa: BLE001  # whatever a backend raises, the caller gets it
+                self.error = self.error or error

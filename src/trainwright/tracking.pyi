@@ -5,6 +5,8 @@ from trainwright.accelerator.trackers import CometMLTracker as CometMLTracker
 from trainwright.accelerator.trackers import DVCLiveTracker as DVCLiveTracker
 from trainwright.accelerator.trackers import GeneralTracker as GeneralTracker
 from trainwright.accelerator.trackers import MLflowTracker as MLflowTracker
+from trainwright.accelerator.trackers import SwanLabTracker as SwanLabTracker
 from trainwright.accelerator.trackers import TensorBoardTracker as TensorBoardTracker
+from trainwright.accelerator.trackers import TrackioTracker as TrackioTracker
 from trainwright.accelerator.trackers import WandBTracker as WandBTracker
 from trainwright.core.names.constants import LoggerType as LoggerType

@@ -96,7 +96,15 @@ def run(tmp_path: Path) -> RunInfo:
 
 
 def test_every_registered_logger_is_under_the_contract() -> None:
-    assert set(LOGGERS) == {*CASES, "mlflow", "comet_ml", "clearml", "dvclive"}  # tests/loggers/trackers has theirs
+    assert set(LOGGERS) == {
+        *CASES,
+        "mlflow",
+        "comet_ml",
+        "clearml",
+        "dvclive",
+        "trackio",
+        "swanlab",
+    }  # tests/loggers/trackers has theirs
 
 
 def test_what_is_logged_can_be_read_back(case: Case, run: RunInfo) -> None:

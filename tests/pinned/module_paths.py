@@ -29,7 +29,8 @@ _HOMES = {
     "strategies.deepspeed.hf_config": "HfDeepSpeedConfig",
     "accelerator.prepared.free_loaders": "DataLoaderDispatcher DataLoaderShard prepare_data_loader",
     "accelerator.trackers": (
-        "ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker TensorBoardTracker WandBTracker"
+        "ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker TensorBoardTracker "
+        "TrackioTracker WandBTracker"
     ),
     "accelerator.logging": "MultiProcessAdapter get_logger on_main_process tqdm",
     "core.names.constants": (
@@ -123,8 +124,8 @@ PATHS: dict[str, str] = {
     "scheduler": "AcceleratedScheduler",
     "state": "AcceleratorState GradientState PartialState",
     "tracking": (
-        "ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LoggerType MLflowTracker TensorBoardTracker "
-        "WandBTracker get_logger on_main_process"
+        "ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LoggerType MLflowTracker SwanLabTracker "
+        "TensorBoardTracker TrackioTracker WandBTracker get_logger on_main_process"
     ),
     "utils": " ".join([*_UTILS.values(), "tqdm"]),
     **{f"utils.{name}": names for name, names in _UTILS.items()},

@@ -6,7 +6,7 @@ import inspect
 import math
 import numbers
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,9 @@ class GeneralTracker:
         """Write everything and close the run; `end_training` calls it. Default: nothing."""
 
 
+_CLASSES: dict[LoggerType, type[LoggerTracker]] = {}
+
+
 class LoggerTracker(GeneralTracker):
     """A logger of `trainwright.loggers` as a tracker. The sub-classes are one for each kind of logger.
 
@@ -63,6 +66,11 @@ class LoggerTracker(GeneralTracker):
         logging_dir: folder of the project. Default: None, which is the current one.
         options: of the library: what `init_kwargs` of `init_trackers` contains for this tracker.
     """
+
+    def __init_subclass__(cls, kind: LoggerType | None = None, requires_folder: bool = False) -> None:
+        if kind is not None:
+            cls.name, cls.requires_logging_directory = kind.value, requires_folder
+            _CLASSES[kind] = cls
 
     def __init__(self, run_name: str, logging_dir: str | None = None, **options: Any) -> None:
         self.run_name = run_name
@@ -87,16 +95,7 @@ class LoggerTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
-        """Record values.
-
-        Args:
-            values: numbers, tensors with one element, texts, and mappings of them.
-            step: of the curves. Default: the one after the last one.
-            kwargs: not supported.
-
-        Raises:
-            ConfigurationError: there are `kwargs`.
-        """
+        """Record values at a step; None: the one after the last one. Any `kwargs` are a ConfigurationError."""
         if kwargs:
             raise ConfigurationError(
                 f"log_kwargs={{{self.name!r}: {kwargs!r}}} is not supported. Call the library's own method: "
@@ -104,34 +103,24 @@ class LoggerTracker(GeneralTracker):
             )
         self._step = self._step + 1 if step is None else int(step)
         metrics: dict[str, float] = {}
-        self._sort(values, "", metrics)
-        if metrics:
-            self.logger.log_metrics(metrics, self._step)
-
-    def _sort(self, values: Mapping[str, Any], prefix: str, metrics: dict[str, float]) -> None:
-        """Add the numbers to `metrics`, and record the texts."""
-        for key, value in values.items():
-            name = f"{prefix}{key}"
+        for name, value in _flat(values):
             has_one = isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1
             if has_one or isinstance(value, numbers.Real):
                 metrics[name] = float(value.item() if has_one else value)
             elif isinstance(value, str):
                 self.logger.log_text(name, value, self._step)
-            elif isinstance(value, Mapping):
-                self._sort(value, f"{name}/", metrics)
             else:
                 self.logger.warn_once(f"{self.name} cannot log {name!r}, a {type(value).__name__}; it is left out.")
-
-    def _at(self, step: int | None) -> int:
-        return max(self._step, 0) if step is None else step
+        if metrics:
+            self.logger.log_metrics(metrics, self._step)
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
         """Record images: names and lists of images, or arrays of them; see `Logger.log_image`. Options do nothing."""
-        del kwargs
+        at = max(self._step, 0) if step is None else step
         for key, images in values.items():
             for index, image in enumerate(images):
-                self.logger.log_image(key if len(images) == 1 else f"{key}/{index}", image, self._at(step))
+                self.logger.log_image(key if len(images) == 1 else f"{key}/{index}", image, at)
 
     @on_main_process
     def log_table(
@@ -144,8 +133,8 @@ class LoggerTracker(GeneralTracker):
         **kwargs: object,
     ) -> None:
         """Record a table: `columns` with rows of `data`, or a pandas frame. Options do nothing."""
-        del kwargs
-        self.logger.log_table(table_name, columns, data, dataframe, self._at(step))
+        at = max(self._step, 0) if step is None else step
+        self.logger.log_table(table_name, columns, data, dataframe, at)
 
     @on_main_process
     def finish(self) -> None:
@@ -153,56 +142,44 @@ class LoggerTracker(GeneralTracker):
         self.logger.finish("success")
 
 
-class TensorBoardTracker(LoggerTracker):
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+class TensorBoardTracker(LoggerTracker, kind=LoggerType.TENSORBOARD, requires_folder=True):
     """TensorBoard: event files in `logging_dir/run_name`; options are those of `SummaryWriter`."""
 
-    name = LoggerType.TENSORBOARD.value
-    requires_logging_directory = True
 
-
-class WandBTracker(LoggerTracker):
+class WandBTracker(LoggerTracker, kind=LoggerType.WANDB):
     """Weights & Biases: `run_name` is the project; options are those of `WandbLogger` and `wandb.init`."""
 
-    name = LoggerType.WANDB.value
-    requires_logging_directory = False
 
-
-class CometMLTracker(LoggerTracker):
+class CometMLTracker(LoggerTracker, kind=LoggerType.COMETML):
     """Comet: `run_name` is the project; options are those of `CometLogger`."""
 
-    name = LoggerType.COMETML.value
-    requires_logging_directory = False
 
-
-class MLflowTracker(LoggerTracker):
+class MLflowTracker(LoggerTracker, kind=LoggerType.MLFLOW):
     """MLflow: `run_name` is the experiment; options are those of `MLFlowLogger`."""
 
-    name = LoggerType.MLFLOW.value
-    requires_logging_directory = False
 
-
-class ClearMLTracker(LoggerTracker):
+class ClearMLTracker(LoggerTracker, kind=LoggerType.CLEARML):
     """ClearML: `run_name` is the project; options are those of `ClearMLLogger` and `Task.init`."""
 
-    name = LoggerType.CLEARML.value
-    requires_logging_directory = False
 
-
-class DVCLiveTracker(LoggerTracker):
+class DVCLiveTracker(LoggerTracker, kind=LoggerType.DVCLIVE):
     """DVCLive: files in `dvclive/run_name` of the folder; options are those of `DVCLiveLogger` and `dvclive.Live`."""
 
-    name = LoggerType.DVCLIVE.value
-    requires_logging_directory = False
+
+class TrackioTracker(LoggerTracker, kind=LoggerType.TRACKIO):
+    """Trackio: `run_name` is the project; options are those of `TrackioLogger` and `trackio.init`."""
 
 
-_CLASSES: dict[LoggerType, type[LoggerTracker]] = {
-    LoggerType.TENSORBOARD: TensorBoardTracker,
-    LoggerType.WANDB: WandBTracker,
-    LoggerType.COMETML: CometMLTracker,
-    LoggerType.MLFLOW: MLflowTracker,
-    LoggerType.CLEARML: ClearMLTracker,
-    LoggerType.DVCLIVE: DVCLiveTracker,
-}
+class SwanLabTracker(LoggerTracker, kind=LoggerType.SWANLAB):
+    """SwanLab: `run_name` is the project; options are those of `SwanLabLogger` and `swanlab.init`."""
 
 
 _REQUIRED = ("name", "requires_logging_directory", "tracker")
@@ -215,30 +192,19 @@ def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | Gen
         MissingPackageError: the package of a tracker is not installed.
         ConfigurationError: an entry is unknown or incomplete, or needs the folder of the project, which is None.
     """
-    given: Any = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
     found: list[LoggerType | GeneralTracker] = []
-    for one in given:
+    for one in log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]:
         if isinstance(one, GeneralTracker):
             missing = [name for name in _REQUIRED if inspect.getattr_static(one, name, None) is None]
             if missing:
                 raise ConfigurationError(f"the tracker {type(one).__name__} has no {', no '.join(missing)}. Add it.")
             found.append(one)
         elif one == LoggerType.ALL:
-            found += [kind for kind in _CLASSES if _usable(kind, folder) and kind not in found]
+            found += [kind for kind in _CLASSES if _reason_against(kind, folder) is None and kind not in found]
         elif isinstance(one, str) and one in LoggerType.list():
             kind = LoggerType(one)
-            if kind not in _CLASSES:
-                raise ConfigurationError(f"log_with={kind.value!r} is not supported. {_ADVICE.get(kind, '')}")
-            if find_spec(kind.value) is None:
-                raise MissingPackageError(
-                    f"log_with={kind.value!r} needs a package that is not installed. Run: pip install "
-                    f"{kind.value.replace('_', '-')}"
-                )
-            if _CLASSES[kind].requires_logging_directory and folder is None:
-                raise ConfigurationError(
-                    f"log_with={kind.value!r} needs a folder. Pass project_dir='…', or "
-                    "project_config=ProjectConfiguration(logging_dir='…')."
-                )
+            if (error := _reason_against(kind, folder)) is not None:
+                raise error
             found += [kind] if kind not in found else []
         else:
             check_owner(one)
@@ -247,16 +213,24 @@ def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | Gen
     return found
 
 
-_ADVICE = {
-    LoggerType.AIM: "Aim's own reader did not find what was written; sub-class GeneralTracker to use it.",
-    LoggerType.TRACKIO: "Sub-class GeneralTracker to use it.",
-    LoggerType.SWANLAB: "Sub-class GeneralTracker to use it.",
-}
-
-
-def _usable(kind: LoggerType, folder: str | None) -> bool:
-    needs_folder = _CLASSES[kind].requires_logging_directory
-    return find_spec(kind.value) is not None and (folder is not None or not needs_folder)
+def _reason_against(kind: LoggerType, folder: str | None) -> Exception | None:
+    """Return the error that prevents the use of a tracker, or None."""
+    if kind not in _CLASSES:
+        return ConfigurationError(
+            "log_with='aim' is not supported: Aim's own reader does not find what was written. Sub-class "
+            "GeneralTracker to use it."
+        )
+    if find_spec(kind.value) is None:
+        package = kind.value.replace("_", "-")
+        return MissingPackageError(
+            f"log_with={kind.value!r} needs a package that is not installed. Run: pip install {package}"
+        )
+    if _CLASSES[kind].requires_logging_directory and folder is None:
+        return ConfigurationError(
+            f"log_with={kind.value!r} needs a folder. Pass project_dir='…', or "
+            "project_config=ProjectConfiguration(logging_dir='…')."
+        )
+    return None
 
 
 class LoopTrackers:

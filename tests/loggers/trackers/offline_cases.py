@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import Accelerator, Trainer
-from trainwright.loggers import ClearMLLogger, CometLogger, DVCLiveLogger, MLFlowLogger
+from trainwright.loggers import ClearMLLogger, CometLogger, DVCLiveLogger, MLFlowLogger, SwanLabLogger, TrackioLogger
 from trainwright.loggers.logger import RunInfo
 
 pytestmark = [
@@ -59,6 +59,34 @@ def dvclive_points(logger: Any, folder: Path, name: str) -> Points:
     return [(int(step), float(value)) for step, value in rows]
 
 
+def trackio_rows(logger: Any) -> list[dict[str, Any]]:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    return SQLiteStorage.get_logs(logger.name, logger.version)
+
+
+def trackio_points(logger: Any, folder: Path, name: str) -> Points:
+    return [(row["step"], row[name]) for row in trackio_rows(logger) if name in row]
+
+
+def swanlab_records(folder: Path) -> list[Any]:
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    records = []
+    for path in sorted(folder.glob("*/*.swanlab"), key=lambda path: path.stat().st_mtime_ns):
+        reader = DataStoreReader()
+        reader.open(path)
+        records += [Record.FromString(data) for data in reader]
+        reader.close()
+    return records
+
+
+def swanlab_points(logger: Any, folder: Path, name: str) -> Points:
+    found = [one.scalar for one in swanlab_records(folder) if one.HasField("scalar")]
+    return [(one.step, one.value.number) for one in found if one.key == name]
+
+
 @dataclass
 class Case:
     """One tracker: how it is made offline, and how its points are read back."""
@@ -77,6 +105,8 @@ CASES = {
         comet_points,
     ),
     "dvclive": Case(lambda folder, **options: DVCLiveLogger(folder, **options), dvclive_points),
+    "trackio": Case(lambda folder, **options: TrackioLogger(f"p{folder.name}"[:60], **options), trackio_points),
+    "swanlab": Case(lambda folder, **options: SwanLabLogger(log_dir=folder, mode="offline", **options), swanlab_points),
 }
 REASON = "the tracker's library writes the files that are read"
 
@@ -143,7 +173,9 @@ def test_a_resumed_run_continues_the_same_curves(case: Case, tmp_path: Path) -> 
     second.load_state_dict(state)
     _started(second, tmp_path)
     assert second.version == first.version
-    for step in range(5 if isinstance(second, CometLogger) else 3, 7):  # an offline experiment cannot be read
+    for step in range(
+        5 if isinstance(second, (CometLogger, SwanLabLogger)) else 3, 7
+    ):  # an offline experiment cannot be read
         second.log_metrics({"loss": 2.0}, step)
     second.finish("success")
     expected = [*((step, 1.0) for step in range(1, 5)), (5, 2.0), (6, 2.0)]
@@ -267,6 +299,40 @@ def test_clearml_writes_an_offline_session(tmp_path: Path, monkeypatch: pytest.M
     assert "hello" in (folder / "log.jsonl").read_text()
 
 
+@pytest.mark.requires("trackio", REASON)
+def test_trackio_holds_parameters_and_media(tmp_path: Path) -> None:
+    from trackio.sqlite_storage import SQLiteStorage
+    from trackio.utils import MEDIA_DIR
+
+    logger = TrackioLogger("media", "night")
+    _log_media(logger, tmp_path)
+    logger.finish("success")
+    config = SQLiteStorage.get_run_config("media", "night")
+    assert (config["lr"], config["net/width"]) == (0.1, 4)
+    found = {key: value for row in trackio_rows(logger) for key, value in row.items()}
+    assert found["note"] == "hello"
+    assert found["rows"]["_value"] == [{"a": 1, "b": "x"}]
+    for name in ("digit", "gray", "figure"):
+        assert (MEDIA_DIR / found[name]["file_path"]).exists()
+
+
+@pytest.mark.requires("swanlab", REASON)
+def test_swanlab_holds_parameters_and_media(tmp_path: Path) -> None:
+    logger = SwanLabLogger("digits", "night", log_dir=tmp_path / "logs", mode="offline")
+    _log_media(logger, tmp_path)
+    logger.finish("failed")
+    (folder,) = (tmp_path / "logs").glob("run-*")
+    config = yaml.safe_load((folder / "files/config.yaml").read_text())
+    assert (config["lr"]["value"], config["net/width"]["value"]) == (0.1, 4)
+    texts = {path.read_text() for path in (folder / "media/text").iterdir()}
+    assert "hello" in texts
+    assert any(text.startswith("| a | b |") for text in texts)
+    assert len(list((folder / "media/image").iterdir())) == 3
+    records = swanlab_records(tmp_path / "logs")
+    assert [one.start.project for one in records if one.HasField("start")] == ["digits"]
+    assert sum(one.HasField("finish") for one in records) == 1
+
+
 @pytest.mark.requires("mlflow", REASON)
 def test_a_trainer_logs_to_mlflow_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(
@@ -290,6 +356,8 @@ def test_a_trainer_logs_to_mlflow_by_name(tmp_path: Path, monkeypatch: pytest.Mo
         pytest.param("mlflow", {}, marks=pytest.mark.requires("mlflow", REASON)),
         pytest.param("comet_ml", {"online": False}, marks=pytest.mark.requires("comet_ml", REASON)),
         pytest.param("dvclive", {}, marks=pytest.mark.requires("dvclive", REASON)),
+        pytest.param("trackio", {}, marks=pytest.mark.requires("trackio", REASON)),
+        pytest.param("swanlab", {"mode": "offline"}, marks=pytest.mark.requires("swanlab", REASON)),
     ],
 )
 def test_a_tracker_of_a_user_written_loop(name: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -299,6 +367,8 @@ def test_a_tracker_of_a_user_written_loop(name: str, options: dict[str, Any], tm
     accelerator.log({"loss": 1})
     logger = accelerator.get_tracker(name).logger
     accelerator.end_training()
-    folder = {"mlflow": tmp_path, "comet_ml": tmp_path / "comet", "dvclive": tmp_path / "dvclive/project"}[name]
+    folder = {"mlflow": tmp_path, "comet_ml": tmp_path / "comet", "dvclive": tmp_path / "dvclive/project"}.get(
+        name, tmp_path / "swanlog"
+    )
     assert CASES[name].points(logger, folder, "loss") == [(3, 1.5), (4, 1.0)]
     assert CASES[name].points(logger, folder, "val/f1") == [(3, 0.5)]

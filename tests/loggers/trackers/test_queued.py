@@ -69,7 +69,7 @@ def _started(logger: Any, folder: Path) -> Any:
 
 def test_calls_are_written_in_order_and_then_the_run_is_closed(tmp_path: Path) -> None:
     logger = _started(Stub(prefix="a"), tmp_path)
-    thread = next(thread for thread in threading.enumerate() if thread is logger._worker._thread)
+    thread = next(thread for thread in threading.enumerate() if thread is logger._worker)
     logger.log_hyperparams({"net": {"sizes": (1, 2)}})
     for step in range(100):
         logger.log_metrics({"loss": torch.tensor(step)}, step)

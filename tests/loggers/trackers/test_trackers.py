@@ -20,7 +20,7 @@ REASON = "the tracker's library writes the files that are read"
     "package",
     [
         pytest.param(name, marks=pytest.mark.requires(name, REASON))
-        for name in ("mlflow", "comet_ml", "dvclive", "clearml")
+        for name in ("mlflow", "comet_ml", "dvclive", "clearml", "trackio", "swanlab")
     ],
 )
 def test_what_a_tracker_wrote_offline_is_read_back(package: str, tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_what_a_tracker_wrote_offline_is_read_back(package: str, tmp_path: Path)
     done = subprocess.run(
         [*command, str(Path(__file__).with_name("offline_cases.py")), "-k", words],
         cwd=ROOT,
-        env={**os.environ, "HOME": str(tmp_path)},
+        env={**os.environ, "HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio")},
         capture_output=True,
         text=True,
         timeout=250,

@@ -132,10 +132,7 @@ _ACCELERATE = {
         "convert_model has_transformer_engine_layers",
         "training in 8 bits is not supported; use mixed_precision='bf16'.",
     ),
-    **_each(
-        "AimTracker SwanLabTracker TrackioTracker",
-        "create a logger of trainwright.loggers, and call its log_metrics(values, step) and finish('success').",
-    ),
+    "AimTracker": "Aim's own reader does not find what was written; sub-class GeneralTracker to use it.",
     **_each(
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper",
         "prepare() returns the model and the optimizer; call accelerator.backward(loss) and optimizer.step().",

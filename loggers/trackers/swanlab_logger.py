@@ -1,0 +1,82 @@
+"""Metrics in SwanLab."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.errors import require_package
+from trainwright.loggers.hyperparams import flatten
+from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
+
+_STATES: dict[Status, str] = {"success": "success", "failed": "crashed", "interrupted": "aborted"}
+
+
+class SwanLabLogger(QueuedLogger):
+    """Logger for SwanLab, online or offline.
+
+    Offline, SwanLab writes a folder for `swanlab sync`. A resumed run continues the same id; offline it writes a
+    further folder for it. SwanLab has one open run in a process.
+
+    Args:
+        project: the project. Default: `"trainwright_logs"`.
+        name: the run's display name; None: the run's own name. Default: None.
+        id: the run to continue, or the id of a new one; None: SwanLab creates one. Default: None.
+        log_dir: folder of its files; None: `swanlog` in the run's root folder. Default: None.
+        prefix: put before the name of each metric, with a dash. Default: `""`.
+        options: of `swanlab.init`, for example `mode="offline"`, `workspace`, `tags`.
+    """
+
+    _closes_in_caller = True  # Run.finish restores signal handlers, which only the main thread can
+
+    def __init__(
+        self,
+        project: str = "trainwright_logs",
+        name: str | None = None,
+        id: str | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+        prefix: str = "",
+        **options: Any,
+    ) -> None:
+        super().__init__(prefix=prefix, project=project, id=id)
+        self._run_name = name
+        self._dir = None if log_dir is None else str(log_dir)
+        self._options = options
+
+    @classmethod
+    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
+        """Return a logger for runs of a project, with files in the folder `swanlog`."""
+        named = {} if project is None else {"project": project}
+        return cls(**{"log_dir": root_dir / "swanlog", **named, **options})
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the files of all runs; None until it is known."""
+        return self._dir
+
+    def _open(self, run: RunInfo) -> None:
+        swanlab = require_package("swanlab", purpose="SwanLabLogger")
+        self._dir = self._dir or str(run.root_dir / "swanlog")
+        known = {} if self._id is None else {"id": self._id, "resume": "allow"}
+        name = self._run_name or run.run_name
+        self._experiment = swanlab.init(
+            **{"project": self._project, "name": name, "log_dir": self._dir, **known, **self._options}
+        )
+        self._id = self._experiment.id
+
+    def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
+        self._experiment.log(metrics, step=step)
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        self._experiment.config.update(flatten(params))
+
+    def _write_image(self, key: str, pixels: Pixels, step: int) -> None:
+        self._experiment.log_image(key=key, data=to_image(pixels), step=step)
+
+    def _write_text(self, key: str, text: str, step: int) -> None:
+        self._experiment.log_text(key=key, data=text, step=step)
+
+    def _close(self, status: Status) -> None:
+        self._experiment.finish(_STATES[status], error=status if status == "failed" else None)

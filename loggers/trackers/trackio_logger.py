@@ -1,0 +1,70 @@
+"""Metrics in Trackio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.errors import require_package
+from trainwright.loggers.hyperparams import flatten
+from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
+
+
+class TrackioLogger(QueuedLogger):
+    """Logger for Trackio: a local SQLite file, a Space of Hugging Face, or a server.
+
+    Local files are in the folder of the environment variable TRACKIO_DIR, or Trackio's own. A run is resumed by its
+    name. Trackio stores no status of a run, and no hyper-parameters that are logged after the first metrics.
+
+    Args:
+        project: the project. Default: `"trainwright_logs"`.
+        name: the run's name; None: the run's own name, or one that Trackio creates. Default: None.
+        prefix: put before the name of each metric, with a dash. Default: `""`.
+        options: of `trackio.init`, for example `space_id`, `server_url`, `group`.
+    """
+
+    def __init__(
+        self, project: str = "trainwright_logs", name: str | None = None, prefix: str = "", **options: Any
+    ) -> None:
+        super().__init__(prefix=prefix, project=project)
+        self._run_name = name
+        self._options = options
+
+    @classmethod
+    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
+        """Return a logger for runs of a project. Trackio chooses the folder of its files."""
+        return cls(**{**({} if project is None else {"project": project}), **options})
+
+    def _open(self, run: RunInfo) -> None:
+        trackio = require_package("trackio", purpose="TrackioLogger")
+        options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False, **self._options}
+        name, resume = self._id or self._run_name or run.run_name, "allow" if self._exists else "never"
+        self._experiment = trackio.init(**{"project": self._project, "name": name, "resume": resume, **options})
+        self._id = self._experiment.name
+
+    def _last_steps(self) -> Mapping[str, int]:
+        storage = require_package("trackio.sqlite_storage", purpose="TrackioLogger").SQLiteStorage
+        rows = storage.get_logs(self._project, self._id)  # those of a server are not read
+        return {key: row["step"] for row in sorted(rows, key=lambda row: row["step"]) for key in row}
+
+    def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
+        self._experiment.log(metrics, step=step)
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        self._experiment.config.update(flatten(params))
+
+    def _write_image(self, key: str, pixels: Pixels, step: int) -> None:
+        image = require_package("trackio", purpose="TrackioLogger").Image(to_image(pixels))
+        self._experiment.log({key: image}, step=step)
+
+    def _write_text(self, key: str, text: str, step: int) -> None:
+        self._experiment.log({key: text}, step=step)
+
+    def _write_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        table = require_package("trackio", purpose="TrackioLogger").Table(columns=columns, data=rows)
+        self._experiment.log({key: table}, step=step)
+
+    def _close(self, status: Status) -> None:
+        self._experiment.finish()
