@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.runs import quiet_trainer
 from trainwright import Accelerator, Strategy, TensorBoardLogger, TensorParallelStrategy, Trainer
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError
 from trainwright.processes.partial_state import PartialState
 
 _DOCS = Path(__file__).parents[3] / "docs"
@@ -47,8 +47,6 @@ def test_the_logger_that_own_loops_are_sent_to_logs_without_a_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.warns(TrainwrightWarning, match="TensorBoardLogger, and call its log_metrics"):
-        Accelerator(cpu=True, log_with="tensorboard")
     logger = TensorBoardLogger()
     logger.log_metrics({"loss": 1.0}, 0)
     logger.finish("success")

@@ -150,7 +150,7 @@ def test_nothing_that_is_here_is_said_not_to_be_here() -> None:
 def test_the_table_knows_each_name_once() -> None:
     for library, names in ANSWERS.items():
         assert not set(names) & set(RENAMED[library])
-    parts = ("", ".accelerator", ".callbacks", ".cli", ".loggers", ".strategies", ".utilities")
+    parts = ("", ".accelerator", ".callbacks", ".cli", ".loggers", ".profilers", ".strategies", ".utilities")
     paths = {f"trainwright.{path}" for path in PATHS}
     assert {own for own in MODULES.values() if own} <= {f"trainwright{part}" for part in parts} | paths
 
