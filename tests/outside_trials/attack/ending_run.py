@@ -6,6 +6,7 @@ the script: whole to its last line and through the interpreter's end, without ha
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -15,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
+import torch._dynamo.utils
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainwright import Accelerator, TaskModule, Trainer
 
 torch.set_num_threads(1)
+# At exit it imports tabulate where that is installed, whose dataclass runs a string: Python then forgets that a
+# KeyboardInterrupt ended the program (it exits with 1 in place of SIGINT), as it does in any program with torch.
+atexit.unregister(torch._dynamo.utils.dump_compile_times)
 
 
 def serve() -> dict[str, Any]:
