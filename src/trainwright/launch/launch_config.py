@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
@@ -97,9 +98,7 @@ def _option(group: str, help: str, read: Callable[[str], Any] = str, variable: s
     return field(default=None, metadata={"option": Option("", group, help, read, variable, **more)})
 
 
-_HARDWARE, _PROCESSES, _NODES, _RESULTS = "hardware", "processes", "several machines", "output and restarts"
-_TRAINING, _COMPILE, _FSDP, _DEEPSPEED = "training", "compilation", "FSDP", "DeepSpeed"
-_MESH, _LATER = "parallelism", "not supported yet"
+_LATER = "not supported yet"
 _MEGATRON = "Megatron-LM is not supported; --use_parallelism_config splits layers"
 _TPU = "TPUs are not supported; delete it, and start the script on GPUs or with --cpu"
 _MPI = "start the script by mpirun itself, whose variables are read"
@@ -110,9 +109,12 @@ _OFFLOAD = "inputs of recomputed layers stay on the device; use --fsdp_activatio
 _FP8 = "training in 8 bits is not supported; use --mixed_precision bf16"
 
 
-# Options of `accelerate launch` that have no supported value, by the reason: their names, with `!` for a flag without a
-# value, and after `=` a value that requests nothing.
+# Options of `accelerate launch` that have no effect, by the reason for which values are refused; without one they are
+# accepted. Their names, with `!` for a flag without a value, and after `=` a value that requests nothing.
 _REFUSED = {
+    "": "use_xpu! no_tpu_cluster! same_network! parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
+    "parallelism_config_sp_backend parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable "
+    "parallelism_config_sp_attn_implementation",
     _IPEX: "ipex!",
     _TPU: "tpu! tpu_cluster! tpu_use_cluster! tpu_use_sudo! vm env main_training_function=main downcast_bf16!",
     _SECRET: "aws_access_key_id aws_secret_access_key",
@@ -134,83 +136,53 @@ _REFUSED = {
 }
 
 
-def _fsdp(help: str, read: Callable[[str], Any] = str, variable: str = "{}", choices: tuple[str, ...] = ()) -> Any:
-    return _option(_FSDP, help, read, variable, section="fsdp_config", choices=choices)
-
-
-def _deepspeed(help: str, read: Callable[[str], Any] = str, variable: str | None = "ACCELERATE_DEEPSPEED_{}") -> Any:
-    return _option(_DEEPSPEED, help, read, variable, section="deepspeed_config")
-
-
-def _mesh(help: str, later: str = "") -> Any:
-    return _option(_MESH, help, int, "{}", section="parallelism_config", later=later, harmless="1")
-
-
-def _unused(read: Callable[[str], Any] = str) -> Any:
-    """Return an option of sequences that are split, which is accepted because `*_size` refuses more than 1."""
-    return _option(_MESH, "Accepted.", read, section="parallelism_config")
-
-
-def _dynamo(help: str, read: Callable[[str], Any] = str) -> Any:
-    return _option(_COMPILE, help, read, "ACCELERATE_{}", section="dynamo_config")
+_hardware = partial(_option, "hardware")
+_processes = partial(_option, "processes")
+_nodes = partial(_option, "several machines")
+_results = partial(_option, "output and restarts")
+_training = partial(_option, "training", variable="ACCELERATE_{}")
+_dynamo = partial(_option, "compilation", variable="ACCELERATE_{}", section="dynamo_config")
+_fsdp = partial(_option, "FSDP", variable="{}", section="fsdp_config")
+_deepspeed = partial(_option, "DeepSpeed", variable="ACCELERATE_DEEPSPEED_{}", section="deepspeed_config")
+_hostfile = partial(_deepspeed, variable=None)
+_mesh = partial(_option, "parallelism", read=int, variable="{}", section="parallelism_config", harmless="1")
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
     """Options of `trainwright launch`, under the names of `accelerate launch`. A field that is None is not set."""
 
-    cpu: bool | None = _option(_HARDWARE, "Train on the CPU.", as_bool, "ACCELERATE_USE_CPU")
-    multi_gpu: bool | None = _option(_HARDWARE, "Use all GPUs of the machine, which is the default.", as_bool)
-    gpu_ids: str | None = _option(_HARDWARE, "Numbers of the GPUs to use, separated by commas, or 'all'.")
-    use_xpu: bool | None = _option(_HARDWARE, "Accepted: XPUs are found.", as_bool)
-    no_tpu_cluster: bool | None = _option(_HARDWARE, "Accepted: there is no TPU.", as_bool)
-    num_processes: int | None = _option(
-        _PROCESSES, "Processes on all machines. Default: one for each GPU; with --cpu 1.", int
+    cpu: bool | None = _hardware("Train on the CPU.", as_bool, "ACCELERATE_USE_CPU")
+    multi_gpu: bool | None = _hardware("Use all GPUs of the machine, which is the default.", as_bool)
+    gpu_ids: str | None = _hardware("Numbers of the GPUs to use, separated by commas, or 'all'.")
+    num_processes: int | None = _processes("Number on all machines. Default: one for each GPU; with --cpu 1.", int)
+    num_cpu_threads_per_process: int | None = _processes("Threads of torch in each process.", int, "OMP_NUM_THREADS")
+    enable_cpu_affinity: bool | None = _processes(
+        "Bind processes to the CPU cores beside their GPUs.", as_bool, "ACCELERATE_CPU_AFFINITY"
     )
-    num_cpu_threads_per_process: int | None = _option(
-        _PROCESSES, "Threads of torch in each process.", int, "OMP_NUM_THREADS"
+    num_machines: int | None = _nodes("Number of machines. Default: 1.", int)
+    machine_rank: int | None = _nodes("Rank of this machine, from 0.", int)
+    main_process_ip: str | None = _nodes("Address of the machine with rank 0.")
+    main_process_port: int | None = _nodes(
+        "Port of the machine with rank 0. On one machine, 0 chooses a free one.", int
     )
-    enable_cpu_affinity: bool | None = _option(
-        _PROCESSES, "Bind processes to the CPU cores beside their GPUs.", as_bool, "ACCELERATE_CPU_AFFINITY"
+    rdzv_backend: str | None = _nodes("How machines meet: 'static' or 'c10d'.", str.lower, choices=("static", "c10d"))
+    rdzv_conf: str | None = _nodes("Further options of the rendezvous: key=value, separated by commas.")
+    rdzv_id: str | None = _nodes("Name of the job, the same on all machines.")
+    max_restarts: int | None = _results("How often all processes start again after a failure. Default: 0.", int)
+    monitor_interval: float | None = _results("Seconds between two looks at the processes. Default: 0.1.", float)
+    log_dir: str | None = _results("Folder for the output of processes, a file for each.")
+    tee: str | None = _results("Which output is written to files and shown: 0 none, 1 stdout, 2 stderr, 3 both.")
+    role: str | None = _results("Name of the processes in the output. Default: 'default'.")
+    debug: bool | None = _results("Compare tensors of all processes in collectives.", as_bool, "ACCELERATE_DEBUG_MODE")
+    quiet: bool | None = _results("Accepted: the launcher has no traceback of its own.", as_bool)
+    mixed_precision: str | None = _training("Precision of models.", str.lower, choices=("no", "fp16", "bf16", "fp8"))
+    gradient_accumulation_steps: int | None = _deepspeed(
+        "Micro-batches of one optimizer step.", int, variable="ACCELERATE_{}"
     )
-    num_machines: int | None = _option(_NODES, "Number of machines. Default: 1.", int)
-    machine_rank: int | None = _option(_NODES, "Rank of this machine, from 0.", int)
-    main_process_ip: str | None = _option(_NODES, "Address of the machine with rank 0.")
-    main_process_port: int | None = _option(
-        _NODES, "Port of the machine with rank 0. 0 chooses a free one on one machine.", int
-    )
-    same_network: bool | None = _option(
-        _NODES, "Accepted: machines meet at the address of the machine with rank 0.", as_bool
-    )
-    rdzv_backend: str | None = _option(
-        _NODES, "How machines meet: 'static' or 'c10d'.", str.lower, choices=("static", "c10d")
-    )
-    rdzv_conf: str | None = _option(_NODES, "Further options of the rendezvous: key=value, separated by commas.")
-    rdzv_id: str | None = _option(_NODES, "Name of the job, the same on all machines.")
-    max_restarts: int | None = _option(
-        _RESULTS, "How often all processes are started again after a failure. Default: 0.", int
-    )
-    monitor_interval: float | None = _option(
-        _RESULTS, "Seconds between two looks at the processes. Default: 0.1.", float
-    )
-    log_dir: str | None = _option(_RESULTS, "Folder for the output of processes, a file for each.")
-    tee: str | None = _option(
-        _RESULTS, "Which output is written to files and shown: 0 none, 1 stdout, 2 stderr, 3 both."
-    )
-    role: str | None = _option(_RESULTS, "Name of the processes in the output. Default: 'default'.")
-    debug: bool | None = _option(
-        _RESULTS, "Compare tensors of all processes in each collective operation.", as_bool, "ACCELERATE_DEBUG_MODE"
-    )
-    quiet: bool | None = _option(_RESULTS, "Accepted: the launcher has no traceback of its own.", as_bool)
-    mixed_precision: str | None = _option(
-        _TRAINING, "Precision of models.", str.lower, "ACCELERATE_{}", choices=("no", "fp16", "bf16", "fp8")
-    )
-    gradient_accumulation_steps: int | None = _deepspeed("Micro-batches of one optimizer step.", int, "ACCELERATE_{}")
-    use_fsdp: bool | None = _option(_TRAINING, "Shard models by FSDP.", as_bool, "ACCELERATE_{}")
-    use_deepspeed: bool | None = _option(_TRAINING, "Train by DeepSpeed.", as_bool, "ACCELERATE_{}")
-    use_parallelism_config: bool | None = _option(
-        _TRAINING, "Arrange processes along several axes.", as_bool, "ACCELERATE_{}"
-    )
+    use_fsdp: bool | None = _training("Shard models by FSDP.", as_bool)
+    use_deepspeed: bool | None = _training("Train by DeepSpeed.", as_bool)
+    use_parallelism_config: bool | None = _training("Arrange processes along several axes.", as_bool)
     dynamo_backend: str | None = _dynamo("Compile models by this backend of torch.compile.")
     dynamo_mode: str | None = _dynamo("Mode of torch.compile.")
     dynamo_use_fullgraph: bool | None = _dynamo("Compile a model as one graph.", as_bool)
@@ -238,31 +210,21 @@ class LaunchConfig:
     offload_param_device: str | None = _deepspeed("none, cpu or nvme.")
     offload_optimizer_nvme_path: str | None = _deepspeed("Folder of offloaded optimizer states.")
     offload_param_nvme_path: str | None = _deepspeed("Folder of offloaded parameters.")
-    gradient_clipping: float | None = _deepspeed("Largest norm of gradients.", float, "ACCELERATE_{}")
+    gradient_clipping: float | None = _deepspeed("Largest norm of gradients.", float, variable="ACCELERATE_{}")
     zero3_init_flag: bool | None = _deepspeed(
-        "Accepted: models are built in shards.", as_bool, "ACCELERATE_DEEPSPEED_ZERO3_INIT"
+        "Accepted: models are built in shards.", as_bool, variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"
     )
     zero3_save_16bit_model: bool | None = _deepspeed("Accepted.", as_bool)
-    deepspeed_moe_layer_cls_names: str | None = _deepspeed(
-        "Classes of mixture-of-experts layers.", variable="ACCELERATE_{}"
-    )
-    deepspeed_hostfile: str | None = _deepspeed("File with the machines: lines of 'NAME slots=NUMBER'.", variable=None)
-    deepspeed_exclusion_filter: str | None = _deepspeed("Machines and slots to leave out: 'a@b:0,2'.", variable=None)
-    deepspeed_inclusion_filter: str | None = _deepspeed("Machines and slots to use: 'a@b:0,2'.", variable=None)
-    deepspeed_multinode_launcher: str | None = _deepspeed(
-        "standard: start the command on each machine. pdsh: start it once.", variable=None
-    )
+    deepspeed_moe_layer_cls_names: str | None = _deepspeed("Classes of expert layers.", variable="ACCELERATE_{}")
+    deepspeed_hostfile: str | None = _hostfile("File with the machines: lines of 'NAME slots=NUMBER'.")
+    deepspeed_exclusion_filter: str | None = _hostfile("Machines and slots to leave out: 'a@b:0,2'.")
+    deepspeed_inclusion_filter: str | None = _hostfile("Machines and slots to use: 'a@b:0,2'.")
+    deepspeed_multinode_launcher: str | None = _hostfile("standard: start the command on each machine. pdsh: once.")
     parallelism_config_dp_replicate_size: int | None = _mesh("Replicas of the model.")
     parallelism_config_dp_shard_size: int | None = _mesh("Ranks that shard a replica.")
     parallelism_config_tp_size: int | None = _mesh("Ranks that split layers.")
-    parallelism_config_cp_size: int | None = _mesh("Ranks that split sequences; only 1.", _SEQUENCES)
-    parallelism_config_cp_backend: str | None = _unused()
-    parallelism_config_cp_comm_strategy: str | None = _unused()
-    parallelism_config_sp_size: int | None = _mesh("Ranks that split sequences; only 1.", _SEQUENCES)
-    parallelism_config_sp_backend: str | None = _unused()
-    parallelism_config_sp_seq_length: int | None = _unused(int)
-    parallelism_config_sp_seq_length_is_variable: bool | None = _unused(as_bool)
-    parallelism_config_sp_attn_implementation: str | None = _unused()
+    parallelism_config_cp_size: int | None = _mesh("Ranks that split sequences; only 1.", later=_SEQUENCES)
+    parallelism_config_sp_size: int | None = _mesh("Ranks that split sequences; only 1.", later=_SEQUENCES)
 
     def set_options(self) -> dict[str, Any]:
         """Return the options that are set, by their names."""
@@ -287,7 +249,7 @@ def options() -> Iterator[Option]:
 
 
 def refused_options() -> Iterator[Option]:
-    """Yield the options that have no supported value. They are not fields of `LaunchConfig`."""
+    """Yield the options that have no effect, and are refused if there is a reason. They are not fields."""
     for reason, names in _REFUSED.items():
         for text in names.split():
             name, _, harmless = text.partition("=")
