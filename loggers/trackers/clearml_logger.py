@@ -41,8 +41,6 @@ class ClearMLLogger(QueuedLogger):
         options: of `Task.init`, for example `tags`, `output_uri`.
     """
 
-    _closes_in_caller = True  # Task.close does not return in a daemon thread
-
     def __init__(
         self,
         project_name: str = "trainwright_logs",
@@ -71,6 +69,8 @@ class ClearMLLogger(QueuedLogger):
 
     def _open(self, run: RunInfo) -> None:
         clearml = require_package("clearml", purpose="ClearMLLogger")
+        # ClearML forks a process that reports. Forked beside torch's threads it may hang, and `close` waits for it.
+        clearml.Task._report_subprocess_enabled = False
         if clearml.Task.is_offline() != self._offline:
             clearml.Task.set_offline(self._offline)
         known = {} if self._offline or self._id is None else {"continue_last_task": self._id}
