@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.launch.launch import PREFIX, check_options, first_failure, options_help, run_agent, set_environment
+from trainwright.launch.launch import PREFIX, check_options, options_help, run_agent, set_environment
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand, read_config, split
 from trainwright.processes.launcher import set_variable
@@ -103,20 +103,11 @@ def _run(config: LaunchConfig, run_folder: str, temporary: Path) -> list[Finding
 
 def _ended(command: LaunchCommand, local: int, logs: str) -> str:
     """Run the processes, and return how the first one failed. Empty: none has."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    folder = command.config.log_dir or logs
     try:
-        run_agent(command, local, folder)
-    except ChildFailedError as error:
-        first = first_failure(error, folder)
-        return f"rank {first.rank} ended ({first.how}); its output is above"
-    except SignalException as error:
-        raise SystemExit(128 + int(error.sigval)) from error
+        first = run_agent(command, local, command.config.log_dir or logs)
     except (OSError, RuntimeError, TimeoutError) as error:  # machines that do not meet
         return f"{type(error).__name__}: {error}"
-    return ""
+    return "" if first is None else f"rank {first.rank} ended ({first.how}); its output is above"
 
 
 def _read(results: Path) -> list[Finding]:

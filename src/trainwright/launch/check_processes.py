@@ -30,7 +30,7 @@ from trainwright.core.process import detect
 from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, STOPPED, Finding, failed
 
 LIMIT_S = 45.0
-_DELAY_S = 3.0
+_DELAY_S, _LOOK_S = 3.0, 0.2
 _WIDTH, _BATCH, _STEPS = 16, 4, 20
 _TOLERANCE = {"no": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
 _MAX_SKEW_S = 1.0
@@ -55,48 +55,63 @@ def _expect(condition: bool, problem: str) -> None:
 
 
 class Watch:
-    """Ends the processes of this machine when a part takes longer than `LIMIT_S`, by a timer for each part."""
+    """Ends the processes of this machine when a part takes longer than `LIMIT_S`, or goes on after a rank failed."""
 
     def __init__(self, results: Path) -> None:
         self.store: Any = None
         self._here, self._rows = detect(), results / f"{os.getpid()}.jsonl"
         self._rows.touch()
+        self._lock = threading.Lock()
         self.begin("processes")
+        threading.Thread(target=self._run, daemon=True).start()
 
     def begin(self, part: str) -> None:
         """Watch a part."""
-        self._timer = threading.Timer(LIMIT_S, self._end, [part])
-        self._timer.daemon = True
-        self._timer.start()
+        with self._lock:
+            self._part, self._end_s = part, time.monotonic() + LIMIT_S
 
     def finish(self, row: Finding) -> None:
         """End the watch of a part and append its row to this process's file."""
-        self._timer.cancel()
-        self._timer.join()  # which ends the process if the time is over
-        self._write(row)
+        with self._lock:
+            self._end_s = float("inf")
+            self._write(row)
 
     def _write(self, row: Finding) -> None:
         with self._rows.open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
 
-    def _end(self, part: str) -> None:
-        try:
-            reasons = self._reasons(part)
-        except RuntimeError as error:  # the store has ended, with the machine of rank 0
-            reasons = [f"the connection to rank 0 is lost: {error}"]
-        self._write(failed(part, f"{STOPPED}{'; '.join(reasons)}"))
+    def _run(self) -> None:
+        while True:
+            time.sleep(_LOOK_S)
+            with self._lock:
+                now_s = time.monotonic()
+                try:
+                    if (
+                        self.store is not None
+                        and self._end_s < float("inf")
+                        and self.store.check([_failure(self._part)])
+                    ):
+                        self._end_s = min(self._end_s, now_s + _DELAY_S)  # others may finish, or fail too
+                    reasons = self._reasons() if now_s > self._end_s else []
+                except RuntimeError as error:  # the store has ended, with the machine of rank 0
+                    reasons = [f"the connection to rank 0 is lost: {error}"]
+                if reasons:
+                    self._end(reasons)
+
+    def _end(self, reasons: list[str]) -> None:
+        self._write(failed(self._part, f"{STOPPED}{'; '.join(reasons)}"))
         # torch's agent would wait 30 s for a process that is stopped.
         for file in set(self._rows.parent.glob("*.jsonl")) - {self._rows}:
             with suppress(OSError):
                 os.kill(int(file.stem), signal.SIGKILL)
         os._exit(1)
 
-    def _reasons(self, part: str) -> list[str]:
+    def _reasons(self) -> list[str]:
         """Return the problems of ranks in a part that takes too long."""
-        rank, text = self._here.rank, f"did not finish within {LIMIT_S:.0f} s"
+        part, text = self._part, f"did not finish within {LIMIT_S:.0f} s, or when another rank failed"
         if self.store is None:
-            return [f"rank {rank} {text}"]
-        self.store.set(f"late/{rank}", "")
+            return [f"rank {self._here.rank} {text}"]
+        self.store.set(f"late/{self._here.rank}", "")
         # One process of a machine writes the row. Ranks that still run have set their keys then.
         time.sleep(2 * _DELAY_S if self._here.local_rank else _DELAY_S)
         done = [rank for rank in range(self._here.world_size) if self.store.check([f"{part}/{rank}"])]
@@ -105,6 +120,10 @@ class Watch:
         problems = [f"rank {rank}: {found}" for rank, (result, found) in facts.items() if result == FAIL]
         silent = [f"rank {rank} does not respond" for rank in missing if not self.store.check([f"late/{rank}"])]
         return [*problems, f"rank {', '.join(map(str, missing))} {text}", *silent]
+
+
+def _failure(part: str) -> str:
+    return f"{part} failed"  # the key that the first failing rank sets
 
 
 class Check:
@@ -140,6 +159,8 @@ class Check:
             facts = FAIL, str(problem)
         except Exception as error:  # noqa: BLE001  # a part that raises is a failure, and the next ones run
             facts = FAIL, " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        if self._store is not None and facts[0] == FAIL:
+            self._store.set(_failure(part), "")
         row = combined(part, [(result, found) for result, found in self.exchange(facts, part)])
         if row.result == FAIL:
             self.failed.add(part)

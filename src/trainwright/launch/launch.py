@@ -169,68 +169,78 @@ def _program(command: LaunchCommand) -> list[str]:
     return [*python, command.script, *command.arguments]
 
 
-def run_agent(command: LaunchCommand, local: int, logs: str) -> None:
+def run_agent(command: LaunchCommand, local: int, logs: str) -> FirstFailure | None:
     """Start the processes of this machine by torch's elastic agent, and wait for them. Main thread only.
 
+    Returns:
+        The failure that caused the others; None if no process has failed. All have ended.
+
     Raises:
-        ChildFailedError: A process has failed, and all have ended.
-        SignalException: This process received a signal, and all have ended.
+        SystemExit: This process received a signal, and all have ended.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    arguments = parse_args(  # type: ignore[no-untyped-call]  # torch has no types here
-        [*_agent_options(command.config, local, logs), *_program_options(command)]
-    )
+    # Each process ends with this one, and becomes the script.
+    program = ["--no-python", *child.command(os.getpid()), *_program(command)]
+    arguments = parse_args([*_agent_options(command.config, local, logs), *program])  # type: ignore[no-untyped-call]  # torch has no types here
     # With a store that torch's agents share (2.13), a machine that joins later waits for an address that the others do
     # not write again.
     shares = {} if command.config.rdzv_backend != "c10d" else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with patch_environment(**shares), warnings.catch_warnings():
         # torch does not close the files for the output of processes (2.13).
         warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
-        run(arguments)  # type: ignore[no-untyped-call]  # as above
+        try:
+            run(arguments)  # type: ignore[no-untyped-call]  # as above
+        except ChildFailedError as error:
+            return first_failure(error, logs)
+        except SignalException as error:
+            raise SystemExit(128 + int(error.sigval)) from error
+    return None
 
 
 def _run_agent(command: LaunchCommand, local: int) -> int:
     """Run the agent, and return the exit code."""
     from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    config = command.config
-    own_logs = config.log_dir is None
-    logs = tempfile.mkdtemp(prefix="trainwright-launch-") if own_logs else str(config.log_dir)
+    config, machines = command.config, command.config.num_machines or 1
+    logs = config.log_dir or tempfile.mkdtemp(prefix="trainwright-launch-")
     set_variable(PREFIX, "[rank ${rank}] ")
-    watch = MachineWatch(config) if (config.num_machines or 1) > 1 and config.rdzv_backend != "c10d" else None
-    keeps = False
+    watch = MachineWatch(config) if machines > 1 and config.rdzv_backend != "c10d" else None
+    first = None
     try:
         with nullcontext() if watch is None else watch.running():
-            run_agent(command, local, logs)
-    except ChildFailedError as error:
-        keeps = True
-        return _report(error, logs, config.num_machines or 1)
-    except SignalException as error:
+            first = run_agent(command, local, logs)
+    except SystemExit:
         if watch is None or watch.error is None:
-            return 128 + int(error.sigval)
-        print(f"\ntrainwright launch: {watch.error}.", file=sys.stderr)
-        return 1
+            raise
+        return _failed(watch.error)
     except (DistError, RendezvousError) as error:
-        place = f"{config.main_process_ip}:{config.main_process_port}"
-        print(
-            f"\ntrainwright launch: the {config.num_machines or 1} machines did not meet at {place}, or lost contact "
-            f"({type(error).__name__}: {error}). Check that the command runs on all of them.",
-            file=sys.stderr,
+        return _failed(
+            f"the {machines} machines did not meet at {config.main_process_ip}:{config.main_process_port}, or lost "
+            f"contact ({type(error).__name__}: {error}). Check that the command runs on all of them"
         )
-        return 1
     finally:
-        if own_logs and not keeps:
+        if config.log_dir is None and first is None:
             shutil.rmtree(logs, ignore_errors=True)
-    return 0
+    if first is None:
+        return 0
+    place, others = "", ""
+    if machines > 1:
+        place, others = (
+            " on this machine",
+            ". A process of another machine may have failed before: see the output there",
+        )
+    output = f": {first.line}\nIts output: {first.file}" if first.file else "; its traceback is above"
+    about = f"{first.how}, process {first.pid} on {socket.gethostname()}"
+    return _failed(f"rank {first.rank} failed first{place} ({about}){output}{others}", first.code)
 
 
-def _program_options(command: LaunchCommand) -> list[str]:
-    """Return the program of each process: one that ends it with this one, and becomes the script."""
-    return ["--no-python", *child.command(os.getpid()), *_program(command)]
+def _failed(text: str, code: int = 1) -> int:
+    print(f"\ntrainwright launch: {text}.", file=sys.stderr)
+    return code
 
 
 def _agent_options(config: LaunchConfig, local: int, logs: str) -> list[str]:
@@ -266,9 +276,10 @@ def is_busy(port: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FirstFailure:
-    """The process that failed first: its rank, exit code, how it ended, its error and the file with its output."""
+    """The process that failed first: its rank and process ID, exit code, how it ended, its error, and its output."""
 
     rank: int
+    pid: int
     code: int
     how: str
     line: str
@@ -296,7 +307,7 @@ def first_failure(error: Any, logs: str | Path) -> FirstFailure:
         seconds = file.stat().st_mtime if file is not None and line else one.timestamp
         how = f"signal {one.signal_name()}" if one.exitcode < 0 else f"exit code {one.exitcode}"
         code = one.exitcode if one.exitcode >= 0 else 128 - one.exitcode
-        order.append((place, seconds, rank, FirstFailure(rank, code, how, line, file if line else None)))
+        order.append((place, seconds, rank, FirstFailure(rank, one.pid, code, how, line, file if line else None)))
     return min(order)[-1]
 
 
@@ -307,22 +318,6 @@ def _error_line(text: str) -> str:
     start = max((number for number, line in enumerate(texts) if line.startswith("Traceback (")), default=len(lines))
     found = (line for line, one in zip(lines[start + 1 :], texts[start + 1 :], strict=True) if not one.startswith(" "))
     return next(found, lines[-1] if lines else "").strip()
-
-
-def _report(error: Any, logs: str, machines: int) -> int:
-    """Name the process that failed first, and return its exit code."""
-    first = first_failure(error, logs)
-    place, others = f"on {socket.gethostname()}", ""
-    if machines > 1:
-        others = " A process of another machine may have failed before: see the output there."
-    print(
-        f"\ntrainwright launch: rank {first.rank} failed first{' on this machine' if others else ''} ({first.how}, "
-        f"process {error.failures[first.rank].pid} {place})"
-        + (f": {first.line}\nIts output: {first.file}" if first.file else "; its traceback is above")
-        + f".{others}",
-        file=sys.stderr,
-    )
-    return first.code
 
 
 def _help() -> str:

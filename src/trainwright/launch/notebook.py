@@ -18,7 +18,7 @@ import torch
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, WorkerError
 from trainwright.core.process import variable
-from trainwright.launch.launch import PREFIX, check, first_failure, is_busy, run_agent
+from trainwright.launch.launch import PREFIX, check, is_busy, run_agent
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand, known_options
 from trainwright.processes.launcher import first_error, import_path, patch_environment, serialize, work_folder
@@ -207,9 +207,16 @@ def _launch(
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE_S,
             "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(_SIGNALS),  # torch sets it
         }
-        failure = _run(command, local, folder, settings)
-        if failure is not None:
-            raise WorkerError(f"a launched process has failed:\n{failure}")
+        try:
+            with patch_environment(**settings), _kept_signal_handlers():
+                first = run_agent(command, local, str(folder / "logs"))
+        except SystemExit as error:
+            raise KeyboardInterrupt from error
+        if first is not None:
+            # A process that was killed has no traceback: the errors of others are its consequences.
+            text = None if first.how.startswith("signal") else first_error(folder)
+            text = text or f"rank {first.rank} was ended by {first.how} and left no traceback"
+            raise WorkerError(f"a launched process has failed:\n{text}")
         value, problem = pickle.loads(result.read_bytes())
     if problem is not None:
         warnings.warn(
@@ -219,26 +226,6 @@ def _launch(
             stacklevel=3,
         )
     return value
-
-
-def _run(command: LaunchCommand, local: int, folder: Path, settings: Mapping[str, object]) -> str | None:
-    """Run the processes, and return the traceback of the one that failed first; None if none has."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    with warnings.catch_warnings():  # the files are closed after the error has been handled
-        warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
-        try:
-            with patch_environment(**settings), _kept_signal_handlers():
-                run_agent(command, local, str(folder / "logs"))
-        except ChildFailedError as error:
-            first = first_failure(error, folder / "logs")
-            # A process that was killed has no traceback: the errors of others are its consequences.
-            found = None if first.how.startswith("signal") else first_error(folder)
-            return found or f"rank {first.rank} was ended by {first.how} and left no traceback"
-        except SignalException as error:
-            raise KeyboardInterrupt from error
-    return None
 
 
 @contextlib.contextmanager
