@@ -33,7 +33,7 @@ def test_it_is_the_first_whose_error_another_one_did_not_cause(
     failures = {}
     for rank, (code, seconds, text) in ranks.items():
         failures[rank] = SimpleNamespace(
-            local_rank=rank, exitcode=code, timestamp=seconds, signal_name=lambda: "SIGKILL"
+            local_rank=rank, pid=7, exitcode=code, timestamp=seconds, signal_name=lambda: "SIGKILL"
         )
         if text is not None:
             file = tmp_path / f"run/attempt_0/{rank}/stderr.log"

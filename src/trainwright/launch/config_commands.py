@@ -51,7 +51,6 @@ def config(argv: Sequence[str]) -> int:
             raise ConfigurationError(f"{path} exists. Delete it, or pass --config_file with another path.")
         return _write(found, path)
     questions.check_terminal()
-    config_file.check_writable(path)
     if path.exists() and not questions.confirm(f"{path} exists. Replace it?"):
         print("Nothing was written.")
         return 1

@@ -78,7 +78,6 @@ def write_file(config: LaunchConfig, path: Path, devices: str = "MULTI_GPU") -> 
 
     content = content_of(config, devices)
     text = f"{json.dumps(content, indent=2)}\n" if path.suffix == ".json" else yaml.safe_dump(content)
-    check_writable(path)
     target = path.resolve()  # a link stays one
     staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -88,27 +87,10 @@ def write_file(config: LaunchConfig, path: Path, devices: str = "MULTI_GPU") -> 
     except OSError as error:
         with suppress(OSError):
             staging.unlink()
-        raise _unwritable(path, str(error)) from error
+        raise ConfigurationError(
+            f"config_file={str(path)!r} cannot be written: {error}. Pass --config_file with another path."
+        ) from error
     return path
-
-
-def check_writable(path: Path) -> None:
-    """Check that a file could be written, without writing.
-
-    Raises:
-        ConfigurationError: It is a folder, or it has no folder where this user can write.
-    """
-    if path.is_dir():
-        raise _unwritable(path, "it is a folder")
-    folder = next(folder for folder in path.resolve().parents if folder.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise _unwritable(path, f"{folder} is not a folder in which you can write")
-
-
-def _unwritable(path: Path, reason: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"config_file={str(path)!r} cannot be written: {reason}. Pass --config_file with another path."
-    )
 
 
 def basic_config(mixed_precision: str = "no") -> LaunchConfig:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainwright.core.errors import ConfigurationError, MissingPackageError, nearest
+from trainwright.core.errors import ConfigurationError, MissingPackageError, require_package
 from trainwright.core.process import environment, variable
 from trainwright.launch import child
 from trainwright.launch.launch_config import LaunchConfig
@@ -38,51 +38,23 @@ def read_hosts(config: LaunchConfig) -> _Hosts:
 
     Raises:
         ConfigurationError: The hostfile or a filter is wrong, or machines have different numbers of devices.
+        MissingPackageError: DeepSpeed, which reads the file, is not installed.
     """
-    hosts = _read(str(config.deepspeed_hostfile))
-    include, exclude = config.deepspeed_inclusion_filter, config.deepspeed_exclusion_filter
-    if include and exclude:
-        raise ConfigurationError("--deepspeed_inclusion_filter and --deepspeed_exclusion_filter exclude each other.")
-    named: dict[str, set[int]] = {}
-    for part in (include or exclude or "").split("@") if include or exclude else ():
-        name, colon, slots = (text.strip() for text in part.partition(":"))
-        if name not in hosts:
-            raise ConfigurationError(f"{config.deepspeed_hostfile} has no machine {name!r}.{nearest(name, hosts)}")
-        known = {str(slot): slot for slot in hosts[name]}
-        chosen = [slot.strip() for slot in slots.split(",")] if colon else list(known)
-        if not set(chosen) <= set(known):
-            raise ConfigurationError(f"{part!r}: {name} has the slots {', '.join(known)}.")
-        named.setdefault(name, set()).update(known[slot] for slot in chosen)
-    if include:
-        hosts = {name: sorted(named[name]) for name in hosts if name in named}
-    hosts = {
-        name: [slot for slot in slots if include or slot not in named.get(name, ())] for name, slots in hosts.items()
-    }
-    hosts = {name: slots for name, slots in hosts.items() if slots}
+    runner = require_package("deepspeed.launcher.runner", purpose="--deepspeed_hostfile")
+    path = str(config.deepspeed_hostfile)
+    if not Path(path).is_file():
+        raise ConfigurationError(f"--deepspeed_hostfile {path} does not exist.")
+    filters = config.deepspeed_inclusion_filter or "", config.deepspeed_exclusion_filter or ""
+    try:
+        hosts: _Hosts = runner.parse_inclusion_exclusion(runner.fetch_hostfile(path), *filters)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--deepspeed_hostfile {path}, or a filter of its machines: {error}.") from error
     if len({len(slots) for slots in hosts.values()}) != 1:
         counts = ", ".join(f"{name} {len(slots)}" for name, slots in hosts.items()) or "none"
         raise ConfigurationError(
             f"machines need the same number of slots, at least 1. The hostfile and filters: {counts}."
         )
-    return hosts
-
-
-def _read(path: str) -> _Hosts:
-    try:
-        lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--deepspeed_hostfile {path} cannot be read: {error}.") from error
-    hosts: _Hosts = {}
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        slots = re.fullmatch(r"slots=(\d+)", words[1]) if len(words) > 1 else None
-        if slots is None or words[0] in hosts or re.search(r"[^\w.:@-]|^-", words[0]):
-            problem = "the machine is there twice" if words[0] in hosts else "expected 'NAME slots=NUMBER'"
-            raise ConfigurationError(f"{path}:{number}: {line.strip()!r}: {problem}.")
-        hosts[words[0]] = list(range(int(slots[1])))
-    return hosts
+    return dict(hosts)
 
 
 def with_hostfile(command: LaunchCommand) -> tuple[LaunchCommand, _Hosts | None]:

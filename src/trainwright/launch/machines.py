@@ -37,7 +37,6 @@ class MachineWatch:
         self.error: str | None = None
         self._rank, self._count = config.machine_rank or 0, config.num_machines or 1
         self._address = (str(config.main_process_ip), config.main_process_port or 0)
-        self._store: TCPStore | None = None
         self._beats: dict[int, tuple[int, float]] = {}  # of each machine, with the time of the change
         self._finished, self._succeeded = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="trainwright-machines", daemon=True)
@@ -54,40 +53,34 @@ class MachineWatch:
             self._thread.join()
 
     def _run(self) -> None:
+        store: TCPStore | None = None
         while not self._finished.wait(_BEAT_S):
-            with contextlib.suppress(RuntimeError):  # torch's errors of the network: the store is not there
-                self._exchange()
+            with contextlib.suppress(RuntimeError):  # torch's errors of the network: there is no store yet, or any more
+                store = store or self._connect()
+                self._exchange(store)
             silent = self._silent_machine()
             if silent is not None:
                 self._end(silent)
                 return
         with contextlib.suppress(RuntimeError):
-            if self._store is not None and self._succeeded:
-                self._store.add(f"trainwright/finished/{self._rank}", 1)
+            if store is not None and self._succeeded:
+                store.add(f"trainwright/finished/{self._rank}", 1)
 
-    def _exchange(self) -> None:
-        """Send one heartbeat, and read the others'."""
+    def _connect(self) -> TCPStore:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from its __all__
 
-        if self._store is None:
-            host, port = self._address
-            self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
-        try:
-            self._store.add(f"trainwright/beats/{self._rank}", 1)
-            for rank in range(self._count):
-                if rank != self._rank:
-                    self._read(self._store, rank)
-        except RuntimeError:
-            self._store = None
-            raise
+        host, port = self._address
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
 
-    def _read(self, store: TCPStore, rank: int) -> None:
-        if store.add(f"trainwright/finished/{rank}", 0):
-            self._beats.pop(rank, None)
-            return
-        beats = store.add(f"trainwright/beats/{rank}", 0)
-        if beats and (rank not in self._beats or self._beats[rank][0] != beats):
-            self._beats[rank] = (beats, time.monotonic())
+    def _exchange(self, store: TCPStore) -> None:
+        """Send one heartbeat, and read the others'."""
+        store.add(f"trainwright/beats/{self._rank}", 1)
+        for rank in set(range(self._count)) - {self._rank}:
+            beats = store.add(f"trainwright/beats/{rank}", 0)
+            if store.add(f"trainwright/finished/{rank}", 0):
+                self._beats.pop(rank, None)
+            elif beats and (rank not in self._beats or self._beats[rank][0] != beats):
+                self._beats[rank] = (beats, time.monotonic())
 
     def _silent_machine(self) -> int | None:
         now = time.monotonic()

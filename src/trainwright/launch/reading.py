@@ -25,7 +25,7 @@ FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json"
 # Keys of Accelerate's files and flags that name an option of ours differently.
 _KEYS = {"use_cpu": "cpu", "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch", "tpu_vm": "vm", "tpu_env": "env"}
 _SECTIONS = (
-    *("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "fp8_config", "mpirun_config"),
+    *("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "mpirun_config"),
     "ipex_config",
 )
 _SWITCHES = {name: f"use_{name.removesuffix('_config')}" for name in ("fsdp_config", "deepspeed_config")}
@@ -38,12 +38,6 @@ _ALONE = (
 # Keys that request nothing of `trainwright launch`: those of `tpu-config`, and details of a type or a precision that is
 # refused by itself.
 SILENT = ("tpu_name", "tpu_zone", "commands", "command_file", "megatron_lm_config", "fp8_config")
-_FP8_KEYS = {
-    "amax_history_length": "amax_history_len",
-    "amax_compute_algorithm": "amax_compute_algo",
-    "optimization_level": "opt_level",
-    "fp8_format": "format",
-}
 TYPES: dict[str, dict[str, bool]] = {
     "NO": {},
     "FSDP": {"use_fsdp": True},
@@ -291,10 +285,6 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
             flat["use_parallelism_config"] = True
         if section == "fsdp_config":  # version 0.13: without the beginning
             values = {key if str(key).startswith("fsdp_") else f"fsdp_{key}": value for key, value in values.items()}
-        if section == "fp8_config":  # details of a precision that is refused
-            for key in values:
-                _known(f"fp8_{_FP8_KEYS.get(key, key)}", origin, key)
-            values = {}
         flat |= values
     flat |= left
     found = {}
