@@ -26,6 +26,9 @@ _OFF = ("logger", "barebones", "fast_dev_run", "enable_checkpointing", "enable_p
 _UNSET = ("profiler", "preemption_grace", "max_time", "max_samples", "max_tokens", "min_epochs", "min_steps")
 
 
+_LOADER_FACTS = ("num_workers", "prefetch_factor", "batch_size")
+
+
 class _Gather(Callback):
     """Gathers the results of all ranks at the end of training, with the facts that the advice needs."""
 
@@ -38,9 +41,7 @@ class _Gather(Callback):
         self.ranks = trainer.run.engine.processes.gather_object(trainer.profiler.result())
         loader, optimizers = trainer.train_dataloader, list(trainer.optimizers)
         self.facts = {
-            "num_workers": getattr(loader, "num_workers", None),
-            "prefetch_factor": getattr(loader, "prefetch_factor", None),
-            "batch_size": getattr(loader, "batch_size", None),
+            **{name: getattr(loader, name, None) for name in _LOADER_FACTS},  # None: a loader of another class
             "accumulate": trainer.settings.accumulate_grad_batches,
             "compile": bool(trainer.settings.arguments.compile),
             "parameters": sum(len(group["params"]) for each in optimizers for group in each.param_groups),
@@ -158,7 +159,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _is_dropped(spec: Any) -> bool:
     """Return whether the configuration names a callback that saves or writes to the terminal."""
-    module, _, name = str(getattr(spec, "class_path", "")).rpartition(".")
+    module, _, name = str(spec["class_path"]).rpartition(".")
     return bool(module) and issubclass(import_object(f"{module}:{name}"), _DROPPED)
 
 
