@@ -32,6 +32,8 @@ from trainwright.cli.main import COMMANDS
 from trainwright.cli.new import template_names
 from trainwright.core.names.foreign_names import ANSWERS
 from trainwright.loggers import LOGGERS
+from trainwright.profilers.step_parts import OTHER
+from trainwright.profilers.step_parts import PARTS as PROFILED_PARTS
 from trainwright.strategies import STRATEGIES, DDPStrategy, FSDPStrategy, Precision
 
 README = ROOT / "README.md"
@@ -323,6 +325,26 @@ def test_every_command_that_is_shown_exists(path: Path) -> None:
     commands += re.findall(r"`trainwright (\w[\w-]*)", _read(path))
     commands += re.findall(r"-m trainwright (\w[\w-]*)", _read(path))
     assert set(commands) <= set(COMMANDS)
+
+
+def test_the_table_of_the_simple_profiler_is_that_of_its_program(
+    page_module: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def names(text: str) -> set[str]:
+        lines = text[text.index("Action ") :].splitlines()
+        return {line.split("  ")[0] for line in lines if line.strip("-")}
+
+    monkeypatch.chdir(tmp_path)
+    exec(_blocks(_page("profiling"), "python")[0].text, vars(page_module))
+    assert names(_blocks(_page("profiling"), "text")[0].text) == names(capsys.readouterr().out)
+
+
+def test_the_table_of_trainwright_profile_has_the_parts() -> None:
+    lines = _blocks(_page("profiling"), "text")[1].text.splitlines()
+    rows = [line[:14].strip() for line in lines[2:] if line[0].islower()]
+    assert rows == [*(part for part in PROFILED_PARTS if part != "validation"), OTHER]
+    total = float(lines[0].split()[-2])
+    assert sum(float(line[14:].split()[0]) for line in lines[2:] if line[0].islower()) == pytest.approx(total, abs=0.01)
 
 
 # Facts of README.md

@@ -94,6 +94,27 @@ def test_a_step_s_calls_and_operations() -> None:
     assert 0 < _per_step(_operations) <= OPERATIONS
 
 
+def test_a_step_without_a_profiler_makes_exactly_the_calls_of_the_loop() -> None:
+    names: Counter[str] = Counter()
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith(("trainwright.profilers", "trainwright.trainer.profiling")):
+            names[name] += 1
+
+    def calls(num_steps: int) -> int:
+        names.clear()
+        sys.setprofile(profile)
+        try:
+            _fit(num_steps, profiler=None)
+        finally:
+            sys.setprofile(None)
+        return names.total()
+
+    assert _per_step(calls) == 0
+    assert _per_step(_own_calls) == PYTHON_CALLS
+
+
 def _collectives(strategy: str) -> dict[str, int]:
     counts = []
     for num_steps in (8, 24):

@@ -169,6 +169,48 @@ def test_a_schedule_that_never_becomes_active_is_told(tmp_path: Path) -> None:
         _fit(PyTorchProfiler(tmp_path, schedule={"wait": 100, "active": 1}))
 
 
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_the_other_stages_have_a_table(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Predicts(RegressionTask):
+        def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            return self(batch[0])
+
+    profiler = SimpleProfiler()
+    getattr(quiet_trainer(profiler=profiler), stage)(Predicts(), regression_loader(6))
+    assert profiler.totals[f"[Strategy]SingleDeviceStrategy.{_STEP_OF[stage]}"][0] == 6
+    waits = next(calls for name, (calls, *_) in profiler.totals.items() if name.startswith("[Loader]"))
+    assert waits in (6, 7)  # also for the end of the data
+    assert f"Profile of {stage} on rank 0" in capsys.readouterr().out
+
+
+_STEP_OF = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+def _fit_sharded(folder: str) -> dict[str, Any]:
+    profiler = SimpleProfiler(folder)
+    trainer = quiet_trainer(max_epochs=1, devices="auto", strategy="fsdp", profiler=profiler)
+    trainer.fit(RegressionTask(), regression_loader(16))
+    return profiler.totals
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_each_rank_of_fsdp_has_the_actions(tmp_path: Path) -> None:
+    wanted = {name.replace("SingleDevice", "FSDP") for name in _REGIONS}
+    for rank, totals in enumerate(run_distributed(_fit_sharded, 2, str(tmp_path))):
+        assert totals.keys() >= wanted
+        assert totals["run_training_batch"][0] == 8
+        assert "FSDPStrategy.backward" in (tmp_path / f"fit-profile-{rank}.txt").read_text()
+
+
+@pytest.mark.slow
+def test_the_memory_timeline_is_written(tmp_path: Path) -> None:
+    _fit(PyTorchProfiler(tmp_path, memory_timeline=True))
+    times, sizes = json.loads((tmp_path / "fit-profile-0-memory.json").read_text())
+    assert len(times) == len(sizes) > 0
+    assert max(max(each) for each in sizes) > 0
+
+
 def test_wrong_arguments_name_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match=r"unknown profiler 'simpel'.*'simple'"):
         quiet_trainer(profiler="simpel")

@@ -1,0 +1,203 @@
+"""`trainwright profile config.yaml`: train a few steps and show where their time goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.registry import import_object
+from trainwright.loggers import Logger
+from trainwright.profilers.step_parts import StepPartsProfiler
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+_TRACED_STEPS = 3  # further steps of several processes, for their communication
+_NOTABLE = 20.0  # percent from which a part other than the largest gets advice
+_SHORT_MS = 2.0  # a step that is shorter gets advice
+_DROPPED = (ModelCheckpoint, ModelSummary, ProgressBar)
+_OFF = ("logger", "barebones", "fast_dev_run", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+_UNSET = ("profiler", "preemption_grace", "max_time", "max_samples", "max_tokens", "min_epochs", "min_steps")
+
+
+_LOADER_FACTS = ("num_workers", "prefetch_factor", "batch_size")
+
+
+class _Gather(Callback):
+    """Gathers the results of all ranks at the end of training, with the facts that the advice needs."""
+
+    def __init__(self) -> None:
+        self.ranks: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {}
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        """Collective."""
+        self.ranks = trainer.run.engine.processes.gather_object(trainer.profiler.result())
+        loader, optimizers = trainer.train_dataloader, list(trainer.optimizers)
+        self.facts = {
+            **{name: getattr(loader, name, None) for name in _LOADER_FACTS},  # None: a loader of another class
+            "accumulate": trainer.settings.accumulate_grad_batches,
+            "compile": bool(trainer.settings.arguments.compile),
+            "parameters": sum(len(group["params"]) for each in optimizers for group in each.param_groups),
+            "unfused": next((type(each).__name__ for each in optimizers if _may_be_fused(each)), None),
+        }
+
+
+class _NoLogger(Logger):
+    """Receives what callbacks log, and does nothing."""
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Do nothing."""
+
+
+def _may_be_fused(optimizer: Optimizer) -> bool:
+    given = optimizer.defaults
+    return "fused" in given and not given["fused"] and not given.get("foreach")
+
+
+def advice(result: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    """Return what to change, for the largest part and each other one of at least 20 %."""
+    step, parts = result["step_ms"], result["parts"]
+    ranked = sorted(parts, key=lambda part: -parts[part])
+    chosen = [part for i, part in enumerate(ranked) if not i or 100 * parts[part] / step >= _NOTABLE]
+    texts = [f"{part} is {100 * parts[part] / step:.0f} % of a step{_change(part, result, facts)}" for part in chosen]
+    if step < _SHORT_MS:
+        size = "" if facts["batch_size"] is None else f" with batch_size={facts['batch_size']}"
+        compiled = "" if facts["compile"] else ", or trainer.compile=True"
+        texts.append(f"a step takes {step:.2g} ms{size}, little work for its fixed costs: use a larger batch{compiled}")
+    return texts
+
+
+def _change(part: str, result: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    if part == "data wait":
+        return _change_of_loader(facts["num_workers"], facts["prefetch_factor"], os.cpu_count() or 1)
+    if part == "host to device":
+        return ": set pin_memory=True in the loader"
+    if part in ("forward", "backward"):
+        compiled = "" if facts["compile"] else "trainer.compile=True or "
+        return f", which is computation: try {compiled}trainer.precision=bf16-mixed"
+    now = facts["accumulate"]
+    more = f"trainer.accumulate_grad_batches={2 * now}"
+    if part == "communication":
+        return f" with accumulate_grad_batches={now}: set {more}, or use a larger batch"
+    if part == "optimizer":
+        fused = f"pass fused=True (or foreach=True) to {facts['unfused']}" if facts["unfused"] else f"set {more}"
+        return f" with {facts['parameters']} parameter tensors: {fused}"
+    if part == "callbacks":
+        name, ms = max(result["callbacks"].items(), key=lambda item: item[1])
+        return f": {name} takes {ms:.3g} ms of it. Do its work less often, or remove it"
+    if part == "validation":
+        return ": validate less often, with a larger trainer.val_check_interval"
+    return ": it is outside of all other parts. See its Python functions with trainer.profiler=advanced"
+
+
+def _change_of_loader(workers: int | None, prefetch: int | None, cores: int) -> str:
+    if workers is None:
+        return ": load the data in worker processes, for example with a DataLoader of num_workers=2"
+    if workers < cores:
+        return f" with num_workers={workers}: set num_workers={min(2 * workers or 4, cores)}"
+    ahead = 2 * (prefetch or 2)
+    return f" with num_workers={workers} on {cores} cores: set prefetch_factor={ahead}, or do less work per sample"
+
+
+def profile(argv: Sequence[str]) -> int:
+    """Train a few steps and print where their time goes; see `trainwright profile --help`.
+
+    Returns:
+        0, or 130 if it was ended by Ctrl-C.
+    """
+    from trainwright.cli.configs.overrides import read_command_line
+    from trainwright.cli.configs.parsing import build
+    from trainwright.cli.fit import read_settings
+    from trainwright.cli.main import INTERRUPTED
+    from trainwright.core.rng import seed_everything
+
+    wanted, rest = _parser().parse_known_args(argv)
+    if wanted.steps < 1 or wanted.warmup < 1:
+        raise ConfigurationError(f"--steps {wanted.steps} --warmup {wanted.warmup}: expected at least 1 of each.")
+    line = read_command_line(rest)
+    line.configs[:0] = [] if wanted.config is None else [Path(wanted.config)]
+    parser, settings = read_settings("fit", line)
+    given = settings.trainer
+    bounds = {"max_epochs": -1, "num_sanity_val_steps": 0}
+    for name, value in {**dict.fromkeys(_OFF, False), **dict.fromkeys(_UNSET), **bounds}.items():
+        given[name] = value
+    given.callbacks = [each for each in _listed(given.callbacks) if not _is_dropped(each)]
+    if settings.seed_everything is not None:
+        seed_everything(settings.seed_everything)
+    built = build(parser, settings)
+    trainer, task = built.trainer, built.task
+    traced = _TRACED_STEPS if max(trainer.world_size, trainer.num_devices) > 1 else 0
+    gather = _Gather()
+    trainer.settings.profiler = StepPartsProfiler(wanted.steps, wanted.warmup, traced)
+    trainer.logger = _NoLogger()
+    of_task = task.configure_callbacks
+    kept = lambda: [each for each in _listed(of_task()) if not isinstance(each, _DROPPED)]  # noqa: E731  # sent along
+    vars(task)["configure_callbacks"] = kept
+    trainer.callbacks = [*trainer.callbacks, gather]
+    trainer.max_steps = wanted.warmup + wanted.steps + traced
+    trainer.fit(task, datamodule=built.data, ckpt_path=settings.ckpt_path, load_weights_only=bool(settings.ckpt_path))
+    if trainer.interrupted:
+        return INTERRUPTED
+    if trainer.is_global_zero:
+        _report(gather, wanted)
+    return 0
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+
+
+def _is_dropped(spec: Any) -> bool:
+    """Return whether the configuration names a callback that saves or writes to the terminal."""
+    module, _, name = str(spec["class_path"]).rpartition(".")
+    return bool(module) and issubclass(import_object(f"{module}:{name}"), _DROPPED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trainwright profile",
+        description="Train a few steps of a configuration, without saving or logging, and show where their time goes.",
+        epilog="Further arguments override the configuration, as in `trainwright fit`: trainer.devices=2 task.lr=0.1",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="configuration file of `trainwright fit`")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps to measure (default: 20)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    return parser
+
+
+def _report(gather: _Gather, wanted: argparse.Namespace) -> None:
+    main = gather.ranks[0]
+    if not main["steps"]:
+        raise ConfigurationError(f"training ended within {wanted.warmup} warm-up steps: lower --warmup.")
+    work = [each["step_ms"] - each["parts"]["communication"] for each in gather.ranks]
+    slowest = max(range(len(work)), key=work.__getitem__)  # the one that the others wait for
+    largest = max(main["parts"], key=main["parts"].__getitem__)
+    texts = advice(main, gather.facts)
+    if wanted.json:
+        told = {**main, "warmup": wanted.warmup, "world_size": len(work), "largest": largest, "advice": texts}
+        print(json.dumps({**told, "slowest_rank": slowest, "slowest": gather.ranks[slowest]["parts"]}, indent=2))
+        return
+    several = len(work) > 1
+    of = f", rank 0 of {len(work)}" if several else ""
+    print(f"Mean of {main['steps']} steps after {wanted.warmup} warm-up steps{of}: {main['step_ms']:.3f} ms")
+    print(f"{'part':<14}  {'ms':>10}  {'%':>6}" + (f"  {f'rank {slowest}, slowest':>18}" if several else ""))
+    for part, ms in main["parts"].items():
+        if part == "validation" and not ms:
+            continue
+        more = f"  {gather.ranks[slowest]['parts'][part]:>18.3f}" if several else ""
+        print(f"{part:<14}  {ms:>10.3f}  {100 * ms / main['step_ms']:>6.1f}{more}")
+    print(f"Largest part: {largest}.")
+    for text in texts:
+        print(f"- {text}.")

@@ -1,0 +1,142 @@
+"""StepPartsProfiler: the time of each part of a training step, for `trainwright profile`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from trainwright.profilers.simple import SimpleProfiler
+
+PARTS = ("data wait", "host to device", "forward", "backward", "communication", "optimizer", "callbacks", "validation")
+OTHER = "other"
+_STRATEGY_PARTS = {"batch_to_device": "host to device", "training_step": "forward", "backward": "backward"}
+
+
+def part_of(name: str) -> str | None:
+    """Return the part of a step that an action of the Trainer belongs to; None for actions that are not counted."""
+    kind, _, rest = name.partition("]")
+    action = rest.rpartition(".")[2]
+    if kind == "[Loader":
+        return "data wait" if rest == "train_dataloader_next" else "validation"
+    if kind == "[Strategy":
+        return _STRATEGY_PARTS.get(action, "validation")
+    if kind == "[TaskModule" and action == "optimizer_step":
+        return "optimizer"
+    return "callbacks" if kind in ("[Callback", "[TaskModule") and action.startswith("on_") else None
+
+
+class StepPartsProfiler(SimpleProfiler):
+    """Sums the own seconds of each part over some steps. A step lasts from the end of the step before to its own end.
+
+    Args:
+        steps: to measure. warmup: steps before them.
+        traced: steps after them in which communication is recorded by torch.profiler. Default: 0.
+    """
+
+    def __init__(self, steps: int, warmup: int, traced: int = 0) -> None:
+        super().__init__()
+        self.steps, self.warmup, self.traced = steps, warmup, traced
+        self._parts: dict[str, str | None] = {}
+        self._done = self._measured = 0
+        self._mark = self._wall = 0.0
+        self._own: dict[str, float] = {}
+        self._trace: Any = None
+        self._regions: list[Any] = []
+        self._shares: dict[str, float] = {}
+
+    def start(self, name: str) -> None:
+        if name not in self._parts:
+            self._parts[name] = part_of(name)
+        if (part := self._parts[name]) is None:
+            return
+        _wait_for_gpu()
+        super().start(name)
+        if self._trace is not None:
+            self._regions.append(torch.profiler.record_function(f"part:{part}"))
+            self._regions[-1].__enter__()
+
+    def stop(self, name: str) -> None:
+        if self._parts.get(name) is None:
+            return
+        _wait_for_gpu()
+        if self._regions:
+            self._regions.pop().__exit__(None, None, None)
+        super().stop(name)
+
+    def end_step(self) -> None:
+        self._done += 1
+        _wait_for_gpu()
+        now = perf_counter()
+        if self._done <= self.warmup:
+            self._records, self._mark = {}, perf_counter()
+        elif self._done <= self.warmup + self.steps:
+            self._measured, self._wall = self._done - self.warmup, now - self._mark
+            self._own = {name: own for name, (_, _, own) in self.totals.items()}
+        if self._done == self.warmup + self.steps and self.traced:
+            self._trace = torch.profiler.profile(activities=None)
+            self._trace.__enter__()
+        elif self._done == self.warmup + self.steps + self.traced:
+            self.close()
+
+    def close(self) -> None:
+        if self._trace is None:
+            return
+        trace, self._trace = self._trace, None
+        while self._regions:
+            self._regions.pop().__exit__(None, None, None)
+        trace.__exit__(None, None, None)
+        self._shares = communication_shares(
+            (event.name, event.time_range.start, event.time_range.end) for event in trace.events()
+        )
+
+    def summary(self) -> str:
+        """Return no text: the command prints a table."""
+        return ""
+
+    def result(self) -> dict[str, Any]:
+        """Return the milliseconds of a step and of each of its parts, and of each callback."""
+        self.close()
+        steps, parts, callbacks = max(self._measured, 1), dict.fromkeys((*PARTS, OTHER), 0.0), dict[str, float]()
+        for name, own in self._own.items():
+            part, ms = self._parts[name] or OTHER, 1000 * own / steps
+            parts[part] += ms
+            if part == "callbacks":
+                owner = name.partition("]")[2].partition(".")[0]
+                callbacks[owner] = callbacks.get(owner, 0.0) + ms
+        step = 1000 * self._wall / steps
+        parts[OTHER] = step - sum(parts.values())
+        for part, share in self._shares.items():
+            moved = parts[part] * share
+            parts[part], parts["communication"] = parts[part] - moved, parts["communication"] + moved
+        return {"steps": self._measured, "step_ms": step, "parts": parts, "callbacks": callbacks}
+
+
+def communication_shares(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """Return the share of each part's own time in which a collective was in flight, from (name, start, end)."""
+    marks: list[tuple[float, int, str]] = []  # time, +1 or -1, part; "" for a collective
+    for name, start, end in events:
+        if name.startswith(("part:", "gloo:", "nccl:")):
+            part = name[5:] if name.startswith("part:") else ""
+            marks += [(start, 1, part), (end, -1, part)]
+    total, shared, stack, running, before = dict[str, float](), dict[str, float](), list[str](), 0, 0.0
+    for time, change, part in sorted(marks, key=lambda mark: mark[0]):
+        if stack:
+            total[stack[-1]] = total.get(stack[-1], 0.0) + time - before
+            shared[stack[-1]] = shared.get(stack[-1], 0.0) + (time - before if running else 0.0)
+        before = time
+        if not part:
+            running += change
+        elif change > 0:
+            stack.append(part)
+        elif part in stack:
+            del stack[len(stack) - 1 - stack[::-1].index(part)]
+    return {part: shared[part] / seconds for part, seconds in total.items() if seconds > 0}
+
+
+def _wait_for_gpu() -> None:
+    """Wait for the kernels of a GPU, so that each part contains its own."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types here
+        torch.cuda.synchronize()
