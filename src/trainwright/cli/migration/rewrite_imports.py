@@ -101,6 +101,7 @@ class _Program:
         self.source = text.encode()
         self.tree = ast.parse(text)
         self.starts = [0, *(match.end() for match in re.finditer(rb"\r\n?|\n", self.source))]
+        self.newline = "\r\n" if "\r\n" in text else "\n"
         self.edits: dict[tuple[int, int], str] = {}
         self.unsettled: set[Unsettled] = set()
         self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
@@ -281,8 +282,9 @@ class _Program:
             elif not takes_all and name not in parameters:
                 self._report(keyword, f"{own} has no argument {name!r}{instead(own, name)}")
         above = self.parents[call]
-        targets = above.targets if isinstance(above, ast.Assign) else [getattr(above, "target", None)]
-        return {ast.unparse(target) for target in targets if target is not None and own == "trainwright.Trainer"}
+        if own != "trainwright.Trainer" or not isinstance(above, (ast.Assign, ast.AnnAssign)):
+            return set()
+        return set(map(ast.unparse, above.targets if isinstance(above, ast.Assign) else [above.target]))
 
     def _change_import(self, node: ast.Import | ast.ImportFrom, own: dict[ast.alias, tuple[str | None, str]]) -> None:
         if isinstance(node, ast.Import):
@@ -320,7 +322,7 @@ class _Program:
                 line_text = f"the comment {comment!r} next to it was removed by the rewrite."
                 self.unsettled.add(Unsettled(number, line_text))
         before, after = self._around(node)
-        separator = "; " if before.strip() or after.strip()[:1] == b";" else "\n" + before.decode()
+        separator = "; " if before.strip() or after.strip()[:1] == b";" else self.newline + before.decode()
         self._replace(node, separator.join(statements))
 
     def _change_plain_import(self, node: ast.Import, own: dict[ast.alias, tuple[str | None, str]]) -> None:
