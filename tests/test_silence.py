@@ -35,7 +35,6 @@ IGNORED = {
     "load_and_quantize_model.offload_state_dict": "a state dict never stands in memory as a whole, as is documented",
     "load_checkpoint_in_model.offload_state_dict": "as above",
     "load_checkpoint_and_dispatch.offload_state_dict": "as above",
-    "leave_Try.original": "libcst's signature",
     "after.args": "torch's signature of a hook",
     "stop_recording.module": "torch's signature of a hook",
     "stop_recording.args": "torch's signature of a hook",

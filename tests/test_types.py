@@ -30,9 +30,6 @@ ALLOWED_PROBES = 17
 FOREIGN_PROBES: dict[str, str] = {
     "callbacks.learning_rate_monitor:optimizer": "a scheduler, torch's or the user's",
     "callbacks.model_summary:example_input_array": "any module may be summarized",
-    "cli.migration.rewrite_imports:name": "libcst's names",
-    "cli.migration.rewrite_imports:node": "libcst's assignments",
-    "cli.migration.rewrite_imports:value": "libcst's nodes",
     "data.batch_shards:batch_size": "a user's batch sampler",
     "data.batch_shards:drop_last": "a user's batch sampler",
     "data.batch_shards:generator": "a user's data set",

@@ -1,4 +1,4 @@
-"""`trainwright migrate`: what is rewritten, what is left alone, and that the rewritten programs run."""
+"""`trainwright migrate`: what is rewritten, what is unchanged, and that rewritten programs run."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from trainwright.cli.migration.rewrite_launch import rewrite_launch
 
 
 def rewritten(text: str) -> str:
-    """Return a program after the rewrite; nothing may be left to do."""
+    """Return a program after the rewrite, which requires no manual change."""
     found = rewrite(text.encode())
     assert found.unsettled == []
     return found.code.decode()
 
 
 def left(text: str) -> list[tuple[int, str]]:
-    """Return what a rewrite leaves to do."""
+    """Return the manual changes that a rewrite requires."""
     return [(each.line, each.text) for each in rewrite(text.encode()).unsettled]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_migrates_without_a_rest_and_runs(
+def test_a_program_is_rewritten_completely_and_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "program.py"
@@ -125,7 +125,7 @@ def test_forms_of_imports(before: str, after: str) -> None:
         "",
     ],
 )
-def test_what_is_not_an_import_of_these_libraries_is_left_alone(text: str) -> None:
+def test_other_imports_are_unchanged(text: str) -> None:
     assert rewritten(text) == text
 
 
@@ -146,13 +146,13 @@ def test_what_is_not_an_import_of_these_libraries_is_left_alone(text: str) -> No
         ("from accelerate.utils import MegatronLMPlugin\n", 1, "MegatronLMPlugin of Accelerate is not here: "),
     ],
 )
-def test_what_cannot_be_settled_is_told_with_its_line(text: str, line: int, says: str) -> None:
+def test_a_manual_change_is_reported_with_its_line(text: str, line: int, says: str) -> None:
     ((found, told),) = left(text)
     assert found == line
     assert says in told
 
 
-def test_what_is_not_here_stays_imported_beside_what_is() -> None:
+def test_a_name_without_a_counterpart_keeps_its_import() -> None:
     text = "from lightning.pytorch.callbacks import Checkpoint, Timer  # both\n"
     code = rewrite(text.encode()).code.decode()
     assert "from trainwright.callbacks import Timer" in code
@@ -160,7 +160,9 @@ def test_what_is_not_here_stays_imported_beside_what_is() -> None:
     assert code.count("# both") == 1
 
 
-def test_the_rest_is_printed_and_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_manual_changes_are_printed_and_the_exit_code_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "a.py"
     path.write_text("import lightning as L\nL.Fabric()\n")
     path.chmod(0o750)
@@ -219,15 +221,32 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
         ("x = f()  # type of LightningModule\n", "import TaskModule\n"),
     ],
 )
-def test_a_name_that_is_read_where_nothing_is_changed_stays(text: str, line: str) -> None:
+def test_a_name_that_a_string_or_type_comment_reads_is_kept(text: str, line: str) -> None:
     assert line in rewritten(f"from lightning import LightningModule\n{text}")
 
 
-def test_a_name_that_others_import_or_read_off_a_class_stays() -> None:
+def test_an_exported_name_and_a_name_in_a_class_are_kept() -> None:
     exported = rewritten("from lightning import LightningModule as LightningModule\n")
     assert exported == "from trainwright import TaskModule as LightningModule\n"
     inside = rewritten("class C:\n    from lightning import LightningModule\nC.LightningModule\n")
     assert inside == "class C:\n    from trainwright import TaskModule as LightningModule\nC.LightningModule\n"
+
+
+def test_names_are_resolved_by_scope() -> None:
+    text = """import lightning as L
+def f(L): return L.LightningModule
+class C:
+    L = 1
+    def g(self): return L.LightningModule
+"""
+    head, method, tail = text.replace("lightning", "trainwright").partition("def g(self): ")
+    assert rewritten(text) == head + method + tail.replace("LightningModule", "TaskModule")
+
+
+def test_a_split_import_keeps_its_indentation_and_line_ends() -> None:
+    found = rewrite(b"if 1:\r\n    from lightning import Trainer, nonsense\r\n")
+    after = b"if 1:\r\n    from trainwright import Trainer\r\n    from lightning import nonsense\r\n"
+    assert found.code == after
 
 
 def test_one_line_of_several_statements_stays_one() -> None:
@@ -236,7 +255,7 @@ def test_one_line_of_several_statements_stays_one() -> None:
     assert len(found.unsettled) == 1
 
 
-def test_a_comment_that_cannot_be_kept_is_told() -> None:
+def test_a_comment_inside_a_split_import_is_reported() -> None:
     text = "from lightning import (\n    Trainer,  # a\n    nonsense,  # b\n)\n"
     assert (3, "the comment '# b' next to it was removed by the rewrite.") in left(text)
 
@@ -245,7 +264,7 @@ def test_a_comment_that_cannot_be_kept_is_told() -> None:
 @pytest.mark.parametrize(
     "text", ["x = " + "1 + " * 3000 + "1\n", pytest.param("x = a" + ".b()" * 2000 + "\n", marks=pytest.mark.exhaustive)]
 )
-def test_what_is_nested_too_deeply_is_told_in_one_line(text: str, tmp_path: Path, capsys: Any) -> None:
+def test_an_expression_nested_too_deeply_is_an_error(text: str, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "deep.py"
     path.write_text(f"import lightning\n{text}")
     assert main(["migrate", str(path)]) == 2
@@ -253,7 +272,7 @@ def test_what_is_nested_too_deeply_is_told_in_one_line(text: str, tmp_path: Path
     assert path.read_text() == f"import lightning\n{text}"
 
 
-def test_a_file_that_may_not_be_written_keeps_all_files_as_they_were(tmp_path: Path, capsys: Any) -> None:
+def test_a_read_only_file_leaves_all_files_unchanged(tmp_path: Path, capsys: Any) -> None:
     paths = [tmp_path / "a.py", tmp_path / "b.py"]
     for path in paths:
         path.write_text("import lightning as L\n")
@@ -263,7 +282,9 @@ def test_a_file_that_may_not_be_written_keeps_all_files_as_they_were(tmp_path: P
     assert [path.read_text() for path in paths] == ["import lightning as L\n"] * 2
 
 
-def test_a_disk_that_fails_is_told_in_one_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_is_an_error_and_leaves_the_file_unchanged(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.py"
     path.write_text("import lightning as L\n")
 
@@ -277,7 +298,7 @@ def test_a_disk_that_fails_is_told_in_one_line(tmp_path: Path, capsys: Any, monk
     assert path.read_text() == "import lightning as L\n"
 
 
-def test_what_the_objects_of_a_program_do_not_have_here_is_told(
+def test_attributes_that_a_trainer_does_not_have_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = """import torch
@@ -333,7 +354,7 @@ Other().save
         ("# accelerate launch t.py\npip install accelerate\n", "# accelerate launch t.py\npip install accelerate\n"),
     ],
 )
-def test_commands_become_ours(before: str, after: str) -> None:
+def test_commands_are_rewritten(before: str, after: str) -> None:
     found = rewrite_launch(before.encode())
     assert (found.code.decode(), found.unsettled) == (after, [])
     assert rewrite_launch(found.code).code == found.code
@@ -348,7 +369,7 @@ def test_commands_become_ours(before: str, after: str) -> None:
         ("\naccelerate test\n", 2, "there is no such command"),
     ],
 )
-def test_what_has_no_counterpart_is_reported(text: str, line: int, says: str) -> None:
+def test_an_option_without_a_counterpart_is_reported(text: str, line: int, says: str) -> None:
     (note,) = rewrite_launch(text.encode()).unsettled
     assert note.line == line
     assert says in note.text

@@ -15,8 +15,8 @@ from tests.helpers.runs import quiet_trainer, weights_of
 from tests.strategies.pipeline_double import StagedTask, TwoStages
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint import read_checkpoint
-from trainwright.cli.parity.parity_compare import GRADIENT, LOSS, NORM, PARAMETER, Tolerance, compare
-from trainwright.cli.parity.parity_tape import StepTape, Tape
+from trainwright.cli.parity.parity_compare import LOSS, NORM, Tolerance, compare
+from trainwright.cli.parity.parity_tape import GRADIENT, PARAMETER, StepTape, Tape
 
 _MICRO_BATCHES = 4  # of a step
 _EPOCHS = 4

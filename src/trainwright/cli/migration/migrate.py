@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainwright.cli.migration.object_uses import find_unanswered
 from trainwright.cli.migration.rewrite_imports import Rewritten, rewrite
 from trainwright.cli.migration.rewrite_launch import check_config, is_command_file, rewrite_launch
 from trainwright.core.errors import ConfigurationError
@@ -69,9 +68,7 @@ def _rewritten(path: Path) -> tuple[bytes, Rewritten]:
     if path.suffix != ".py":
         return before, _rewritten_commands(path, before)
     try:
-        done = rewrite(before)
-        done.unsettled = sorted({*done.unsettled, *find_unanswered(before)})
-        return before, done
+        return before, rewrite(before)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is not Python: {error}. No file has been changed.") from None
 

@@ -1,28 +1,37 @@
-"""Rewrite a program's imports of Lightning and Accelerate, and the uses of their names, as a change of the syntax tree.
-Only names bound by imports of these libraries are changed, scope by scope: the program's own equal names are not, nor
-strings, comments and layout. Names without a counterpart are unchanged and reported.
+"""Rewrite a program's imports of Lightning and Accelerate, and the uses of their names. Only names bound by imports of
+these libraries are changed: the program's own equal names are not, nor strings, comments and layout. Names without a
+counterpart are unchanged and reported.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
+import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tokenize
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
-from trainwright.cli.configs.foreign_config import UNUSED, is_unused
-from trainwright.cli.migration.object_uses import FACE, Unsettled, advice, counterpart, instead, is_module, own_object
-from trainwright.core.errors import require_package
-from trainwright.core.names.foreign_names import LIBRARIES, own_module
+from trainwright.cli.configs.foreign_config import UNUSED, is_unused, own_name
+from trainwright.core.names.foreign_names import LIBRARIES, answer, canonical, own_module
 
-if TYPE_CHECKING:
-    import libcst as cst
-
+FACE = "trainwright"
 _PATH = re.compile(rf"(?:{'|'.join(LIBRARIES)})(?:\.\w+)+")
-_TYPE_COMMENT = re.compile(r"#\s*type:")
-_IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_FOLDER = "a checkpoint is a folder here: load_from_checkpoint of your task reads it, torch.load does not."
+_TOP = ("lightning", "lightning.pytorch", "accelerate", "accelerate.utils")
+
+
+@dataclass(frozen=True, order=True)
+class Unsettled:
+    """Manual change that a rewrite requires: a 1-based line, and what to do there."""
+
+    line: int
+    text: str
 
 
 @dataclass
@@ -34,432 +43,439 @@ class Rewritten:
 
 
 def rewrite(code: bytes) -> Rewritten:
-    """Rewrite one program."""
-    library: Any = require_package("libcst", purpose="trainwright migrate")
-    require_package("libcst.metadata", purpose="trainwright migrate")
+    """Rewrite one program.
+
+    Raises:
+        SyntaxError: It is not Python.
+    """
+    encoding = tokenize.detect_encoding(io.BytesIO(code).readline)[0]
     try:
-        module = library.parse_module(code)
-    except library.ParserSyntaxError as error:
-        raise SyntaxError(f"line {error.raw_line}: {error.message}") from None
-    try:
-        return _Rewrite(library, module).run()
-    except RecursionError:
+        program = _Program(code.decode(encoding))
+        program.rewrite()
+    except SyntaxError as error:
+        raise SyntaxError(f"line {error.lineno}: {error.msg}") from None
+    except (RecursionError, MemoryError):
         raise SyntaxError("an expression is nested too deeply for the parser") from None
+    text = _without_equal_fallbacks(program.edited()) if program.edits else program.edited()
+    return Rewritten(text.encode(encoding), sorted(program.unsettled))
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """Local name bound by an import of another library."""
+@dataclass(eq=False)
+class _Scope:
+    """Names bound in a module, class, function or comprehension, each with the nodes that bind it."""
 
+    parent: _Scope | None
+    is_class: bool = False
+    bound: dict[str, list[Any]] = field(default_factory=dict)
+    outer: set[str] = field(default_factory=set)  # declared global or nonlocal
+
+    def bind(self, name: str, node: Any) -> None:
+        """Record that a node binds a name."""
+        if name in self.outer and self.parent is not None:
+            self.parent.bind(name, node)
+        else:
+            self.bound.setdefault(name, []).append(node)
+
+    def lookup(self, name: str) -> _Scope | None:
+        """Return the scope of a name that is read here; None for a builtin."""
+        scope: _Scope | None = self
+        while scope is not None and (name not in scope.bound or (scope.is_class and scope is not self)):
+            scope = scope.parent
+        return scope
+
+
+@dataclass(frozen=True, eq=False)
+class _Import:
+    """Alias in an import of another library."""
+
+    node: ast.Import | ast.ImportFrom
+    alias: ast.alias
     local: str
-    path: str  # full foreign path of what it stands for
-    own: str | None  # full path of its counterpart here
-    node: Any  # the import statement
-    uses: tuple[Any, ...]  # nodes that read the name
-    # Read where nothing is changed: in a string (an annotation, `__all__`), in a type comment, off a class, or by
-    # whoever imports what `import a as a` exports.
-    outside: bool
+    path: str  # full foreign path of the local name
 
 
-class _Rewrite:
-    """Rewrite of one module: find bound names, choose new names, replace."""
+class _Program:
+    """One program, its scopes, and the edits of its text."""
 
-    def __init__(self, library: ModuleType, module: cst.Module) -> None:
-        self.cst = library
-        wrapper = library.metadata.MetadataWrapper(module)
-        self.module = wrapper.module
-        self.parents = wrapper.resolve(library.metadata.ParentNodeProvider)
-        self.positions = wrapper.resolve(library.metadata.PositionProvider)
-        scopes = wrapper.resolve(library.metadata.ScopeProvider).values()
-        self.scopes = list(dict.fromkeys(scope for scope in scopes if scope is not None))
-        self.changes: dict[Any, Callable[[Any], Any]] = {}
+    def __init__(self, text: str) -> None:
+        self.source = text.encode()
+        self.tree = ast.parse(text)
+        self.starts = [0, *(match.end() for match in re.finditer(rb"\r\n?|\n", self.source))]
+        self.newline = "\r\n" if "\r\n" in text else "\n"
+        self.edits: dict[tuple[int, int], str] = {}
         self.unsettled: set[Unsettled] = set()
-        self.plain_imports: set[tuple[Any, tuple[str, ...]]] = set()  # per block, to avoid duplicates
-        self.taken = {assignment.name for scope in self.scopes for assignment in scope.assignments}
+        self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        self.scopes: list[_Scope] = []
+        self.reads: list[tuple[ast.Name, _Scope]] = []
+        self.kept = {
+            each
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Try) and any(FACE in _roots(each) for each in ast.walk(node))
+            for each in ast.walk(node)
+        }
+        self._visit(self.tree, self._scope(None))
+        self.strings = [
+            (node, node.value)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Constant)
+            if isinstance(node.value, str) and not isinstance(self.parents[node], ast.Expr)
+        ]
+        self.block_texts: set[tuple[int, str]] = set()
 
-    def run(self) -> Rewritten:
-        self._report_strings()
-        bound = list(self._find_bound())
-        kept = self._kept_tries()
-        bound = [each for each in bound if not any(each.node in inside for inside in kept)]
-        names = self._new_names(bound)
-        statements: dict[Any, list[_Bound]] = {}
-        for each in bound:
-            statements.setdefault(each.node, []).append(each)
-            self._change_uses(each, names[each.local])
-        for node, group in statements.items():
-            self._change_import(node, group, names)
-        for node in self._stars(kept):
-            self._report(node, f"from {_dotted(node.module)} import *: name what you use.")
-        if not self.changes:
-            return Rewritten(self.module.bytes, sorted(self.unsettled))
-        module = _replaced(self.cst, self.module, self.changes)
-        return Rewritten(_without_equal_fallbacks(self.cst, module).bytes, sorted(self.unsettled))
+    def _scope(self, parent: _Scope | None, is_class: bool = False) -> _Scope:
+        self.scopes.append(_Scope(parent, is_class))
+        return self.scopes[-1]
 
-    # Finding
-
-    def _find_bound(self) -> Iterator[_Bound]:
-        elsewhere = self._names_in_all() | self._names_in_type_comments()
-        seen = set()
-        for scope in self.scopes:
-            for assignment in scope.assignments:
-                node = getattr(assignment, "node", None)
-                if not isinstance(node, (self.cst.Import, self.cst.ImportFrom)) or (node, assignment.name) in seen:
-                    continue
-                seen.add((node, assignment.name))
-                path = self._foreign_path(node, assignment.name)
-                if path is None:
-                    continue
-                uses = [access.node for access in assignment.references]
-                texts = [use for use in uses if isinstance(use, (self.cst.SimpleString, self.cst.ConcatenatedString))]
-                inside = tuple(use for use in uses if use in self.parents and use not in texts)
-                if isinstance(node, self.cst.Import):  # a renamed class keeps its name because of them
-                    for use in texts:
-                        self._report(use, f"the annotation in quotes names {path}; write the new name in it.")
-                local = assignment.name.partition(".")[0]
-                outside = len(inside) < len(uses) or local in elsewhere or self._is_exported(node, local)
-                outside |= isinstance(scope, self.cst.metadata.ClassScope)
-                yield _Bound(local, path, counterpart(path) or self._own_module(path, inside), node, inside, outside)
-
-    def _own_module(self, path: str, uses: Sequence[Any]) -> str | None:
-        """Return the counterpart of an imported sub-module, which is identified by a use of a name in it."""
-        names = [chain[1].attr.value for use in uses if len(chain := self._chain(use)) > 1]
-        return own_module(path) if any(counterpart(f"{path}.{name}") for name in names) else None
-
-    def _foreign_path(self, node: Any, local: str) -> str | None:
-        """Return the path that an import binds to a local name, if it is another library's."""
-        if isinstance(node, self.cst.ImportFrom):
-            if node.module is None or node.relative or isinstance(node.names, self.cst.ImportStar):
-                return None
-            module = _dotted(node.module)
+    def _visit(self, node: ast.AST, scope: _Scope) -> None:
+        """Record the names that a node and its parts bind and read."""
+        inner = scope
+        if isinstance(node, (ast.ClassDef, *_FUNCTIONS, *_COMPREHENSIONS)):
+            inner = self._scope(scope, isinstance(node, ast.ClassDef))
+            for each in ast.walk(node):
+                if isinstance(each, (ast.Global, ast.Nonlocal)):
+                    inner.outer.update(each.names)
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler)) and node.name:
+            scope.bind(node.name, node)
+        elif isinstance(node, ast.arg):
+            scope.bind(node.arg, node)
+        elif isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name:
+            scope.bind(node.name, node)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            self.reads.append((node, scope))
+        elif isinstance(node, ast.Name):
+            scope.bind(node.id, node)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
             for alias in node.names:
-                if (alias.evaluated_alias or alias.evaluated_name) == local and module.partition(".")[0] in LIBRARIES:
-                    return f"{module}.{alias.evaluated_name}"
-            return None
-        for alias in node.names:
-            path = alias.evaluated_name
-            if path.partition(".")[0] not in LIBRARIES:
-                continue
-            if alias.evaluated_alias == local:
-                return str(path)
-            if alias.evaluated_alias is None and path == local:
-                return str(path.partition(".")[0])
-        return None
-
-    def _names_in_all(self) -> set[str]:
-        """Return every text in a statement that names `__all__`: it is assigned, added to, appended to."""
-        names: set[str] = set()
-        for node in self.parents:
-            if isinstance(node, self.cst.Name) and node.value == "__all__":
-                while not isinstance(node, self.cst.BaseSmallStatement):
-                    node = self.parents[node]
-                texts = [each for each in _below(node) if isinstance(each, self.cst.SimpleString)]
-                names |= {value for text in texts if isinstance(value := text.evaluated_value, str)}
-        return names
-
-    def _names_in_type_comments(self) -> set[str]:
-        comments = [node.value for node in self.parents if isinstance(node, self.cst.Comment)]
-        return {word for text in comments if _TYPE_COMMENT.match(text) for word in re.findall(r"\w+", text)}
-
-    def _is_exported(self, node: Any, local: str) -> bool:
-        """Return whether `import a as a` re-exports the name from this module."""
-        return any(
-            alias.asname is not None and alias.evaluated_alias == local == alias.evaluated_name for alias in node.names
+                scope.bind(alias.asname or _root(alias.name), self._as_import(node, alias) or node)
+        outside = (
+            [*getattr(node, "decorator_list", []), *getattr(node, "bases", []), *getattr(node, "keywords", [])]
+            if inner.is_class or isinstance(node, _FUNCTIONS)
+            else []
         )
+        if isinstance(node, _FUNCTIONS):
+            outside += [*node.args.defaults, *filter(None, node.args.kw_defaults), *_annotations(node)]
+        for child in outside:
+            self._visit(child, scope)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.arguments):
+                for arg in ast.walk(child):
+                    if isinstance(arg, ast.arg) and self.parents[arg] is child:
+                        inner.bind(arg.arg, arg)
+            elif child not in outside:
+                self._visit(child, inner)
 
-    def _kept_tries(self) -> list[set[Any]]:
-        """Return the nodes inside each `try` that imports from here already: the author's own choice of library."""
-        found = []
-        for node in self.parents:
-            if isinstance(node, self.cst.Try):
-                inside = set(_below(node))
-                imports = [each for each in inside if isinstance(each, (self.cst.Import, self.cst.ImportFrom))]
-                if any(name.partition(".")[0] == FACE for each in imports for name in self._modules_of(each)):
-                    found.append(inside)
-        return found
-
-    def _modules_of(self, node: Any) -> list[str]:
-        if isinstance(node, self.cst.Import):
-            return [alias.evaluated_name for alias in node.names]
-        return [_dotted(node.module)] if node.module is not None and not node.relative else []
-
-    def _stars(self, kept: Sequence[set[Any]]) -> Iterator[Any]:
-        for node in self.parents:
-            if isinstance(node, self.cst.ImportFrom) and isinstance(node.names, self.cst.ImportStar):
-                modules = self._modules_of(node)
-                foreign = any(name.partition(".")[0] in LIBRARIES for name in modules)
-                if foreign and not any(node in inside for inside in kept):
-                    yield node
+    def _as_import(self, node: ast.Import | ast.ImportFrom, alias: ast.alias) -> _Import | None:
+        """Return the import of another library; None for any other one."""
+        if node in self.kept or not _roots(node) & set(LIBRARIES) or alias.name == "*":
+            return None
+        if isinstance(node, ast.ImportFrom):
+            return _Import(node, alias, alias.asname or alias.name, f"{node.module}.{alias.name}")
+        if _root(alias.name) not in LIBRARIES:
+            return None
+        path = alias.name if alias.asname else _root(alias.name)
+        return _Import(node, alias, alias.asname or path, path)
 
     # Deciding
 
-    def _new_names(self, bound: Sequence[_Bound]) -> dict[str, str]:
-        """Return local name → new local name; the old one if it is used in a string or with a second meaning."""
-        names: dict[str, str] = {}
-        for local in {each.local for each in bound}:
-            group = [each for each in bound if each.local == local]
-            new = {self._plain_name(each) for each in group}
-            everywhere = sum(1 for scope in self.scopes for a in scope.assignments if _root(a.name) == local)
-            alone = everywhere == len(group)
-            wanted = new.pop() if len(new) == 1 else local
-            free = wanted not in self.taken and wanted not in names.values()
-            if wanted == FACE:  # `import lightning` without an alias: its uses are rewritten in any case
-                names[local] = wanted if free or self._is_ours(wanted) else local
-            else:
-                safe = alone and free and not any(each.outside for each in group)
-                names[local] = wanted if safe else local
-        return names
+    def rewrite(self) -> None:
+        """Find the edits and the manual changes."""
+        uses: dict[_Import, list[list[Any]]] = {}
+        for scope in self.scopes:
+            uses |= {each: [] for nodes in scope.bound.values() for each in nodes if isinstance(each, _Import)}
+        for name, scope in self.reads:
+            home = scope.lookup(name.id)
+            for each in home.bound[name.id] if home is not None else ():
+                if isinstance(each, _Import):
+                    uses[each].append(self._chain(name))
+        own = {each: counterpart(each.path) or self._own_module(each.path, chains) for each, chains in uses.items()}
+        names = self._new_names(own)
+        trainers: set[str] = set()
+        for each, chains in uses.items():
+            for chain in chains:
+                trainers |= self._change_use(each, chain, own[each], names[each.local])
+        for statement in dict.fromkeys(each.node for each in uses):
+            aliases = {each.alias: (own[each], names[each.local]) for each in uses if each.node is statement}
+            self._change_import(statement, aliases)
+        for node in ast.walk(self.tree):
+            star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and _roots(node) & set(LIBRARIES)
+            if isinstance(node, ast.ImportFrom) and star and node not in self.kept:
+                self._report(node, f"from {node.module} import *: name what you use.")
+        self._report_strings({each.local: each.path for each in uses if isinstance(each.node, ast.Import)})
+        self._report_objects(trainers, reads_folders=bool(uses))
 
-    def _plain_name(self, each: _Bound) -> str:
-        """Return the local name that an import without an alias binds here."""
-        if isinstance(each.node, self.cst.Import):
-            return FACE if each.local in LIBRARIES else each.local
-        name = each.path.rpartition(".")[2]
-        return each.local if each.own is None or name != each.local else each.own.rpartition(".")[2]
-
-    def _is_ours(self, name: str) -> bool:
-        imports = [n for scope in self.scopes for a in scope.assignments if a.name == name for n in [a.node]]
-        return all(isinstance(node, self.cst.Import) for node in imports)
-
-    # Changing
-
-    def _change_uses(self, each: _Bound, local: str) -> None:
-        for use in each.uses:
-            chain = self._chain(use)
-            if each.own is not None and counterpart(each.path) != FACE and not is_module(each.own):
-                if local != each.local:
-                    self._replace_expression(use if not isinstance(use, self.cst.Attribute) else chain[0], local)
-                self._check_call(chain[0], each.own)
-                continue
-            self._change_dotted(each, chain, local)
-
-    def _chain(self, use: cst.CSTNode) -> list[Any]:
+    def _chain(self, name: ast.Name) -> list[Any]:
         """Return a name and the attribute accesses around it: `L`, `L.callbacks`, `L.callbacks.Timer`."""
-        while isinstance(use, self.cst.Attribute):  # a dotted import is used with all its parts
-            use = use.value
-        chain = [use]
-        while isinstance(above := self.parents[chain[-1]], self.cst.Attribute) and above.value is chain[-1]:
+        chain: list[Any] = [name]
+        while isinstance(above := self.parents[chain[-1]], ast.Attribute):
             chain.append(above)
         return chain
 
-    def _change_dotted(self, each: _Bound, chain: Sequence[Any], local: str) -> None:
-        """Rewrite `L.pytorch.LightningModule`: the longest part that has a counterpart here."""
-        words = [node.attr.value for node in chain[1:]]
+    def _own_module(self, path: str, chains: Sequence[Sequence[Any]]) -> str | None:
+        """Return the counterpart of an imported sub-module, which is identified by a use of a name in it."""
+        used = any(counterpart(f"{path}.{chain[1].attr}") for chain in chains if len(chain) > 1)
+        return own_module(path) if used else None
+
+    def _new_names(self, own: dict[_Import, str | None]) -> dict[str, str]:
+        """Return local name → new local name; the old one if it is used in a string or with a second meaning."""
+        words = {word for _, text in self.strings for word in re.findall(r"\w+", text)}
+        words |= set(re.findall(r"\w+", " ".join(re.findall(r"#\s*type:(.*)", self.source.decode()))))
+        words |= {name for scope in self.scopes if scope.is_class for name in scope.bound}
+        bound = [(name, node) for scope in self.scopes for name, nodes in scope.bound.items() for node in nodes]
+        taken = {name for name, _ in bound}
+        names: dict[str, str] = {}
+        for local in dict.fromkeys(each.local for each in own):
+            nodes = [node for name, node in bound if name == local]
+            new = {_plain_name(node, own[node]) if isinstance(node, _Import) else local for node in nodes}
+            exported = any(isinstance(node, _Import) and node.alias.asname == node.alias.name for node in nodes)
+            (wanted,) = new if len(new) == 1 else (local,)
+            free = wanted not in taken and wanted not in names.values()
+            if wanted == FACE:  # `import lightning` without an alias: its uses are rewritten in any case
+                safe = free or all(isinstance(node, ast.Import) for name, node in bound if name == FACE)
+            else:
+                safe = free and local not in words and not exported
+            names[local] = wanted if safe else local
+        return names
+
+    # Changing
+
+    def _change_use(self, each: _Import, chain: Sequence[Any], own: str | None, local: str) -> set[str]:
+        """Rewrite a use of a name: of `L.pytorch.LightningModule` the longest part that has a counterpart here. Return
+        the texts of the variables to which a new Trainer is assigned.
+        """
+        if own is not None and own != FACE and not is_module(own):
+            self._replace(chain[0], local if local != each.local else "")
+            return self._check_call(chain[0], own)
+        words = [node.attr for node in chain[1:]]
+        base = own or FACE
         for length in range(len(words), 0, -1):
-            path = ".".join([each.path, *words[:length]])
-            own = counterpart(path)
-            if own is None or words[length - 1] == "__version__":
+            found = counterpart(".".join([each.path, *words[:length]]))
+            if found is None or words[length - 1] == "__version__":
                 continue
-            base = each.own if each.own is not None and each.own != FACE else FACE
-            if is_module(own) and length < len(words):
-                break  # the module has no such attribute
-            if own == base or own.startswith(f"{base}."):
-                self._replace_expression(chain[length], local + own.removeprefix(base))
-                self._check_call(chain[length], own)
-                return
+            if f"{found}.".startswith(f"{base}.") and not (is_module(found) and length < len(words)):
+                self._replace(chain[length], local + found.removeprefix(base))
+                return self._check_call(chain[length], found)
             break
-        if not words and each.own is not None:
+        self._replace(chain[0], local if local != each.local else "")
+        if not words and own is not None:
             self._report(chain[0], f"the module {each.local} is used as an object; check its attributes.")
-            if local != each.local:
-                self._replace_expression(chain[0], local)
-            return
-        if local != each.local:
-            self._replace_expression(chain[0], local)
-        path = ".".join([each.path, *words])
-        self._report(chain[0], advice(path))
+        else:
+            self._report(chain[0], advice(".".join([each.path, *words])))
+        return set()
 
-    def _replace_expression(self, node: cst.BaseExpression, dotted: str) -> None:
-        made = self.cst.parse_expression(dotted)
-        if getattr(node, "lpar", None):
-            made = made.with_changes(lpar=node.lpar, rpar=node.rpar)
-        self.changes[node] = lambda updated: made
-
-    def _check_call(self, node: cst.CSTNode, own: str) -> None:
-        """Report keyword arguments that the counterpart does not have."""
+    def _check_call(self, node: ast.expr, own: str) -> set[str]:
+        """Report keyword arguments that the counterpart does not have; return the variables of a new Trainer."""
         call = self.parents[node]
-        if not isinstance(call, self.cst.Call) or call.func is not node:
-            return
+        if not isinstance(call, ast.Call) or call.func is not node:
+            return set()
         try:
             parameters = inspect.signature(own_object(own)).parameters
         except (TypeError, ValueError):
-            return
+            return set()
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        for argument in call.args:
-            name = argument.keyword.value if argument.keyword is not None else None
-            only_default = own == "trainwright.Trainer" and name in UNUSED
-            if name is None or (not only_default and (takes_all or name in parameters)):
+        for keyword in call.keywords:
+            name = keyword.arg
+            if name is None:
                 continue
-            value = getattr(argument.value, "value", None)
-            if only_default and isinstance(value, str) and is_unused(name, value):
-                continue
-            what = f"takes only {name}={UNUSED[name]}" if only_default else f"has no argument {name!r}"
-            self._report(argument, f"{own} {what}{instead(own, name)}")
+            if own == "trainwright.Trainer" and name in UNUSED:
+                if not is_unused(name, ast.unparse(keyword.value)):
+                    self._report(keyword, f"{own} takes only {name}={UNUSED[name]}{instead(own, name)}")
+            elif not takes_all and name not in parameters:
+                self._report(keyword, f"{own} has no argument {name!r}{instead(own, name)}")
+        above = self.parents[call]
+        if own != "trainwright.Trainer" or not isinstance(above, (ast.Assign, ast.AnnAssign)):
+            return set()
+        return set(map(ast.unparse, above.targets if isinstance(above, ast.Assign) else [above.target]))
 
-    def _change_import(self, node: Any, group: Sequence[_Bound], names: Mapping[str, str]) -> None:
-        if isinstance(node, self.cst.Import):
-            self._change_plain_import(node, {each.local: each.own for each in group}, names)
+    def _change_import(self, node: ast.Import | ast.ImportFrom, own: dict[ast.alias, tuple[str | None, str]]) -> None:
+        if isinstance(node, ast.Import):
+            self._change_plain_import(node, own)
             return
-        by_local = {each.local: each for each in group}
-        made: dict[str, list[Any]] = {}
-        left: list[Any] = []
+        made: dict[str, list[str]] = {}  # module → names
         for alias in node.names:
-            each = by_local.get(alias.evaluated_alias or alias.evaluated_name)
-            if each is None or each.own is None:
-                left.append(alias)
-                if each is not None:
-                    self._report(alias, advice(each.path))
+            path, local = own.get(alias, (None, ""))
+            if path is None:
+                self._report(alias, advice(f"{node.module}.{alias.name}"))
+                made.setdefault(str(node.module), []).append(ast.unparse(alias))
                 continue
-            module, _, name = each.own.rpartition(".")
-            local = names[each.local]
-            new = alias.with_changes(name=self.cst.Name(name or FACE), asname=self._asname(alias, name, local))
-            made.setdefault(module, []).append(new)
-        if made:
-            self._report_comments(node, left, made)
-            self._replace_statement(node, made, left)
-
-    def _asname(self, alias: cst.ImportAlias, name: str, local: str) -> Any:
-        if name == local:
-            return None if alias.asname is None or alias.evaluated_alias != name else alias.asname
-        if alias.asname is not None and alias.evaluated_alias == local:
-            return alias.asname
-        return self.cst.AsName(name=self.cst.Name(local))
-
-    def _change_plain_import(
-        self, node: cst.Import, own_names: Mapping[str, str | None], names: Mapping[str, str]
-    ) -> None:
-        aliases = []
-        for alias in node.names:
-            root = _root(alias.evaluated_name)
-            own = None
-            if root in LIBRARIES:
-                own = own_names.get(alias.evaluated_alias or "") or counterpart(alias.evaluated_name)
-            if own is not None:
-                own = own if alias.asname is not None else FACE
-                local = alias.evaluated_alias or names.get(root, root)
-                asname = alias.asname
-                if asname is None and local != FACE:
-                    asname = self.cst.AsName(name=self.cst.Name(local))
-                alias = alias.with_changes(name=self.cst.parse_expression(own), asname=asname)
-            elif root in LIBRARIES:
-                self._report(node, advice(alias.evaluated_name))
-            aliases.append(alias)
-        line = self.parents[node]
-        made = (self.parents[line], tuple(_dotted(alias.name) for alias in aliases))
-        if len(aliases) == 1 and aliases[0].asname is None and len(line.body) == 1:
-            if made in self.plain_imports:
-                self.changes[line] = lambda updated: self.cst.RemoveFromParent()
-                return
-            self.plain_imports.add(made)
-        self.changes[node] = lambda updated: updated.with_changes(names=aliases)
-
-    def _replace_statement(self, node: Any, made: Mapping[str, list[Any]], left: list[Any]) -> None:
-        """Replace one statement by one import for each module; a single one keeps its layout."""
-        if len(made) + bool(left) == 1 and "" not in made:
+            module, _, name = path.rpartition(".")
+            made.setdefault(module, []).append(_written(name, local, keep=alias.name == alias.asname))
+        if list(made) == [node.module]:
+            return
+        if len(made) == 1 and "" not in made:  # keep the layout
             ((module, names),) = made.items()
-            path = self.cst.parse_expression(module)
-            self.changes[node] = lambda updated: updated.with_changes(module=path, names=names)
+            begin, end = self._span(node)
+            place = re.match(rb"from[\s\\]+([\w.]+)", self.source[begin:end])
+            assert place is not None
+            self.edits[begin + place.start(1), begin + place.end(1)] = module
+            for alias, name in zip(node.names, names, strict=True):
+                self._replace(alias, name)
             return
-        statements: list[Any] = []
-        if "" not in made:  # the first keeps the layout, comments between the names included
-            module, names = next(iter(made.items()))
-            if not node.lpar:
-                names = [*names[:-1], names[-1].with_changes(comma=self.cst.MaybeSentinel.DEFAULT)]
-            statements.append(node.with_changes(module=self.cst.parse_expression(module), names=names))
-            made = {key: value for key, value in made.items() if key != module}
-        for module, names in made.items():
-            plain = [name.with_changes(comma=self.cst.MaybeSentinel.DEFAULT) for name in names]
-            if module:
-                statements.append(self.cst.ImportFrom(module=self.cst.parse_expression(module), names=plain))
-            else:
-                statements.append(self.cst.Import(names=plain))
-        if left:
-            plain = [name.with_changes(comma=self.cst.MaybeSentinel.DEFAULT) for name in left]
-            statements.append(node.with_changes(names=plain, lpar=None, rpar=None))
-        line = self.parents[node]
-        if len(line.body) > 1 or not isinstance(line, self.cst.SimpleStatementLine):  # `if a: import b`
-            self.changes[node] = lambda updated: self.cst.FlattenSentinel(statements)
-            return
-        self.changes[line] = lambda updated: self.cst.FlattenSentinel(
-            [
-                updated.with_changes(body=[statements[0]]),
-                *(self.cst.SimpleStatementLine(body=[each]) for each in statements[1:]),
-            ]
-        )
+        made |= {str(node.module): made.pop(str(node.module))} if str(node.module) in made else {}  # the last one
+        statements = [
+            f"from {module} import {', '.join(names)}" if module else f"import {', '.join(names)}"
+            for module, names in made.items()
+        ]
+        begin, end = self._span(node)
+        for number, line in enumerate(self.source[begin:end].decode().split("\n"), node.lineno):
+            if "#" in line:
+                comment = line[line.index("#") :].rstrip()
+                line_text = f"the comment {comment!r} next to it was removed by the rewrite."
+                self.unsettled.add(Unsettled(number, line_text))
+        before, after = self._around(node)
+        separator = "; " if before.strip() or after.strip()[:1] == b";" else self.newline + before.decode()
+        self._replace(node, separator.join(statements))
+
+    def _change_plain_import(self, node: ast.Import, own: dict[ast.alias, tuple[str | None, str]]) -> None:
+        for alias in own:
+            path, local = own[alias]
+            if alias.asname is None and counterpart(alias.name) is None:
+                path = None
+            if path is None:
+                self._report(node, advice(alias.name))
+                continue
+            self._replace(alias, _written(path if alias.asname else FACE, alias.asname or local, keep=False))
+        text = self.edits.get(self._span(node.names[0]))
+        before, after = self._around(node)
+        if len(node.names) == 1 and text == FACE and not before.strip() and not after.strip():
+            siblings = next(
+                each for each in vars(self.parents[node]).values() if isinstance(each, list) and node in each
+            )
+            if (id(siblings), text) in self.block_texts:  # this block has the import already
+                del self.edits[self._span(node.names[0])]
+                self.edits[self.starts[node.lineno - 1], self.starts[node.end_lineno or node.lineno]] = ""
+            self.block_texts.add((id(siblings), text))
+
+    def _replace(self, node: Any, text: str) -> None:
+        begin, end = self._span(node)
+        if text and self.source[begin:end].decode() != text:
+            self.edits[begin, end] = text
+
+    def _span(self, node: Any) -> tuple[int, int]:
+        begin, end = self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1]
+        return begin, end + node.end_col_offset
+
+    def _around(self, node: ast.stmt) -> tuple[bytes, bytes]:
+        """Return the text before a statement on its first line, and after it on its last line."""
+        begin, end = self._span(node)
+        return self.source[self.starts[node.lineno - 1] : begin], self.source[end:].split(b"\n", 1)[0]
+
+    def edited(self) -> str:
+        """Return the text with the edits."""
+        code = self.source
+        for (begin, end), text in sorted(self.edits.items(), reverse=True):
+            code = code[:begin] + text.encode() + code[end:]
+        return code.decode()
 
     # Reporting
 
-    def _report_comments(self, node: Any, left: Sequence[Any], made: Mapping[str, Sequence[Any]]) -> None:
-        """Report comments next to names of an import that is split; those of the first one are kept."""
-        if len(made) + bool(left) == 1 and "" not in made:
-            return
-        first = next(iter(made.values())) if "" not in made else ()
-        stay = {alias.evaluated_alias or alias.name.value for alias in first}
-        stay |= {getattr(alias.asname, "name", alias.name).value for alias in first}
-        for alias in node.names:
-            if (alias.evaluated_alias or alias.evaluated_name) in stay:
-                continue
-            for each in _below(alias):
-                if isinstance(each, self.cst.Comment):
-                    self._report(alias, f"the comment {each.value!r} next to it was removed by the rewrite.")
+    def _report(self, node: Any, text: str) -> None:
+        self.unsettled.add(Unsettled(node.lineno, text))
 
-    def _report(self, node: object, text: str) -> None:
-        self.unsettled.add(Unsettled(self.positions[node].start.line, text))
+    def _report_strings(self, modules: dict[str, str]) -> None:
+        """Report strings that are paths of the other libraries, and annotations in quotes."""
+        annotations = {
+            each for node in ast.walk(self.tree) for annotation in _annotations(node) for each in ast.walk(annotation)
+        }
+        for node, text in self.strings:
+            if _PATH.fullmatch(text):
+                own = counterpart(text)
+                told = f"is {own} here." if own is not None else advice(text)
+                self._report(node, f"the text {text!r} names another library: {told}")
+            used = set(re.findall(r"(\w+)\.", text)) & set(modules) if node in annotations else set()
+            for local in used:
+                self._report(node, f"the annotation in quotes names {modules[local]}; write the new name in it.")
 
-    def _report_strings(self) -> None:
-        for node in self.parents:
-            if isinstance(node, self.cst.SimpleString) and not isinstance(self.parents[node], self.cst.Expr):
-                value = node.evaluated_value
-                if isinstance(value, str) and _PATH.fullmatch(value):
-                    own = counterpart(value)
-                    text = f"is {own} here." if own is not None else advice(value)
-                    self._report(node, f"the text {value!r} names another library: {text}")
+    def _report_objects(self, trainers: set[str], *, reads_folders: bool) -> None:
+        """Report attributes of a Trainer that do not exist here, and reads of a checkpoint as a file. A Trainer is
+        identified by the names that it is assigned to, anywhere in the program.
+        """
+        from trainwright.trainer.lightning_names import INTERNALS
+        from trainwright.trainer.trainer import Trainer
+
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute) and node.attr in INTERNALS and not hasattr(Trainer, node.attr):
+                if isinstance(node.ctx, ast.Load) and ast.unparse(node.value) in trainers:
+                    self._report(node, f"trainer.{node.attr} does not exist here: {INTERNALS[node.attr]}.")
+            elif reads_folders and isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                named = {
+                    each.attr for given in node.args for each in ast.walk(given) if isinstance(each, ast.Attribute)
+                }
+                if named & {"best_model_path", "last_model_path"}:
+                    self._report(node, _FOLDER)
+
+
+def counterpart(path: str) -> str | None:
+    """Return the full name of the counterpart of a foreign path; a library's top package is this one."""
+    return FACE if canonical(path) in _TOP else own_name(path)
+
+
+def own_object(path: str) -> Any:
+    """Return the object with a full name."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def is_module(path: str) -> bool:
+    """Return whether a full name is that of a module."""
+    return path == FACE or inspect.ismodule(own_object(path))
+
+
+def advice(path: str) -> str:
+    """Return the advice for a foreign path without a counterpart."""
+    name, library = path.rpartition(".")[2], LIBRARIES[_root(path)]
+    return answer(name, library) or f"{path} has no counterpart here; see docs/migration.md."
+
+
+def instead(own: str, name: str) -> str:
+    """Return the end of a sentence with the replacement of an argument that a class does not have."""
+    if own == "trainwright.Accelerator":
+        from trainwright.accelerator.settings import ELSEWHERE
+
+        return f". Instead: {ELSEWHERE[name]}." if name in ELSEWHERE else "."
+    return "; see docs/migration.md."
+
+
+def _plain_name(each: _Import, own: str | None) -> str:
+    """Return the local name that an import without an alias binds here."""
+    if isinstance(each.node, ast.Import):
+        return FACE if each.local in LIBRARIES else each.local
+    return each.local if own is None or each.alias.asname else own.rpartition(".")[2]
+
+
+def _written(name: str, local: str, *, keep: bool) -> str:
+    """Return the text of an alias; `keep` writes `a as a`."""
+    return name if name == local and not keep else f"{name} as {local}"
 
 
 def _root(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _dotted(node: Any) -> str:
-    """Return the text of a dotted name; empty for anything else."""
-    if hasattr(node, "attr"):
-        return f"{_dotted(node.value)}.{node.attr.value}"
-    value = getattr(node, "value", "")
-    return value if isinstance(value, str) else ""
+def _roots(node: ast.AST) -> set[str]:
+    """Return the top packages that a statement imports from."""
+    if isinstance(node, ast.Import):
+        return {_root(alias.name) for alias in node.names}
+    return {_root(node.module or "")} if isinstance(node, ast.ImportFrom) and not node.level else set()
 
 
-def _below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    yield node
-    for child in node.children:
-        yield from _below(child)
+def _annotations(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        yield from filter(
+            None, [node.returns, *(arg.annotation for arg in ast.walk(node.args) if isinstance(arg, ast.arg))]
+        )
+    elif isinstance(node, ast.AnnAssign):
+        yield node.annotation
 
 
-def _replaced(library: Any, module: Any, changes: Mapping[Any, Callable[[Any], Any]]) -> Any:
-    """Return the module with changed nodes, inner ones first."""
-
-    class Replace(library.CSTTransformer):  # type: ignore[misc]  # a class of a package that is imported when used
-        def on_leave(self, original: object, updated: object) -> Any:
-            updated = super().on_leave(original, updated)
-            change = changes.get(original)
-            return updated if change is None else change(updated)
-
-    return module.visit(Replace())
-
-
-def _without_equal_fallbacks(library: Any, module: cst.Module) -> Any:
-    """Return the module with each `try: import a / except ImportError: import a` as the import alone."""
-
-    class Simplify(library.CSTTransformer):  # type: ignore[misc]  # see _replaced
-        def leave_Try(self, original: cst.Try, updated: cst.Try) -> Any:
-            if updated.orelse or updated.finalbody or len(updated.handlers) != 1:
-                return updated
-            (handler,) = updated.handlers
-            if handler.name is not None or _dotted(handler.type) not in _IMPORT_ERRORS:
-                return updated
-            body, fallback = updated.body.body, handler.body.body
-            texts = [[module.code_for_node(line).strip() for line in lines] for lines in (body, fallback)]
-            if texts[0] != texts[1] or not all(FACE in text and "import" in text for text in texts[0]):
-                return updated
-            first, *rest = body
-            return library.FlattenSentinel([first.with_changes(leading_lines=updated.leading_lines), *rest])
-
-    return module.visit(Simplify())
+def _without_equal_fallbacks(text: str) -> str:
+    """Return the program with each `try: import a / except ImportError: import a` as the import alone."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Try) or len(node.handlers) != 1 or node.orelse or node.finalbody:
+            continue
+        lines, fallback = list(map(ast.unparse, node.body)), node.handlers[0]
+        before = ast.get_source_segment(text, node) or ""
+        equal = lines == list(map(ast.unparse, fallback.body)) and all(FACE in _roots(each) for each in node.body)
+        caught = ast.unparse(fallback.type) if fallback.type is not None else ""
+        if equal and caught in ("ImportError", "ModuleNotFoundError") and not fallback.name and "#" not in before:
+            return _without_equal_fallbacks(text.replace(before, f"\n{' ' * node.col_offset}".join(lines), 1))
+    return text

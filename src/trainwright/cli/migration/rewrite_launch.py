@@ -9,8 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from trainwright.cli.migration.object_uses import Unsettled
-from trainwright.cli.migration.rewrite_imports import Rewritten
+from trainwright.cli.migration.rewrite_imports import Rewritten, Unsettled
 from trainwright.core.errors import ConfigurationError
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import check_supported, known_options, options_of

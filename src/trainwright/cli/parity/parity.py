@@ -11,18 +11,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainwright.cli.configs.overrides import read_command_line
 from trainwright.cli.parity.parity_run import STEP_ARGUMENTS, Plan
 from trainwright.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from trainwright.cli.parity.parity_compare import Comparison, Difference
+    from trainwright.cli.parity.parity_compare import Comparison
     from trainwright.cli.parity.parity_tape import Tape
 
-_MODULE = "trainwright.cli.parity.parity_run"
-_SHOWN = 4  # number of tensors of a step that are shown
+_SHOWN = 8  # number of differing values that are printed
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -32,30 +31,43 @@ def parity(argv: Sequence[str]) -> int:
     Returns:
         0 if all results are equal, 1 if one differs or could not train.
     """
+    from trainwright.core.process import detect
+
     wanted, rest = _parser().parse_known_args(argv)
-    _check(wanted)
-    defaults, configs = _configuration(wanted.target, wanted.data)
+    topology = detect()
+    if topology.launcher != "none":
+        raise ConfigurationError(
+            f"parity starts the processes of every strategy itself, but a launcher has started it ({topology}). Start "
+            "it without a launcher, and set the number of processes with --devices."
+        )
     line = read_command_line(rest)
     _check_assignments(line.assignments)
-    labels = [name.strip() for name in wanted.strategies.split(",") if name.strip()]
-    strategies = _check_strategies(labels)
+    configs = list(line.configs)
+    defaults: dict[str, object] = {}
+    if wanted.target.endswith(_SUFFIXES):
+        configs.insert(0, Path(wanted.target))
+    else:
+        defaults["task"] = {"class_path": class_path(wanted.target)}
+    if wanted.data is not None:
+        defaults["data"] = {"class_path": class_path(wanted.data)}
+    strategies = _read_strategies(wanted.strategies)
     with tempfile.TemporaryDirectory(prefix="trainwright-parity-") as folder:
         runs: list[Tape | str] = []
-        for i, (label, strategy) in enumerate(zip(labels, strategies, strict=True)):
+        for i, (label, strategy) in enumerate(strategies):
             plan = Plan(
                 strategy=strategy,
                 devices=wanted.devices,
                 steps=wanted.steps,
                 seed=wanted.seed,
                 defaults=defaults,
-                configs=[str(path) for path in (*configs, *line.configs)],
+                configs=[str(path) for path in configs],
                 assignments=[list(assignment) for assignment in line.assignments],
             )
             runs.append(_run(plan, label, Path(folder, f"{i}")))
             if isinstance(runs[0], str):
                 print(f"{label} could not train, so that there is no reference: {runs[0]}")
                 return 1
-        return _report(runs, labels, wanted)
+        return _report(runs, [label for label, _ in strategies], wanted)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,40 +84,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--strategies", default="single,ddp", help="names, or module:Class; the first is the reference")
     parser.add_argument("--data", metavar="CLASS", help="data module, if the task has no data of its own")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps (default: 5)")
-    parser.add_argument("--devices", type=int, default=2, help="processes of each strategy that can run several")
+    parser.add_argument("--steps", type=_count, default=5, help="optimizer steps (default: 5)")
+    parser.add_argument("--devices", type=_count, default=2, help="processes of each strategy that can run several")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--atol", type=float, help="allowed: atol + rtol × largest element (default: by precision)")
-    parser.add_argument("--rtol", type=float)
+    parser.add_argument("--atol", type=_bound, help="allowed: atol + rtol × largest element (default: by precision)")
+    parser.add_argument("--rtol", type=_bound)
     return parser
 
 
-def _check(wanted: argparse.Namespace) -> None:
-    from trainwright.core.process import detect
-
-    for name in ("steps", "devices"):
-        if getattr(wanted, name) < 1:
-            raise ConfigurationError(f"--{name} {getattr(wanted, name)} is not at least 1.")
-    for name in ("atol", "rtol"):
-        value = getattr(wanted, name)
-        if value is not None and not 0 <= value < math.inf:
-            raise ConfigurationError(f"--{name} {value} is not a valid bound. Write a number of at least 0.")
-    topology = detect()
-    if topology.launcher != "none":
-        raise ConfigurationError(
-            f"parity starts the processes of every strategy itself, but a launcher has started it ({topology}). Start "
-            "it without a launcher, and set the number of processes with --devices."
-        )
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1.")
+    return int(text)
 
 
-def _configuration(target: str, data: str | None) -> tuple[dict[str, Any], list[Path]]:
-    """Return the configuration of the target and `--data`, and its files."""
-    defaults: dict[str, Any] = {}
-    if data is not None:
-        defaults["data"] = {"class_path": class_path(data)}
-    if target.endswith(_SUFFIXES):
-        return defaults, [Path(target)]
-    return {**defaults, "task": {"class_path": class_path(target)}}, []
+def _bound(text: str) -> float:
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a valid bound. Write a number of at least 0.")
+    return float(text)
 
 
 def class_path(text: str) -> str:
@@ -120,9 +116,7 @@ def class_path(text: str) -> str:
         file = Path(module)
         if not file.is_file():
             raise ConfigurationError(f"{text!r}: there is no file {module}.")
-        folder = str(file.parent.resolve())
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+        sys.path.insert(0, str(file.parent.resolve()))
         module = file.stem
     return f"{module}.{name}"
 
@@ -137,21 +131,21 @@ def _check_assignments(assignments: Sequence[tuple[str, str]]) -> None:
             )
 
 
-def _check_strategies(labels: Sequence[str]) -> list[str]:
-    """Return the import path or registry name for each label."""
+def _read_strategies(text: str) -> list[tuple[str, str]]:
+    """Return each strategy as it was written, and its import path or registry name."""
     from trainwright.strategies.registry import STRATEGIES
 
-    if len(labels) < 2:
-        raise ConfigurationError("--strategies names fewer than two. Write, for example, --strategies single,ddp.")
-    found = []
-    for label in labels:
+    strategies = []
+    for label in filter(None, map(str.strip, text.split(","))):
         if ":" in label:
-            found.append(":".join(class_path(label).rsplit(".", 1)))
+            strategies.append((label, ":".join(class_path(label).rsplit(".", 1))))
             continue
         if label != "auto":
-            STRATEGIES.get(label)  # raises, naming the nearest
-        found.append(label)
-    return found
+            STRATEGIES.get(label)  # raises an error with the nearest name
+        strategies.append((label, label))
+    if len(strategies) < 2:
+        raise ConfigurationError("--strategies names fewer than two. Write, for example, --strategies single,ddp.")
+    return strategies
 
 
 def _run(plan: Plan, label: str, folder: Path) -> Tape | str:
@@ -162,7 +156,7 @@ def _run(plan: Plan, label: str, folder: Path) -> Tape | str:
     print(f"parity: {label} …", file=sys.stderr)
     folder.mkdir()
     plan.write(folder)
-    code = run_module(_MODULE, [str(folder)])
+    code = run_module("trainwright.cli.parity.parity_run", [str(folder)])
     error = folder / "error.txt"
     if error.exists():
         return error.read_text().strip()
@@ -171,85 +165,52 @@ def _run(plan: Plan, label: str, folder: Path) -> Tape | str:
     return Tape.read(label, folder)
 
 
-# The report
-
-
 def _report(runs: Sequence[Tape | str], labels: Sequence[str], wanted: argparse.Namespace) -> int:
     from trainwright.cli.parity.parity_compare import Tolerance, compare
 
     reference = runs[0]
     assert not isinstance(reference, str)  # checked before
-    facts = reference.facts
-    tolerance = Tolerance.of(facts.precision, wanted.atol, wanted.rtol)
-    micro_batches = len(reference.steps[1].data) if len(reference.steps) > 1 else 0
+    tolerance = Tolerance.of(reference.precision, wanted.atol, wanted.rtol)
+    num_steps = len(reference.steps) - 1
+    micro_batches = len(reference.steps[1].data) if num_steps else 0
     print(
-        f"{facts.task}: {len(reference.steps) - 1} step(s) of {micro_batches} micro-batch(es), seed {wanted.seed}, "
-        f"precision {facts.precision}; allowed: {tolerance.atol:g} + {tolerance.rtol:g} × largest element"
+        f"{reference.task}: {num_steps} step(s) of {micro_batches} micro-batch(es), seed {wanted.seed}, precision "
+        f"{reference.precision}; allowed: {tolerance.atol:g} + {tolerance.rtol:g} × largest element"
     )
     compared = [run if isinstance(run, str) else compare(reference, run, tolerance) for run in runs]
     _print_table(labels, compared)
     for label, result in zip(labels, compared, strict=True):
         if isinstance(result, str):
             print(f"\n{label} could not train: {result}")
-        elif not result.equal:
-            _print_difference(result)
-        else:
-            _print_notes(result)
+            continue
+        if not result.equal:
+            print(f"\n{label} differs from {reference.label} first in step {result.step}:")
+            print(*(f"  {difference.what}: {difference.text}" for difference in result.found[:_SHOWN]), sep="\n")
+        if len(result.found) > _SHOWN:
+            print(f"  and {len(result.found) - _SHOWN} more")
+        for note in result.notes():
+            print(f"  note ({label}): {note}")
     equal = all(not isinstance(result, str) and result.equal for result in compared)
-    return 0 if equal and len(reference.steps) > 1 else 1
+    return 0 if equal and num_steps else 1
 
 
 def _print_table(labels: Sequence[str], compared: Sequence[Comparison | str]) -> None:
     from trainwright.cli.parity.parity_compare import KINDS
 
     rows = [["strategy", "processes", "loss", *(f"{kind} ±" for kind in KINDS), ""]]
-    for i, (label, result) in enumerate(zip(labels, compared, strict=True)):
+    for label, result in zip(labels, compared, strict=True):
         if isinstance(result, str):
-            rows.append([label, "", "", *([""] * len(KINDS)), "failed"])
+            rows.append([label, *[""] * (2 + len(KINDS)), "failed"])
             continue
         run = result.other
         losses = [step.loss for step in run.steps[1:] if step.loss is not None]
         shown = f"{losses[0]:.6g} … {losses[-1]:.6g}" if losses else "–"
-        worst = ["" if i == 0 else _figure(result.worst.get(kind)) for kind in KINDS]
-        verdict = "reference" if i == 0 else "equal" if result.equal else f"differs in step {result.found[0].step}"
-        rows.append([label, f"{run.facts.processes}", shown, *worst, verdict])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        if run is result.reference:
+            cells, verdict = [""] * len(KINDS), "reference"
+        else:
+            cells = [f"{result.worst[kind]:.1e}" if kind in result.worst else "–" for kind in KINDS]
+            verdict = "equal" if result.equal else f"differs in step {result.step}"
+        rows.append([label, f"{run.processes}", shown, *cells, verdict])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _print_difference(result: Comparison) -> None:
-    reference, label, first = result.reference.label, result.other.label, result.found[0]
-    headline: dict[str, str] = {}  # the first number, the first gradient and so on
-    for difference in result.found:
-        headline.setdefault(difference.kind, difference.what)
-    print(f"\n{label} differs from {reference} first in step {first.step}: {', '.join(headline.values())}")
-    for difference in result.found[:_SHOWN]:
-        print(f"  {difference.what}: {_describe(difference, reference, label)}")
-    if len(result.found) > _SHOWN:
-        names = [difference.what for difference in result.found[_SHOWN:]]
-        print(f"  and {len(names)} more: {', '.join(names[:8])}{' …' if len(names) > 8 else ''}")
-    _print_notes(result)
-
-
-def _print_notes(result: Comparison) -> None:
-    from trainwright.cli.parity.parity_compare import notes
-
-    for note in notes(result):
-        print(f"  note ({result.other.label}): {note}")
-
-
-def _describe(difference: Difference, reference: str, label: str) -> str:
-    if difference.note or difference.values is None:
-        return difference.note
-    ours, theirs = difference.values
-    place = f" at {list(difference.index)}" if difference.index else ""
-    ratio = "" if difference.ratio is None else f"; all of it is {difference.ratio:.4g} times the reference's"
-    return (
-        f"{reference} {ours:.8g}, {label} {theirs:.8g}{place}; greatest difference {difference.absolute:.3g} "
-        f"(relative {difference.relative:.3g}), allowed {difference.bound:.3g}{ratio if difference.name else ''}"
-    )
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1e}" if value else "0"

@@ -1,16 +1,15 @@
-"""Compare the results of two strategies, step by step, until the first step in which they differ."""
+"""Compare two recorded runs step by step, until the first step in which they differ."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from trainwright.cli.parity.parity_tape import StepTensors, Tape
+from trainwright.cli.parity.parity_tape import GRADIENT, PARAMETER, Tape
 
-LOSS, NORM, GRADIENT, PARAMETER, COPY = "loss", "gradient norm", "gradient", "parameter", "copy"
+LOSS, NORM, COPY = "loss", "gradient norm", "copy"
 KINDS = (LOSS, NORM, GRADIENT, PARAMETER)
 
 
@@ -18,7 +17,7 @@ KINDS = (LOSS, NORM, GRADIENT, PARAMETER)
 class Tolerance:
     """Allowed difference of two tensors: `atol + rtol × the largest absolute element of the reference`.
 
-    A bound for each tensor, not for each element: rounding in a sum is relative to its largest terms.
+    One bound for each tensor, because rounding in a sum is relative to its largest terms.
     """
 
     atol: float
@@ -37,18 +36,11 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference between two strategies."""
+    """Value that differs by more than the tolerance."""
 
-    step: int  # counted from 1; 0 is the initial state
-    kind: str  # one of `KINDS`, or `COPY`: another rank's copy of a parameter
-    name: str = ""  # of the tensor; empty for numbers
-    absolute: float = 0.0  # the greatest difference
-    relative: float = 0.0  # the same divided by the largest element of the reference
-    bound: float = 0.0  # what was allowed
-    index: tuple[int, ...] | None = None  # of the greatest difference
-    values: tuple[float, float] | None = None  # there, of the reference and of the other
-    ratio: float | None = None  # by what factor the other tensor is a multiple of the reference; None: it is none
-    note: str = ""  # said instead of the numbers
+    kind: str  # one of `KINDS`, or `COPY` for another rank's copy of a parameter
+    name: str  # of the parameter; empty for the loss and the norm
+    text: str
 
     @property
     def what(self) -> str:
@@ -58,164 +50,118 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Comparison of a strategy with the reference."""
+    """Comparison of a run with the reference."""
 
     reference: Tape
     other: Tape
+    tolerance: Tolerance
+    step: int = 0  # the last compared step: the first one that differs; 0 is the initial state
+    found: list[Difference] = field(default_factory=list)  # differences of that step, in the order of computation
     worst: dict[str, float] = field(default_factory=dict)  # kind → greatest relative difference
-    found: list[Difference] = field(default_factory=list)  # in the first step in which anything differs
-    other_data: list[str] = field(default_factory=list)  # "epoch/micro-batch" whose tensors were not the same
-    noise: dict[str, int] = field(default_factory=dict)  # parameter → elements left out, see `_Comparing.noisy`
-    buffers: list[str] = field(default_factory=list)  # those that differ after the last step
+    other_data: list[str] = field(default_factory=list)  # "epoch/micro-batch" with other values
+    # Parameter → elements whose gradients are within the tolerance of zero and not equal. They are not compared: an
+    # optimizer that divides a gradient by its size, as Adam does, makes full steps of such rounding noise.
+    noise: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
-        """True if nothing differs by more than is allowed."""
+        """True if nothing differs by more than the tolerance."""
         return not self.found
+
+    def notes(self) -> list[str]:
+        """Return sentences on micro-batches with other values, and on elements that are not compared."""
+        notes = []
+        if self.other_data:
+            epoch, _, place = self.other_data[0].partition("/")
+            notes.append(f"the data differ: micro-batch {place} of epoch {epoch} holds other values.")
+        counts = {name: int(mask.sum()) for name, mask in self.noise.items() if mask.any()}
+        if counts:
+            some = ", ".join(f"{count} of {name}" for name, count in list(counts.items())[:3])
+            more = f" and {len(counts) - 3} more" if len(counts) > 3 else ""
+            notes.append(f"not compared: elements whose gradients are rounding noise around zero ({some}{more}).")
+        return notes
+
+    def compare_step(self, step: int) -> None:
+        """Compare one step, in the order of computation."""
+        self.step = step
+        mine, other = self.reference.steps[step], self.other.steps[step]
+        shared = mine.data.keys() & other.data.keys()
+        self.other_data += sorted(place for place in shared if mine.data[place] != other.data[place])
+        self._compare_numbers(LOSS, mine.loss, other.loss)
+        self._compare_gradients(self.reference.tensors(step, GRADIENT), self.other.tensors(step, GRADIENT))
+        self._compare_numbers(NORM, mine.norm, other.norm)
+        self._compare_parameters(self.reference.tensors(step, PARAMETER), self.other.tensors(step, PARAMETER))
+        for rank, name in other.copies:
+            self.found.append(Difference(COPY, name, f"rank {rank}'s copy is not rank 0's"))
+
+    def _compare_numbers(self, kind: str, mine: float | None, other: float | None) -> None:
+        if mine is not None and other is not None:
+            self._compare(kind, "", torch.tensor(mine), torch.tensor(other))
+
+    def _compare_gradients(self, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+        if not ours or not theirs:
+            return  # an engine does not expose them
+        for name in dict.fromkeys([*ours, *theirs]):
+            # An unused parameter may have no gradient, or one of zeros.
+            mine = ours[name] if name in ours else torch.zeros_like(theirs[name])
+            other = theirs[name] if name in theirs else torch.zeros_like(mine)
+            if self._compare(GRADIENT, name, mine, other):
+                noise = (mine != other) & (mine.abs() <= self.tolerance.bound(mine))
+                self.noise[name] = self.noise[name] | noise if name in self.noise else noise
+
+    def _compare_parameters(self, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+        for name in dict.fromkeys([*ours, *theirs]):
+            if name not in ours or name not in theirs:
+                without = self.other if name in ours else self.reference
+                self.found.append(Difference(PARAMETER, name, f"{without.label} has none"))
+                continue
+            mine, other = ours[name], theirs[name]
+            if name in self.noise and self.noise[name].shape == mine.shape == other.shape:
+                other = torch.where(self.noise[name], mine, other)
+            self._compare(PARAMETER, name, mine, other)
+
+    def _compare(self, kind: str, name: str, mine: torch.Tensor, other: torch.Tensor) -> bool:
+        """Compare two tensors and record a difference; return whether they are equal within the tolerance."""
+        ours, theirs = self.reference.label, self.other.label
+        if mine.shape != other.shape:
+            text = f"its shape is {tuple(mine.shape)} under {ours}, {tuple(other.shape)} under {theirs}"
+            self.found.append(Difference(kind, name, text))
+            return False
+        mine, other = mine.double(), other.double()
+        gaps, bound, largest = _gaps(mine, other), self.tolerance.bound(mine), _largest(mine)
+        gap = float(gaps.max()) if gaps.numel() else 0.0
+        relative = gap / largest if largest else (math.inf if gap else 0.0)
+        if gap > bound or largest > self.tolerance.atol:  # otherwise both are close to zero
+            self.worst[kind] = max(self.worst.get(kind, 0.0), relative)
+        self.worst.setdefault(kind, 0.0)
+        if gap <= bound:
+            return True
+        index = tuple(int(i) for i in torch.unravel_index(gaps.argmax(), gaps.shape))
+        text = (
+            f"{ours} {float(mine[index]):.8g}, {theirs} {float(other[index]):.8g}"
+            f"{f' at {list(index)}' if index else ''}; greatest difference {gap:.3g} (relative {relative:.3g}), "
+            f"allowed {bound:.3g}"
+        )
+        self.found.append(Difference(kind, name, text))
+        return False
 
 
 def compare(reference: Tape, other: Tape, tolerance: Tolerance) -> Comparison:
     """Compare two runs until the first step in which they differ. Reads the tensors of one step at a time."""
-    comparing = _Comparing(Comparison(reference, other), tolerance)
+    result = Comparison(reference, other, tolerance)
     for step in range(min(len(reference.steps), len(other.steps))):
-        comparing.take_step(step)
-        if comparing.result.found:
-            break
-    result = comparing.result
-    if not result.found and len(reference.steps) != len(other.steps):
-        ours, theirs = len(reference.steps) - 1, len(other.steps) - 1
-        note = f"{reference.label} made {ours} step(s), {other.label} {theirs}"
-        result.found.append(Difference(min(ours, theirs) + 1, LOSS, note=note))
-    result.noise = {name: int(mask.sum()) for name, mask in comparing.noisy.items() if mask.any()}
+        result.compare_step(step)
+        if result.found:
+            return result
+    ours, theirs = len(reference.steps) - 1, len(other.steps) - 1
+    if ours != theirs:
+        result.step += 1
+        result.found.append(Difference(LOSS, "", f"{reference.label} made {ours} step(s), {other.label} {theirs}"))
     return result
 
 
-class _Comparing:
-    """Comparison in progress."""
-
-    def __init__(self, result: Comparison, tolerance: Tolerance) -> None:
-        self.result = result
-        # Where a parameter's gradients have been within the tolerance of zero, and not equal. An optimizer that divides
-        # a gradient by its own size, as Adam does, makes whole steps of such noise.
-        self.noisy: dict[str, torch.Tensor] = {}
-        self._tolerance = tolerance
-        self._step = 0
-
-    def take_step(self, step: int) -> None:
-        """Compare one step, in the order of computation."""
-        result, self._step = self.result, step
-        mine, other = result.reference.steps[step], result.other.steps[step]
-        ours, theirs = result.reference.tensors(step), result.other.tensors(step)
-        shared = mine.data.keys() & other.data.keys()
-        result.other_data += sorted(place for place in shared if mine.data[place] != other.data[place])
-        self._number(LOSS, mine.loss, other.loss)
-        if ours.gradients and theirs.gradients:  # neither engine hides them
-            self._gradients(ours, theirs)
-        if mine.norm is not None and other.norm is not None:
-            self._number(NORM, mine.norm, other.norm)
-        elif ours.gradients and theirs.gradients:
-            self._number(NORM, _norm(ours.gradients), _norm(theirs.gradients))
-        self._parameters(ours, theirs)
-        for rank, name in other.strayed:
-            result.found.append(Difference(step, COPY, name, note=f"rank {rank}'s copy is not rank 0's"))
-        result.buffers = [n for n, b in ours.buffers.items() if self._differs(b, theirs.buffers.get(n))]
-
-    def _number(self, kind: str, mine: float | None, other: float | None) -> None:
-        if mine is not None and other is not None:
-            self._take(kind, "", torch.tensor(mine), torch.tensor(other))
-
-    def _gradients(self, ours: StepTensors, theirs: StepTensors) -> None:
-        for name in ours.parameters:
-            like = ours.gradients.get(name, theirs.gradients.get(name))
-            if like is None:
-                continue
-            # An unused parameter may have no gradient, or one of zeros.
-            mine = ours.gradients.get(name, torch.zeros_like(like))
-            other = theirs.gradients.get(name, torch.zeros_like(like))
-            if not self._take(GRADIENT, name, mine, other):
-                noise = (mine.double() != other.double()) & (mine.double().abs() <= self._tolerance.bound(mine))
-                self.noisy[name] = self.noisy[name] | noise if name in self.noisy else noise
-
-    def _parameters(self, ours: StepTensors, theirs: StepTensors) -> None:
-        for name in dict.fromkeys([*ours.parameters, *theirs.parameters]):
-            mine, other = ours.parameters.get(name), theirs.parameters.get(name)
-            if mine is None or other is None:
-                without = self.result.reference if mine is None else self.result.other
-                self._note(PARAMETER, name, f"{without.label} has none")
-                continue
-            mask = self.noisy.get(name)
-            if mask is not None and mask.shape == other.shape:
-                other = torch.where(mask, mine, other)
-            self._take(PARAMETER, name, mine, other)
-
-    def _take(self, kind: str, name: str, mine: torch.Tensor, other: torch.Tensor) -> bool:
-        """Compare two tensors and record the difference; return whether it is more than is allowed."""
-        result = self.result
-        if mine.shape != other.shape:
-            where = f"{result.reference.label}, {tuple(other.shape)} under {result.other.label}"
-            self._note(kind, name, f"its shape is {tuple(mine.shape)} under {where}")
-            return True
-        mine, other = mine.double(), other.double()
-        apart, bound = _apart(mine, other), self._tolerance.bound(mine)
-        absolute = float(apart.max()) if apart.numel() else 0.0
-        largest = _largest(mine)
-        relative = absolute / largest if largest else (math.inf if absolute else 0.0)
-        telling = relative if largest > self._tolerance.atol or absolute > bound else 0.0
-        result.worst[kind] = max(result.worst.get(kind, 0.0), telling)
-        if absolute <= bound:
-            return False
-        index = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
-        values = (float(mine[index]), float(other[index]))
-        result.found.append(
-            Difference(self._step, kind, name, absolute, relative, bound, index, values, _ratio(mine, other, bound))
-        )
-        return True
-
-    def _note(self, kind: str, name: str, note: str) -> None:
-        self.result.found.append(Difference(self._step, kind, name, note=note))
-
-    def _differs(self, mine: torch.Tensor, other: torch.Tensor | None) -> bool:
-        if other is None or mine.shape != other.shape:
-            return True
-        mine, other = mine.double(), other.double()
-        return bool(mine.numel()) and float(_apart(mine, other).max()) > self._tolerance.bound(mine)
-
-
-def notes(comparison: Comparison) -> list[str]:
-    """Return other data, harmless differences, and values that were not compared."""
-    said = []
-    if comparison.other_data:
-        epoch, _, place = comparison.other_data[0].partition("/")
-        said.append(f"the data differ: micro-batch {place} of epoch {epoch} holds other values.")
-    facts = comparison.other.facts
-    expected = [name for name in comparison.buffers if name in facts.running_statistics]
-    others = [name for name in comparison.buffers if name not in facts.running_statistics]
-    if expected:
-        said.append(
-            f"running statistics differ ({_some(expected)}): each rank's layers see the micro-batches of that rank, "
-            "and rank 0's are kept. They do not count as differences; evaluation uses them, training does not."
-        )
-    if others:
-        said.append(
-            f"buffers differ ({_some(others)}): each rank has its own, and rank 0's are kept. They do not count as "
-            "differences unless they affect a loss."
-        )
-    if comparison.noise:
-        some = [f"{count} of {name}" for name, count in comparison.noise.items()]
-        said.append(
-            f"not compared: elements whose gradients are rounding noise around zero ({_some(some)}), of which "
-            f"{'/'.join(facts.optimizers)} may make full-sized steps."
-        )
-    return said
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def _apart(mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return absolute differences; none where both are the same infinity or both NaN, infinite where only one is."""
+def _gaps(mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return absolute differences: 0 where both are the same infinity or both NaN, infinite where only one is."""
     same = (mine == other) | (mine.isnan() & other.isnan())
     return torch.where(same, 0.0, (mine - other).abs().nan_to_num(math.inf))
 
@@ -223,16 +169,3 @@ def _apart(mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def _largest(tensor: torch.Tensor) -> float:
     finite = tensor[tensor.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-def _ratio(mine: torch.Tensor, other: torch.Tensor, bound: float) -> float | None:
-    square = float((mine * mine).sum())
-    if mine.numel() < 2 or not square or not math.isfinite(square):
-        return None
-    ratio = float((mine * other).sum()) / square
-    rest = float((other - ratio * mine).abs().max())
-    return ratio if rest <= bound * max(1.0, abs(ratio)) and abs(ratio) > 1e-3 else None
-
-
-def _norm(gradients: Mapping[str, torch.Tensor]) -> float:
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))

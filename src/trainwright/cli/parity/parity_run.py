@@ -1,6 +1,6 @@
 """One strategy's run for `trainwright parity`: `python -m trainwright.cli.parity.parity_run FOLDER`, its own process.
 
-The folder holds `plan.json`; the steps are written into it too (see `parity_tape`), or `error.txt` with the error.
+The folder holds `plan.json`. The run writes its steps into it (see `parity_tape`), or `error.txt` with the error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainwright.cli.configs.overrides import CommandLine
 from trainwright.core.errors import ConfigurationError, TrainwrightError
 from trainwright.core.registry import import_object
 
-# Arguments of the Trainer that belong to the step, so that those of the configuration hold.
+# Arguments of the Trainer that are read from the configuration, because they affect a step.
 STEP_ARGUMENTS = (
     *("accelerator", "precision", "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark"),
     *("compile", "use_distributed_sampler", "per_sample_rng", "uneven_batches"),
@@ -28,13 +28,13 @@ STEP_ARGUMENTS = (
 class Plan:
     """Plan of one run, JSON-compatible."""
 
-    strategy: str  # a name, or "module:name" of a class or function that makes one
-    devices: int  # processes, where the strategy can run several
+    strategy: str  # a name, or "module:name" of a strategy, a class or a function that makes one
+    devices: int  # processes, if the strategy can run several
     steps: int
     seed: int
-    defaults: dict[str, Any]  # configuration under that of the files
+    defaults: dict[str, Any]  # configuration that the files override
     configs: list[str]
-    assignments: list[list[str]]  # what the command line overrides: key, text
+    assignments: list[list[str]]  # key and text of each override on the command line
 
     def write(self, folder: Path) -> None:
         """Write it to the folder from which `main` reads it."""
