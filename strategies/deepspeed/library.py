@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import torch
@@ -35,6 +36,18 @@ def load_library(device_type: str, logging_level: int = logging.WARNING) -> Any:
             "its device once: start another process."
         )
     return library
+
+
+def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]:
+    """Return the machines of DeepSpeed's hostfile with the numbers of their devices, after a filter.
+
+    Raises:
+        ValueError: The file or a filter is wrong.
+        MissingPackageError: DeepSpeed is not installed.
+    """
+    with quiet_imports(), redirect_stdout(sys.stderr):  # its messages
+        runner = require_package("deepspeed.launcher.runner", purpose="--deepspeed_hostfile")
+        return dict(runner.parse_inclusion_exclusion(runner.fetch_hostfile(path), include, exclude))
 
 
 @contextmanager

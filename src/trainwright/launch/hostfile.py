@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainwright.core.errors import ConfigurationError, MissingPackageError, require_package
+from trainwright.core.errors import ConfigurationError, MissingPackageError
 from trainwright.core.process import environment, variable
 from trainwright.launch import child
 from trainwright.launch.launch_config import LaunchConfig
@@ -40,13 +40,14 @@ def read_hosts(config: LaunchConfig) -> _Hosts:
         ConfigurationError: The hostfile or a filter is wrong, or machines have different numbers of devices.
         MissingPackageError: DeepSpeed, which reads the file, is not installed.
     """
-    runner = require_package("deepspeed.launcher.runner", purpose="--deepspeed_hostfile")
+    from trainwright.strategies.deepspeed.library import read_hostfile  # torch takes seconds
+
     path = str(config.deepspeed_hostfile)
     if not Path(path).is_file():
         raise ConfigurationError(f"--deepspeed_hostfile {path} does not exist.")
     filters = config.deepspeed_inclusion_filter or "", config.deepspeed_exclusion_filter or ""
     try:
-        hosts: _Hosts = runner.parse_inclusion_exclusion(runner.fetch_hostfile(path), *filters)
+        hosts = read_hostfile(path, *filters)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"--deepspeed_hostfile {path}, or a filter of its machines: {error}.") from error
     if len({len(slots) for slots in hosts.values()}) != 1:
@@ -54,7 +55,7 @@ def read_hosts(config: LaunchConfig) -> _Hosts:
         raise ConfigurationError(
             f"machines need the same number of slots, at least 1. The hostfile and filters: {counts}."
         )
-    return dict(hosts)
+    return hosts
 
 
 def with_hostfile(command: LaunchCommand) -> tuple[LaunchCommand, _Hosts | None]:
