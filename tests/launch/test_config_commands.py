@@ -116,7 +116,7 @@ def test_env_shows_the_configuration_or_what_is_wrong_with_it(
         ("services: {web: {image: a}}", "has the unknown key 'services'. `trainwright config` writes such a file"),
         ("1: 2", "has the unknown key 1."),
         ("[1]", "does not hold a mapping"),
-        ("a: [", "is not a YAML file"),
+        ("a: [", "cannot be read"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 3}", "fsdp_version='3' is unknown. Known: 1, 2"),
     ],
 )

@@ -56,11 +56,7 @@ def failed(part: str, found: str) -> Finding:
 
 
 def check(argv: Sequence[str]) -> int:
-    """Check that the processes which these options describe can train. Return 0 if nothing failed, and otherwise 1.
-
-    Raises:
-        ConfigurationError: Something is wrong with the options; nothing has been started.
-    """
+    """Check that the processes which these options describe can train. Return 0 if nothing failed, and otherwise 1."""
     if {"-h", "--help"} & set(argv):
         print(_help())
         return 0
@@ -93,21 +89,17 @@ def _run(config: LaunchConfig, run_folder: str, temporary: Path) -> list[Finding
     results.mkdir()
     work = Path(run_folder).absolute() / f"trainwright-check-{uuid.uuid4().hex[:8]}"
     command = LaunchCommand(config, _MODULE, [str(work), str(results)], "module", [])
+    ended = ""  # how the first process failed
     try:
         with redirect_stdout(sys.stderr):  # of the agent: the rows alone are output
-            ended = _ended(command, local, str(temporary / "logs"))
+            first = run_agent(command, local, config.log_dir or str(temporary / "logs"))
+        if first is not None:
+            ended = f"rank {first.rank} ended ({first.how}); its output is above"
+    except (OSError, RuntimeError, TimeoutError) as error:  # machines that do not meet
+        ended = f"{type(error).__name__}: {error}"
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return complete(_read(results), ended)
-
-
-def _ended(command: LaunchCommand, local: int, logs: str) -> str:
-    """Run the processes, and return how the first one failed. Empty: none has."""
-    try:
-        first = run_agent(command, local, command.config.log_dir or logs)
-    except (OSError, RuntimeError, TimeoutError) as error:  # machines that do not meet
-        return f"{type(error).__name__}: {error}"
-    return "" if first is None else f"rank {first.rank} ended ({first.how}); its output is above"
 
 
 def _read(results: Path) -> list[Finding]:

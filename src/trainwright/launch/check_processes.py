@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import json
 import os
 import platform
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright.accelerator.accelerator import Accelerator
+from trainwright.core.names.version import __version__
 from trainwright.core.process import detect
 from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, STOPPED, Finding, failed
 
@@ -35,8 +36,6 @@ _WIDTH, _BATCH, _STEPS = 16, 4, 20
 _TOLERANCE = {"no": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
 _MAX_SKEW_S = 1.0
 _MIN_FREE, _WRITTEN = 2**30, 2**25
-
-_PLAN = {"up": "colwise", "down": "rowwise"}
 
 Facts = tuple[str, str]  # result and found
 
@@ -186,29 +185,18 @@ def processes(check: Check) -> str:
 def devices(check: Check) -> str:
     """Compare the devices of all ranks."""
     device = check.accelerator.device
-    if device.type == "cpu":
-        name, memory = platform.machine(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        memory = torch.accelerator.get_memory_info(device)[1]
-    facts = check.exchange([device.type, name, memory, socket.gethostname(), str(device)])
-    kinds = sorted({kind for kind, *_ in facts})
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    facts = check.exchange([device.type, name, socket.gethostname(), str(device)])
+    kinds, names, hosts, _ = (sorted(set(values)) for values in zip(*facts, strict=True))
     _expect(len(kinds) == 1, f"ranks have different kinds of device: {', '.join(kinds)}")
     own = {(host, place) for *_, host, place in facts}
     _expect(device.type == "cpu" or len(own) == len(facts), f"{len(facts)} processes have {len(own)} devices")
-    names, least = sorted({name for _, name, *_ in facts}), min(fact[2] for fact in facts)
-    hosts = len({host for host, _ in own})
-    of = "the machine" if device.type == "cpu" else "each"
-    return f"{len(facts)} x {kinds[0]} ({', '.join(names)}) on {hosts} machine(s), {least / 1e9:.1f} GB of {of}"
+    return f"{len(facts)} x {kinds[0]} ({', '.join(names)}) on {len(hosts)} machine(s)"
 
 
 def versions(check: Check) -> str:
     """Compare the versions of all ranks."""
-    mine = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "trainwright": importlib.metadata.version("trainwright"),
-    }
+    mine = {"python": platform.python_version(), "torch": torch.__version__, "trainwright": __version__}
     every = check.exchange(mine)
     other = [f"rank {rank} has {facts}" for rank, facts in enumerate(every) if facts != every[0]]
     _expect(not other, f"rank 0 has {every[0]}; {'; '.join(other[:3])}")
@@ -240,16 +228,15 @@ def collectives(check: Check) -> str:
     def filled(value: float) -> torch.Tensor:
         return torch.full((1000,), float(value), device=device)
 
-    total = n * (n + 1) / 2
     one, last, mine, every = filled(rank + 1), filled(rank + 1), filled(0), [filled(0) for _ in range(n)]
     dist.all_reduce(one)
-    dist.all_gather(every, filled(rank + 1))
     dist.broadcast(last, src=n - 1)
-    checked = {"all_reduce": (one, total), "broadcast": (last, n)}
-    checked |= {f"all_gather of rank {other}": (tensor, other + 1) for other, tensor in enumerate(every)}
+    dist.all_gather(every, filled(rank + 1))
     dist.reduce_scatter(mine, [filled((rank + 1) * (other + 1)) for other in range(n)])
-    checked["reduce_scatter"] = (mine, total * (rank + 1))
-    for name, (tensor, value) in checked.items():
+    total = n * (n + 1) / 2
+    results = [("all_reduce", one, total), ("broadcast", last, n), ("reduce_scatter", mine, total * (rank + 1))]
+    results += [(f"all_gather of rank {other}", tensor, other + 1) for other, tensor in enumerate(every)]
+    for name, tensor, value in results:
         _expect(torch.equal(tensor, filled(value)), f"{name} returned {tensor[0].item()}, expected {value}")
     size = 2**24 if device.type == "cpu" else 2**28
     small, big = torch.ones(1, device=device), torch.ones(size // 4, device=device)
@@ -281,19 +268,16 @@ def data(check: Check) -> str:
     return f"each of {number} samples once"
 
 
-class _Block(nn.Module):
+class _Block(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.down(torch.tanh(self.up(x)))
-        return x + hidden
+        super().__init__(nn.Linear(_WIDTH, 2 * _WIDTH), nn.Tanh(), nn.Linear(2 * _WIDTH, _WIDTH))
 
 
 class _CheckedModel(nn.Sequential):
     def tensor_parallel_plan(self, mesh: object) -> dict[str, str]:
-        return {f"{i}.{name}": kind for i in range(len(self) - 1) for name, kind in _PLAN.items()}
+        return {
+            f"{i}.{layer}": kind for i in range(len(self) - 1) for layer, kind in (("0", "colwise"), ("2", "rowwise"))
+        }
 
 
 class Training:
@@ -305,11 +289,9 @@ class Training:
         self.num_batches = _STEPS * accelerator.gradient_accumulation_steps
         torch.manual_seed(seed)
         fsdp = accelerator.state.fsdp_plugin
-        named = (None if fsdp is None else fsdp.transformer_cls_names_to_wrap) or "Block"
-        names = [name.strip() for name in named.split(",")] if isinstance(named, str) else list(named)
-        # FSDP finds the classes that the options name.
-        blocks = [type(str(names[i % len(names)]), (_Block,), {})() for i in range(max(2, len(names)))]
-        model = _CheckedModel(*blocks, nn.Linear(_WIDTH, 1))
+        if fsdp is not None and fsdp.transformer_cls_names_to_wrap:
+            fsdp.transformer_cls_names_to_wrap = ["_Block"]  # in place of the user's classes
+        model = _CheckedModel(_Block(), _Block(), nn.Linear(_WIDTH, 1))
         self.plain = copy.deepcopy(model)
         self.x = torch.randn(check.world_size * _BATCH * self.num_batches, _WIDTH, generator=torch.Generator())
         self.y = torch.sin(self.x.sum(1, keepdim=True))
@@ -359,7 +341,7 @@ def plain_training(training: Training, batches: list[tuple[list[int], float, boo
 def parity(check: Check) -> str:
     """Compare a training of all processes with the same global batches in one."""
     training = Training(check, seed=0)
-    done = [batch for _, batch in zip(range(training.num_batches), training.batches(), strict=False)]
+    done = list(islice(training.batches(), training.num_batches))
     weights, losses = training.weights(), plain_training(training, done)
     scale = statistics.mean(losses)
     differences = [abs(loss - one) / scale for (_, loss, _), one in zip(done, losses, strict=True)]
@@ -415,7 +397,7 @@ def resume(check: Check) -> str:
     del batches
     again = Training(check, seed=1)
     check.accelerator.load_state(state)
-    repeated = [batch for _, batch in zip(range(half), again.batches(), strict=False)]
+    repeated = list(islice(again.batches(), half))
     _expect(repeated == losses, "batches or losses after load_state differ from those of the run that continued")
     found = again.weights()
     other = [name for name, one in weights.items() if not torch.equal(one, found[name])]

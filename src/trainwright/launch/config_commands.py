@@ -1,4 +1,7 @@
-"""`trainwright config` and `trainwright to-fsdp2`: write, update and show the configuration of `trainwright launch`."""
+"""`trainwright config` and `trainwright to-fsdp2`: write, update and show the configuration of `trainwright launch`.
+
+What cannot be read or written raises ConfigurationError.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,7 @@ _COMMANDS = {
 
 
 def config(argv: Sequence[str]) -> int:
-    """Ask questions and write a configuration file, or run the sub-command.
-
-    Raises:
-        ConfigurationError: There is no terminal, or a file cannot be read or written.
-        KeyboardInterrupt: Ctrl-C; nothing has been written.
-    """
+    """Ask questions and write a configuration file, or run the sub-command."""
     name = argv[0] if argv and argv[0] in _COMMANDS else ""
     lines = "\n".join(f"  {command:<8} {text}" for command, text in _COMMANDS.items())
     parser = argparse.ArgumentParser(
@@ -43,7 +41,8 @@ def config(argv: Sequence[str]) -> int:
     if name == "update":
         return _update(path or reading.default_file())
     if name == "show":
-        return _show(path)
+        print("\n".join(described(path)))
+        return 0
     path = path or config_file.default_path()
     if name == "default":
         found = config_file.basic_config(options.mixed_precision)
@@ -71,20 +70,11 @@ def _update(path: Path | None) -> int:
     return 0
 
 
-def _show(path: Path | None) -> int:
-    for line in described(path):
-        print(line)
-    return 0
-
-
 def described(path: str | Path | None = None) -> list[str]:
     """Return lines that name the configuration file and each option that is set, with its origin.
 
     Args:
         path: Default: None, the file that `trainwright launch` reads by default.
-
-    Raises:
-        ConfigurationError: The file cannot be read.
     """
     variables, file = reading.read_variables(), reading.read_file(path)
     found, notes = reading.merged({}, variables, file)
@@ -94,11 +84,7 @@ def described(path: str | Path | None = None) -> list[str]:
 
 
 def to_fsdp2(argv: Sequence[str]) -> int:
-    """Write a configuration file of FSDP1 as one of FSDP2.
-
-    Raises:
-        ConfigurationError: It does not describe FSDP1, or a file cannot be read or written.
-    """
+    """Write a configuration file of FSDP1 as one of FSDP2."""
     parser = argparse.ArgumentParser(
         prog="trainwright to-fsdp2", description="Write a configuration of FSDP1 as one of FSDP2.", allow_abbrev=False
     )

@@ -1,4 +1,7 @@
-"""Configuration files of `trainwright launch`: writing them, their defaults, and the change from FSDP1 to FSDP2."""
+"""Configuration files of `trainwright launch`: writing them, their defaults, and the change from FSDP1 to FSDP2.
+
+What cannot be written raises ConfigurationError.
+"""
 
 from __future__ import annotations
 
@@ -64,29 +67,25 @@ def _type_of(config: LaunchConfig, devices: str) -> str:
 
 
 def write_file(config: LaunchConfig, path: Path, devices: str = "MULTI_GPU") -> Path:
-    """Write a configuration file by one rename, and return its path. JSON if its name ends in `.json`, else YAML.
+    """Write a configuration file and return its path. JSON if its name ends in `.json`, else YAML.
 
     Args:
         config: The options.
         path: The file. Its folder is created.
         devices: See `content_of`.
-
-    Raises:
-        ConfigurationError: It cannot be written. A file that exists stays as it is.
     """
     import yaml  # `--help` does without it
 
     content = content_of(config, devices)
     text = f"{json.dumps(content, indent=2)}\n" if path.suffix == ".json" else yaml.safe_dump(content)
-    target = path.resolve()  # a link stays one
-    staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    partial = path.resolve().with_name(f".{path.name}.partial")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging.write_text(text)
-        staging.replace(target)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path.resolve())
     except OSError as error:
         with suppress(OSError):
-            staging.unlink()
+            partial.unlink()
         raise ConfigurationError(
             f"config_file={str(path)!r} cannot be written: {error}. Pass --config_file with another path."
         ) from error
@@ -94,11 +93,7 @@ def write_file(config: LaunchConfig, path: Path, devices: str = "MULTI_GPU") -> 
 
 
 def basic_config(mixed_precision: str = "no") -> LaunchConfig:
-    """Return the options of one process for each device of this machine.
-
-    Raises:
-        ConfigurationError: The precision is unknown or not supported.
-    """
+    """Return the options of one process for each device of this machine."""
     devices = device_count()
     found = LaunchConfig(
         cpu=devices == 0,
@@ -139,9 +134,6 @@ def to_fsdp2(config: LaunchConfig, origin: str) -> tuple[LaunchConfig, list[str]
     Args:
         config: The options with those of FSDP1.
         origin: Path of the file, for errors.
-
-    Raises:
-        ConfigurationError: They do not describe FSDP1, or FSDP2 has no counterpart.
     """
     if not config.use_fsdp:
         raise ConfigurationError(f"{origin} does not describe FSDP: distributed_type: FSDP is missing.")

@@ -1,4 +1,8 @@
-"""DeepSpeed's hostfile: the machines of a job with their devices, and starting all of them by pdsh."""
+"""DeepSpeed's hostfile: the machines of a job with their devices, and starting all of them by pdsh.
+
+What is wrong with the file raises ConfigurationError, and what is not installed MissingPackageError, before anything is
+started.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,12 +37,7 @@ _Hosts = dict[str, list[int]]
 
 
 def read_hosts(config: LaunchConfig) -> _Hosts:
-    """Return the machines of a job in the order of the hostfile, with the numbers of their devices.
-
-    Raises:
-        ConfigurationError: The hostfile or a filter is wrong, or machines have different numbers of devices.
-        MissingPackageError: DeepSpeed, which reads the file, is not installed.
-    """
+    """Return the machines of a job in the order of the hostfile, with the numbers of their devices."""
     from trainwright.strategies.deepspeed.library import read_hostfile  # torch takes seconds
 
     path = str(config.deepspeed_hostfile)
@@ -59,11 +57,7 @@ def read_hosts(config: LaunchConfig) -> _Hosts:
 
 
 def with_hostfile(command: LaunchCommand) -> tuple[LaunchCommand, _Hosts | None]:
-    """Return the command with the options that follow from the hostfile, and the machines that pdsh has to start.
-
-    Raises:
-        ConfigurationError: See `read_hosts`, or this machine is not in the hostfile.
-    """
+    """Return the command with the options that follow from the hostfile, and the machines that pdsh has to start."""
     config, launcher = command.config, command.config.deepspeed_multinode_launcher or "standard"
     if launcher not in ("standard", "pdsh"):
         raise ConfigurationError(
@@ -96,32 +90,16 @@ def with_hostfile(command: LaunchCommand) -> tuple[LaunchCommand, _Hosts | None]
 
 
 def _own_rank(hosts: _Hosts) -> int:
-    """Return the rank of this machine, by its name or else by its address."""
+    """Return the rank of this machine, by its name."""
     own = socket.gethostname()
     ranks = [rank for rank, name in enumerate(hosts) if name in (own, own.partition(".")[0], socket.getfqdn())]
-    ranks = ranks or [rank for rank, name in enumerate(hosts) if _is_own_address(name)]
     if len(ranks) != 1:
-        problem = "several machines of the hostfile are" if ranks else "no machine of the hostfile is"
-        raise ConfigurationError(f"{problem} this one ({own}). Pass --machine_rank, from 0 to {len(hosts) - 1}.")
+        raise ConfigurationError(f"{own} is not in the hostfile. Pass --machine_rank, from 0 to {len(hosts) - 1}.")
     return ranks[0]
 
 
-def _is_own_address(name: str) -> bool:
-    with suppress(OSError):
-        family, _, _, _, address = socket.getaddrinfo(name.rpartition("@")[2], 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as one:
-            one.bind(address)  # only an address of this machine can be bound
-            return True
-    return False
-
-
 def start_machines(command: LaunchCommand, hosts: _Hosts) -> int:
-    """Start the command on all machines by pdsh, and return the largest exit code. A failure ends all machines.
-
-    Raises:
-        MissingPackageError: pdsh is not installed.
-        ConfigurationError: A machine cannot be reached; nothing has been started.
-    """
+    """Start the command on all machines by pdsh, and return the largest exit code. A failure ends all machines."""
     if shutil.which("pdsh") is None:
         raise MissingPackageError("--deepspeed_multinode_launcher pdsh: pdsh is missing. Run: apt-get install pdsh")
     kind = variable("PDSH_RCMD_TYPE") or "ssh"

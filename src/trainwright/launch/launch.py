@@ -1,4 +1,7 @@
-"""`trainwright launch`: run a script in one process or in several, on one machine or on each of several."""
+"""`trainwright launch`: run a script in one process or in several, on one machine or on each of several.
+
+What is wrong with the options raises ConfigurationError, before anything is started.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +59,7 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def set_environment(config: LaunchConfig) -> tuple[int, int]:
-    """Set the variables of the processes, and return their number on this machine, and on all.
-
-    Raises:
-        ConfigurationError: This machine has fewer devices.
-    """
+    """Set the variables of the processes, and return their number on this machine, and on all."""
     local, total = _process_counts(config)
     set_variables(config.environment() | _visible_devices(config.gpu_ids))
     if total > 1:
@@ -69,11 +68,7 @@ def set_environment(config: LaunchConfig) -> tuple[int, int]:
 
 
 def check(command: LaunchCommand) -> None:
-    """Check options and script before anything is started.
-
-    Raises:
-        ConfigurationError: The first thing that is wrong.
-    """
+    """Check options and script before anything is started."""
     check_options(command.config)
     if command.kind == "script":
         _check_script(command.script)
@@ -82,11 +77,7 @@ def check(command: LaunchCommand) -> None:
 
 
 def check_options(config: LaunchConfig) -> None:
-    """Check options against each other.
-
-    Raises:
-        ConfigurationError: The first thing that is wrong.
-    """
+    """Check options against each other."""
     check_supported(config)
     if config.use_fsdp and config.use_deepspeed:
         raise ConfigurationError("--use_fsdp and --use_deepspeed exclude each other. Pass one of them.")

@@ -120,20 +120,10 @@ _REFUSED = {
     _SECRET: "aws_access_key_id aws_secret_access_key",
     _MPI: "mpirun_hostfile mpirun_ccl=1",
     _OFFLOAD: "fsdp_activation_checkpointing_offload",
-    _FP8: "fp8_backend fp8_margin fp8_interval fp8_format fp8_amax_history_len fp8_amax_compute_algo "
-    "fp8_override_linear_precision fp8_opt_level fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim "
-    "fp8_use_autocast_during_eval!",
-    _MEGATRON: "use_megatron_lm! megatron_lm_tp_degree=1 megatron_lm_pp_degree=1 megatron_lm_num_micro_batches=1 "
-    "megatron_lm_sequence_parallelism megatron_lm_recompute_activations megatron_lm_use_distributed_optimizer "
-    "megatron_lm_gradient_clipping=1.0 megatron_lm_use_custom_fsdp megatron_lm_no_load_optim megatron_lm_no_save_optim "
-    "megatron_lm_eod_mask_loss megatron_lm_overlap_cpu_optimizer_d2h_h2d megatron_lm_optimizer_cpu_offload "
-    "megatron_lm_use_precision_aware_optimizer megatron_lm_decoder_last_pipeline_num_layers "
-    "megatron_lm_recompute_granularity megatron_lm_recompute_method megatron_lm_recompute_num_layers "
-    "megatron_lm_attention_backend megatron_lm_expert_model_parallel_size=1 megatron_lm_context_parallel_size=1 "
-    "megatron_lm_attention_dropout megatron_lm_hidden_dropout megatron_lm_attention_softmax_in_fp32 "
-    "megatron_lm_expert_tensor_parallel_size=1 megatron_lm_calculate_per_token_loss "
-    "megatron_lm_use_rotary_position_embeddings",
+    _MEGATRON: "use_megatron_lm!",
 }
+# The same for all options that begin so.
+REFUSED_BEGINNINGS = {"fp8_": _FP8, "megatron_lm_": _MEGATRON}
 
 
 _hardware = partial(_option, "hardware")
@@ -145,6 +135,7 @@ _dynamo = partial(_option, "compilation", variable="ACCELERATE_{}", section="dyn
 _fsdp = partial(_option, "FSDP", variable="{}", section="fsdp_config")
 _deepspeed = partial(_option, "DeepSpeed", variable="ACCELERATE_DEEPSPEED_{}", section="deepspeed_config")
 _hostfile = partial(_deepspeed, variable=None)
+_plugin = partial(_deepspeed, variable="ACCELERATE_{}")
 _mesh = partial(_option, "parallelism", read=int, variable="{}", section="parallelism_config", harmless="1")
 
 
@@ -157,15 +148,11 @@ class LaunchConfig:
     gpu_ids: str | None = _hardware("Numbers of the GPUs to use, separated by commas, or 'all'.")
     num_processes: int | None = _processes("Number on all machines. Default: one for each GPU; with --cpu 1.", int)
     num_cpu_threads_per_process: int | None = _processes("Threads of torch in each process.", int, "OMP_NUM_THREADS")
-    enable_cpu_affinity: bool | None = _processes(
-        "Bind processes to the CPU cores beside their GPUs.", as_bool, "ACCELERATE_CPU_AFFINITY"
-    )
+    enable_cpu_affinity: bool | None = _processes("Bind to the cores of GPUs.", as_bool, "ACCELERATE_CPU_AFFINITY")
     num_machines: int | None = _nodes("Number of machines. Default: 1.", int)
     machine_rank: int | None = _nodes("Rank of this machine, from 0.", int)
     main_process_ip: str | None = _nodes("Address of the machine with rank 0.")
-    main_process_port: int | None = _nodes(
-        "Port of the machine with rank 0. On one machine, 0 chooses a free one.", int
-    )
+    main_process_port: int | None = _nodes("Port of the machine with rank 0. On one machine 0 is any.", int)
     rdzv_backend: str | None = _nodes("How machines meet: 'static' or 'c10d'.", str.lower, choices=("static", "c10d"))
     rdzv_conf: str | None = _nodes("Further options of the rendezvous: key=value, separated by commas.")
     rdzv_id: str | None = _nodes("Name of the job, the same on all machines.")
@@ -177,9 +164,7 @@ class LaunchConfig:
     debug: bool | None = _results("Compare tensors of all processes in collectives.", as_bool, "ACCELERATE_DEBUG_MODE")
     quiet: bool | None = _results("Accepted: the launcher has no traceback of its own.", as_bool)
     mixed_precision: str | None = _training("Precision of models.", str.lower, choices=("no", "fp16", "bf16", "fp8"))
-    gradient_accumulation_steps: int | None = _deepspeed(
-        "Micro-batches of one optimizer step.", int, variable="ACCELERATE_{}"
-    )
+    gradient_accumulation_steps: int | None = _plugin("Micro-batches of one optimizer step.", int)
     use_fsdp: bool | None = _training("Shard models by FSDP.", as_bool)
     use_deepspeed: bool | None = _training("Train by DeepSpeed.", as_bool)
     use_parallelism_config: bool | None = _training("Arrange processes along several axes.", as_bool)
@@ -204,18 +189,16 @@ class LaunchConfig:
     fsdp_cpu_ram_efficient_loading: bool | None = _fsdp("Only rank 0 reads pretrained weights.", as_bool)
     fsdp_sync_module_states: bool | None = _fsdp("Only true.", as_bool)
     fsdp_activation_checkpointing: bool | None = _fsdp("Recompute activations in backward.", as_bool)
-    deepspeed_config_file: str | None = _deepspeed("DeepSpeed's own configuration.", variable="ACCELERATE_{}")
+    deepspeed_config_file: str | None = _plugin("DeepSpeed's own configuration.")
     zero_stage: int | None = _deepspeed("Stage of ZeRO, 0 to 3.", int)
     offload_optimizer_device: str | None = _deepspeed("none, cpu or nvme.")
     offload_param_device: str | None = _deepspeed("none, cpu or nvme.")
     offload_optimizer_nvme_path: str | None = _deepspeed("Folder of offloaded optimizer states.")
     offload_param_nvme_path: str | None = _deepspeed("Folder of offloaded parameters.")
-    gradient_clipping: float | None = _deepspeed("Largest norm of gradients.", float, variable="ACCELERATE_{}")
-    zero3_init_flag: bool | None = _deepspeed(
-        "Accepted: models are built in shards.", as_bool, variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"
-    )
+    gradient_clipping: float | None = _plugin("Largest norm of gradients.", float)
+    zero3_init_flag: bool | None = _deepspeed("Accepted.", as_bool, variable="ACCELERATE_DEEPSPEED_ZERO3_INIT")
     zero3_save_16bit_model: bool | None = _deepspeed("Accepted.", as_bool)
-    deepspeed_moe_layer_cls_names: str | None = _deepspeed("Classes of expert layers.", variable="ACCELERATE_{}")
+    deepspeed_moe_layer_cls_names: str | None = _plugin("Classes of expert layers.")
     deepspeed_hostfile: str | None = _hostfile("File with the machines: lines of 'NAME slots=NUMBER'.")
     deepspeed_exclusion_filter: str | None = _hostfile("Machines and slots to leave out: 'a@b:0,2'.")
     deepspeed_inclusion_filter: str | None = _hostfile("Machines and slots to use: 'a@b:0,2'.")

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, WorkerError
 from trainwright.core.process import variable
-from trainwright.launch.launch import PREFIX, check, is_busy, run_agent
+from trainwright.launch.launch import PREFIX, check_options, is_busy, run_agent
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand, known_options
 from trainwright.processes.launcher import first_error, import_path, patch_environment, serialize, work_folder
@@ -119,25 +119,15 @@ def notebook_launcher(
     if local * num_nodes == 1:
         with patch_environment(**config.environment()):
             return function(*args)
-    _check_unused("notebook_launcher")
+    _check_unused()
     return _launch(function, args, config, local, log_line_prefix_template)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
     """Call `function(*args)` in several new processes on the CPU, for tests of distributed code. Main thread only.
 
-    An `Accelerator` of the calling process does not disturb them. See `notebook_launcher`.
-
-    Args:
-        function: What each process calls.
-        args: Its positional arguments. Default: `()`.
-        num_processes: Default: 2.
-
-    Returns:
-        The function's result on the first process.
-
-    Raises:
-        WorkerError: A process has failed. The error quotes its traceback; the others have ended.
+    Arguments, result and errors are those of `notebook_launcher`; num_processes is 2 by default. An `Accelerator` of
+    the calling process does not disturb them.
     """
     config = _config(cpu=True, num_processes=num_processes, mixed_precision="no", main_process_port=0)
     return _launch(function, args, config, num_processes, None)
@@ -147,43 +137,32 @@ def _config(**values: Any) -> LaunchConfig:
     """Return the options, checked."""
     options = known_options()
     config = LaunchConfig(**{name: options[name].parse(value, "the launcher") for name, value in values.items()})
-    check(LaunchCommand(config, "trainwright.processes.worker", [], "module", []))
+    check_options(config)
     return config
 
 
-def _check_unused(call: str) -> None:
+def _check_unused() -> None:
     """Check that this process has not created an Accelerator or used CUDA."""
-    created = PartialState._shared_state.get("_created")
-    if created is not None:
+    found = PartialState._shared_state.get("_created")
+    problem = None if found is None else f"created an Accelerator or PartialState already, in {found}"
+    if problem is None and _cuda_is_initialized():
+        problem = f"initialized CUDA already{''.join(_cuda_users[:1])}"
+    if problem is not None:
         raise ConfigurationError(
-            f"{call}: this process has created an Accelerator or PartialState already, in {created}. Create it inside "
-            "the function that is launched only, and restart the notebook's kernel."
-        )
-    if _cuda_is_initialized():
-        raise ConfigurationError(
-            f"{call}: this process has initialized CUDA already{''.join(_cuda_users[:1])}. Use CUDA inside the "
-            "function that is launched only, and restart the notebook's kernel."
+            f"notebook_launcher: this process has {problem}. Do it inside the function that is launched only, and "
+            "restart the notebook's kernel."
         )
 
 
-@dataclass
-class _Call:
-    """The work of a process: call the function, and save the first process's result."""
+def _save(result: object, file: Path) -> None:
+    """Save a function's result with an empty text, or None with the reason why it cannot be sent."""
+    import cloudpickle
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    file: Path
-
-    def __call__(self) -> None:
-        import cloudpickle
-
-        result = self.function(*self.args)
-        if variable("LOCAL_RANK") == "0":
-            try:
-                content = cloudpickle.dumps((result, None))
-            except Exception as error:  # noqa: BLE001  # a user's object may raise anything
-                content = pickle.dumps((None, f"{type(error).__name__}: {error}"))
-            self.file.write_bytes(content)
+    try:
+        content = cloudpickle.dumps((result, ""))
+    except Exception as error:  # noqa: BLE001  # a user's object may raise anything
+        content = pickle.dumps((None, f"{type(error).__name__}: {error}"))
+    file.write_bytes(content)
 
 
 def _launch(
@@ -196,9 +175,15 @@ def _launch(
     if (config.num_machines or 1) == 1 and (port == _DEFAULT_PORT or is_busy(port)):
         config = replace(config, main_process_port=None)
     with work_folder() as folder:
-        work, result = folder / "work.pkl", folder / "result.pkl"
-        work.write_bytes(serialize((None, _Call(function, args, result), sys.argv), (function, *args)))
-        command = LaunchCommand(config, "trainwright.processes.worker", [str(work), str(os.getpid())], "module", [])
+        file, result = folder / "work.pkl", folder / "result.pkl"
+
+        def work() -> None:
+            value = function(*args)
+            if variable("LOCAL_RANK") == "0":
+                _save(value, result)
+
+        file.write_bytes(serialize((None, work, sys.argv), (function, *args)))
+        command = LaunchCommand(config, "trainwright.processes.worker", [str(file), str(os.getpid())], "module", [])
         settings: dict[str, object] = {
             **config.environment(),
             PREFIX: prefix or variable(PREFIX, "[rank ${rank}] "),
@@ -218,7 +203,7 @@ def _launch(
             text = text or f"rank {first.rank} was ended by {first.how} and left no traceback"
             raise WorkerError(f"a launched process has failed:\n{text}")
         value, problem = pickle.loads(result.read_bytes())
-    if problem is not None:
+    if problem:
         warnings.warn(
             f"the result of {getattr(function, '__name__', function)} cannot be sent to this process, and is None "
             f"here: {problem}",

@@ -1,4 +1,7 @@
-"""Reading the options of `trainwright launch`: from flags, environment variables and a YAML file."""
+"""Reading the options of `trainwright launch`: from flags, environment variables and a YAML file.
+
+What is wrong with an option or a file raises ConfigurationError, which says where the value comes from.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,9 @@ from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.process import variable
-from trainwright.launch.launch_config import LaunchConfig, Option, options, refused_options
+from trainwright.launch.launch_config import REFUSED_BEGINNINGS, LaunchConfig, Option, options, refused_options
 
-_FURTHER = {
-    "config_file": True,
-    "module": False,
-    "no_python": False,
-    "help": False,
-}  # flags of launch; True: with a value
+_FURTHER = {"config_file": True, "module": False, "no_python": False, "help": False}  # flags; True: with a value
 SHORT = {"-q": "quiet", "-t": "tee", "-m": "module", "-h": "help"}
 FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 # Keys of Accelerate's files and flags that name an option of ours differently.
@@ -28,7 +26,7 @@ _SECTIONS = (
     *("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "mpirun_config"),
     "ipex_config",
 )
-_SWITCHES = {name: f"use_{name.removesuffix('_config')}" for name in ("fsdp_config", "deepspeed_config")}
+_SWITCHES = {"fsdp_config": "use_fsdp", "deepspeed_config": "use_deepspeed"}
 _SWITCHES["parallelism_config"] = "use_parallelism_config"
 # Of DeepSpeed's section, but of use without it.
 _ALONE = (
@@ -38,31 +36,22 @@ _ALONE = (
 # Keys that request nothing of `trainwright launch`: those of `tpu-config`, and details of a type or a precision that is
 # refused by itself.
 SILENT = ("tpu_name", "tpu_zone", "commands", "command_file", "megatron_lm_config", "fp8_config")
-TYPES: dict[str, dict[str, bool]] = {
-    "NO": {},
-    "FSDP": {"use_fsdp": True},
-    "DEEPSPEED": {"use_deepspeed": True},
-}
+TYPES: dict[str, dict[str, bool]] = {"NO": {}, "FSDP": {"use_fsdp": True}, "DEEPSPEED": {"use_deepspeed": True}}
 _REFUSED_TYPES = {"XLA": "tpu", "TPU": "tpu", "MEGATRON_LM": "use_megatron_lm"}
 DEVICES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU", "TP")
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchCommand:
-    """Script, options and arguments of one `trainwright launch`.
+    """A script (path, module or program, as `kind` says), its arguments, and the options.
 
-    Attributes:
-        config: The options.
-        script: Path of the script, name of the module, or a program.
-        arguments: Of the script.
-        kind: `"script"`, `"module"` (`-m`) or `"program"` (`--no_python`).
-        notes: A text for each option that two places set differently.
+    `notes` has a text for each option that two places set differently.
     """
 
     config: LaunchConfig
     script: str
     arguments: list[str]
-    kind: str
+    kind: str  # "script", "module" (-m) or "program" (--no_python)
     notes: list[str]
 
 
@@ -79,9 +68,6 @@ def read_command(argv: Sequence[str]) -> LaunchCommand:
 
     Args:
         argv: The arguments after `launch`.
-
-    Raises:
-        ConfigurationError: A flag or key is unknown, a value is not one of an option's, or there is no script.
     """
     flags, further, rest = split(argv)
     if not rest:
@@ -99,9 +85,6 @@ def read_config(flags: Mapping[str, Any], file: str | None) -> tuple[LaunchConfi
     Args:
         flags: Values of the flags.
         file: Path of the configuration file. None: the default file, if there is one.
-
-    Raises:
-        ConfigurationError: See `read_command`.
     """
     values, notes = merged(flags, read_variables(), read_file(file))
     for name in flags.keys() - set(_ALONE):
@@ -112,11 +95,7 @@ def read_config(flags: Mapping[str, Any], file: str | None) -> tuple[LaunchConfi
 
 
 def check_supported(config: LaunchConfig) -> None:
-    """Check that no option has a value that is not supported yet.
-
-    Raises:
-        ConfigurationError: One has.
-    """
+    """Check that no option has a value that is not supported yet."""
     for option in options():
         reason = option.refusal(getattr(config, option.name))
         if reason:
@@ -134,9 +113,6 @@ def split(
         argv: The arguments after the command.
         command: Its name, for errors. Default: `"launch"`.
         further_flags: Flags of the command that are not options of `LaunchConfig`; True for one with a value.
-
-    Raises:
-        ConfigurationError: A flag is unknown, or a value is missing or is not one of an option's.
     """
     flags: dict[str, Any] = {}
     further: dict[str, str] = {}
@@ -150,6 +126,7 @@ def split(
             further[name] = "true"
             continue
         if option is None and name not in further_flags:
+            _check_beginning(name, flag)
             hint = nearest(name, (*known_options(), *further_flags))
             hint += " Arguments of the script come after it." if command == "launch" else ""
             raise ConfigurationError(f"trainwright {command} has no option {flag}.{hint}")
@@ -220,30 +197,19 @@ def read_file(path: str | os.PathLike[str] | None) -> tuple[str, dict[str, Any]]
 
     Args:
         path: Default: None, which is the default file, if there is one.
-
-    Raises:
-        ConfigurationError: It cannot be read, a key is unknown, or it describes what is not supported.
     """
     found = default_file() if path is None else Path(path)
     return ("", {}) if found is None else (str(found), options_of(read_content(found), str(found)))
 
 
 def read_content(path: Path) -> Any:
-    """Return the content of a configuration file, as YAML reads it.
-
-    Raises:
-        ConfigurationError: It cannot be read, or is not YAML.
-    """
+    """Return the content of a configuration file, as YAML reads it."""
     import yaml  # `--help` does without it
 
     try:
-        return (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text())
-    except OSError as error:
+        return (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise ConfigurationError(f"config_file={str(path)!r} cannot be read: {error}.") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigurationError(
-            f"{path} is not a {'JSON' if path.suffix == '.json' else 'YAML'} file: {error}."
-        ) from error
 
 
 def options_of(content: object, origin: str) -> dict[str, Any]:
@@ -252,9 +218,6 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     Args:
         content: As YAML has read it.
         origin: Path of the file, for errors.
-
-    Raises:
-        ConfigurationError: See `read_file`.
     """
     if not isinstance(content, dict):
         raise ConfigurationError(f"{origin} does not hold a mapping. Write one with `trainwright config`.")
@@ -308,6 +271,13 @@ def sets_nothing(key: str) -> bool:
 def _known(name: str, origin: str, key: object) -> Option:
     option = known_options().get(name)
     if option is None:
+        _check_beginning(str(name), f"{origin}: {key}")
         advice = nearest(str(key), known_options()) or " `trainwright config` writes such a file."
         raise ConfigurationError(f"{origin} has the unknown key {key!r}.{advice}")
     return option
+
+
+def _check_beginning(name: str, origin: str) -> None:
+    for beginning, reason in REFUSED_BEGINNINGS.items():
+        if name.startswith(beginning):
+            raise ConfigurationError(f"{origin} is not supported: {reason}.")

@@ -15,12 +15,7 @@ from trainwright.launch.reading import default_file, read_content
 
 
 def tpu_config(argv: Sequence[str]) -> int:
-    """Run commands on a TPU pod and return the exit code of gcloud.
-
-    Raises:
-        ConfigurationError: There are no commands, or the pod is not named.
-        MissingPackageError: gcloud is not installed.
-    """
+    """Run commands on a TPU pod and return the exit code of gcloud."""
     parser = argparse.ArgumentParser(
         prog="trainwright tpu-config", description="Run commands on all machines of a TPU pod.", allow_abbrev=False
     )
