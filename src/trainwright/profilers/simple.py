@@ -37,17 +37,17 @@ class SimpleProfiler(Profiler):
         self._open.append([name, perf_counter(), 0.0])
 
     def stop(self, name: str) -> None:
-        """Stop to record the action `name`.
+        """Stop recording the action `name`.
 
         Raises:
-            ValueError: It was not started.
+            ValueError: The action was not started.
         """
         now, stack = perf_counter(), self._open
         at = len(stack) - 1
         while at >= 0 and stack[at][0] != name:
             at -= 1
         if at < 0:
-            raise ValueError(f"the profiler was asked to stop {name!r}, which was not started.")
+            raise ValueError(f"stop({name!r}): the action was not started.")
         _, since, inside = stack.pop(at)
         passed = now - since  # type: ignore[operator]  # a float
         if at:
