@@ -17,8 +17,7 @@ class SimpleProfiler(Profiler):
 
     Args:
         dirpath, filename: see `Profiler`.
-        extended: Print all actions with all columns. False prints the name, mean and total of the longest 20. Default:
-            True.
+        extended: Print all actions. False prints the 20 longest. Default: True.
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
@@ -75,18 +74,10 @@ class SimpleProfiler(Profiler):
         if not rows:
             return ""
         width = max(len("Action"), *(len(name) for name, _ in rows))
-        if not self.extended:
-            lines = [f"{'Action':<{width}}  {'Mean (s)':>12}  {'Total (s)':>12}"]
-            lines += [f"{name:<{width}}  {total / n:>12.6g}  {total:>12.6g}" for name, (n, total, _) in rows]
-        else:
-            lines = [
-                f"{'Action':<{width}}  {'Calls':>8}  {'Mean (s)':>12}  {'Total (s)':>12}  {'Own (s)':>12}  {'%':>6}",
-                *(
-                    f"{name:<{width}}  {n:>8}  {total / n:>12.6g}  {total:>12.6g}  {own:>12.6g}  "
-                    f"{100 * total / whole:>6.2f}"
-                    for name, (n, total, own) in rows
-                ),
-            ]
+        lines = [f"{'Action':<{width}}  {'Calls':>8}  {'Mean (s)':>12}  {'Total (s)':>12}  {'Own (s)':>12}  {'%':>6}"]
+        for name, (calls, total, own) in rows:
+            numbers = f"{total / calls:>12.6g}  {total:>12.6g}  {own:>12.6g}  {100 * total / whole:>6.2f}"
+            lines.append(f"{name:<{width}}  {calls:>8}  {numbers}")
         rule = "-" * len(lines[0])
         title = f"Profile of {self.stage} on rank {self.rank}: {whole:.6g} s"
         return "\n".join([title, rule, lines[0], rule, *lines[1:], rule])
