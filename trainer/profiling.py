@@ -124,10 +124,12 @@ def _wrap_data(profiler: Profiler, data: TrainData | EvaluationData) -> None:
         vars(data)["groups"] = lambda *args: _timed(groups(*args), profiler, "[Loader]train_dataloader_next")
         return
     for loader in data.loaders:
-        name = f"[Loader]{loader.options.title}_next"
-        vars(loader)["iterate"] = lambda *args, name=name, iterate=loader.iterate: _timed(
-            iterate(*args), profiler, name
-        )
+        _wrap_loader(loader, profiler, f"[Loader]{loader.options.title}_next")
+
+
+def _wrap_loader(loader: PreparedLoader, profiler: Profiler, name: str) -> None:
+    iterate = loader.iterate
+    vars(loader)["iterate"] = lambda *args: _timed(iterate(*args), profiler, name)
 
 
 def _timed(items: Iterator[Any], profiler: Profiler, name: str) -> Iterator[Any]:

@@ -118,10 +118,6 @@ class PassThroughProfiler(Profiler):
 
     enabled = False
 
-    @contextmanager
-    def profile(self, name: str) -> Iterator[None]:
-        yield
-
 
 PROFILERS: Registry[type[Profiler]] = Registry(
     "profiler",
