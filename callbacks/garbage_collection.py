@@ -14,13 +14,13 @@ from trainwright.core.task import TaskModule
 class GarbageCollection(Callback):
     """Callback that collects Python's garbage at the same steps on every rank, and at no others.
 
-    By default Python collects when enough objects have been created, which is at a different step on each rank, and each
-    collection delays all ranks. Collecting at the same step delays them once.
+    By default Python collects when enough objects have been created, which is at a different step on each rank.
+    Each collection then delays all ranks. Collecting at the same step delays them once.
 
     Args:
         every_n_steps: steps between two collections. Default: 1000.
-        generation: the oldest generation to collect; see `gc.collect`. All generations are collected at the start and the
-            end of the fit, and at the end of each validation. Default: 1.
+        generation: the oldest generation to collect; see `gc.collect`. All generations are collected at the start and end
+            of the fit, and at the end of each validation. Default: 1.
 
     Raises:
         ConfigurationError: a number of steps below 1, or an unknown generation.

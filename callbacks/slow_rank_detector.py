@@ -26,7 +26,8 @@ class SlowRankDetector(Callback):
 
     In each step a rank waits for data, computes the forward, and computes the backward, in which it also waits for the
     other ranks. A rank is slow if its data and forward take longer than those of the median rank. The warning names the
-    slower of the two. If no rank is slow and the backward takes much longer than the forward on every rank, communication is.
+    slower of the two. If no rank is slow and the backward takes much longer than the forward on every rank,
+    communication is slow.
 
     Each rank measures by its own clock, on an accelerator by events, which are read steps later. Every
     `every_n_steps` steps an asynchronous collective starts that is read at the next such step: no step waits for it.
