@@ -19,8 +19,8 @@ class GarbageCollection(Callback):
 
     Args:
         every_n_steps: steps between two collections. Default: 1000.
-        generation: the oldest generation to collect; see `gc.collect`. All generations are collected at the start and end
-            of the fit, and at the end of each validation. Default: 1.
+        generation: the oldest generation to collect; see `gc.collect`. All generations are collected at the start and
+            end of the fit, and after each validation. Default: 1.
 
     Raises:
         ConfigurationError: a number of steps below 1, or an unknown generation.

@@ -258,9 +258,8 @@ class LoopTrackers:
         Raises:
             ConfigurationError: `options` names another tracker, or an option is wrong. Nothing has been opened.
         """
-        _check_names(
-            "init_kwargs", options, [kind if isinstance(kind, LoggerType) else kind.name for kind in self._kinds]
-        )
+        names = [kind.name if isinstance(kind, GeneralTracker) else kind.value for kind in self._kinds]
+        _check_names("init_kwargs", options, names)
         self.finish()
         self._all = [
             kind

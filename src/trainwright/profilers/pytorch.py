@@ -195,14 +195,8 @@ class PyTorchProfiler(Profiler):
         merge_traces([(rank, path) for rank, path in paths if path.exists()], self.path(".json", "merged"))
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = dict(vars(self))
-        for name in ("profiler", "_open", "_handles", "_resources"):
-            kept.pop(name)
-        return kept
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, profiler=None)
-        self._forget()
+        """Omit the open profiler: a copy in another process starts its own."""
+        return {**vars(self), "profiler": None, "_open": [], "_handles": [], "_resources": ExitStack()}
 
 
 def merge_traces(paths: Iterable[tuple[int, Path]], target: Path) -> None:

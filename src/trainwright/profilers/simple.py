@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from trainwright.profilers.profiler import Profiler
 
@@ -25,7 +26,7 @@ class SimpleProfiler(Profiler):
         self.extended = extended
         # Action → calls, seconds, seconds in other actions inside of it.
         self._records: dict[str, list[float]] = {}
-        self._open: list[list[object]] = []  # name, start, seconds in actions inside of it
+        self._open: list[list[Any]] = []  # name, start, seconds in actions inside of it
         self._since = perf_counter()
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
@@ -48,15 +49,15 @@ class SimpleProfiler(Profiler):
         if at < 0:
             raise ValueError(f"stop({name!r}): the action was not started.")
         _, since, inside = stack.pop(at)
-        passed = now - since  # type: ignore[operator]  # a float
+        passed = now - since
         if at:
-            stack[at - 1][2] += passed  # type: ignore[operator]  # a float
+            stack[at - 1][2] += passed
         record = self._records.get(name)
         if record is None:
             record = self._records[name] = [0, 0.0, 0.0]
         record[0] += 1
         record[1] += passed
-        record[2] += inside  # type: ignore[operator]  # a float
+        record[2] += inside
 
     @property
     def totals(self) -> dict[str, tuple[int, float, float]]:
