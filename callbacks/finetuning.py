@@ -1,4 +1,4 @@
-"""Train a part of a model first, and the rest from an epoch on."""
+"""Freeze a part of a model, and train it from a later epoch on."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class BaseFinetuning(Callback):
     """Base class of callbacks that freeze modules before training and unfreeze them during it, as in Lightning.
 
     A sub-class defines `freeze_before_training`, which calls `freeze`, and `finetune_function`, which calls
-    `unfreeze_and_add_param_group` at the epochs of its choice. The names, flags and learning rates of what has been
-    unfrozen are in checkpoints; a resumed run has the same parameter groups. Schedules of `torch.optim` that exist
-    leave the learning rates of added groups to this callback, except those that derive a rate from the one before.
+    `unfreeze_and_add_param_group` in some epochs. Checkpoints contain the added parameter groups, so a resumed run has
+    the same ones. Learning rate schedules of `torch.optim` do not change the learning rates of added groups, except
+    schedules that compute a rate from the previous one.
 
     The modules must exist before `setup`: create them in the task's `__init__`.
 
@@ -41,7 +41,7 @@ class BaseFinetuning(Callback):
     def __init__(self) -> None:
         self._groups: dict[int, list[list[str]]] = {}  # optimizer → names of the parameters of each added group
         self._trained: list[str] | None = None
-        self._resting: list[str] = []  # BatchNorm modules whose statistics do not change
+        self._resting: list[str] = []  # BatchNorm modules with frozen statistics
 
     # For sub-classes
 
@@ -121,16 +121,18 @@ class BaseFinetuning(Callback):
         Args:
             modules: in nested lists too.
             optimizer: of the task.
-            lr: learning rate of the group. Default: None, which is that of the first group by `initial_denom_lr`.
+            lr: learning rate of the group. Default: None, which divides that of the first group by `initial_denom_lr`.
             initial_denom_lr: see `lr`. Default: 10.
             train_bn: BatchNorm layers belong to the group. Default: True.
         """
         BaseFinetuning.make_trainable(modules)
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else lr
-        known, inner = _held(optimizer), BaseFinetuning.flatten_modules(modules)
-        inner = [
-            one for one in inner if not (isinstance(one, _BatchNorm) and id(one.weight) in known)
-        ]  # trained so far
+        known = _held(optimizer)
+        inner = [  # without the BatchNorm layers that were never frozen
+            module
+            for module in BaseFinetuning.flatten_modules(modules)
+            if not (isinstance(module, _BatchNorm) and id(module.weight) in known)
+        ]
         params = BaseFinetuning.filter_on_optimizer(optimizer, BaseFinetuning.filter_params(inner, train_bn))
         if params:
             optimizer.add_param_group({"params": params, "lr": rate})
@@ -159,7 +161,7 @@ class BaseFinetuning(Callback):
         for number, optimizer in enumerate(trainer.optimizers):
             for names in self._groups.get(number, []):
                 optimizer.add_param_group({"params": [parameters[name] for name in names]})
-                _leave_to_callback(trainer, optimizer, optimizer.param_groups[-1])
+                _exclude_from_schedules(trainer, optimizer, optimizer.param_groups[-1])
 
     def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
         for number, optimizer in enumerate(trainer.optimizers):
@@ -170,7 +172,7 @@ class BaseFinetuning(Callback):
                 names = {id(parameter): name for name, parameter in task.named_parameters()}
                 self._groups.setdefault(number, []).extend([names[id(p)] for p in group["params"]] for group in added)
                 for group in added:
-                    _leave_to_callback(trainer, optimizer, group)
+                    _exclude_from_schedules(trainer, optimizer, group)
         self._trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
         self._resting = [
             name
@@ -193,8 +195,8 @@ class BackboneFinetuning(BaseFinetuning):
     Args:
         unfreeze_backbone_at_epoch: the first epoch (0-based) that trains it. Default: 10.
         lambda_func: factor of its learning rate from one epoch to the next, by the epoch. Default: always 2.
-        backbone_initial_ratio_lr: its first learning rate by that of the first group. Default: 0.1.
-        backbone_initial_lr: its first learning rate. Default: None, which is that of the ratio.
+        backbone_initial_ratio_lr: its first learning rate divided by that of the first group. Default: 0.1.
+        backbone_initial_lr: its first learning rate. Default: None, which uses the ratio.
         should_align: its learning rate does not grow beyond that of the first group. Default: True.
         initial_denom_lr: accepted; the first learning rate follows from the two above. Default: 10.
         train_bn: BatchNorm layers of the backbone are trained from the beginning. Default: True.
@@ -284,8 +286,8 @@ def _set_trained(module: nn.Module, trained: bool) -> None:
         parameter.requires_grad_(trained)
 
 
-def _leave_to_callback(trainer: Run, optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Tell the schedules of an optimizer of a new group, whose learning rate they leave as it is."""
+def _exclude_from_schedules(trainer: Run, optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Add a new group to the schedules of an optimizer, so that they do not change its learning rate."""
     group["initial_lr"] = group["lr"]
     for config in trainer.lr_scheduler_configs:
         pending = [config.scheduler]
@@ -300,5 +302,5 @@ def _leave_to_callback(trainer: Run, optimizer: Optimizer, group: dict[str, Any]
 
 
 def _unchanged(group: dict[str, Any]) -> Callable[[int], float]:
-    """Return the factor by which a `LambdaLR` leaves the learning rate of a group as it is."""
+    """Return the factor with which a `LambdaLR` keeps the learning rate of a group."""
     return lambda _: float(group["lr"]) / float(group["initial_lr"])

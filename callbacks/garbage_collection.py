@@ -12,15 +12,15 @@ from trainwright.core.task import TaskModule
 
 
 class GarbageCollection(Callback):
-    """Callback that collects Python's garbage at the same steps on every rank, and not in between.
+    """Callback that collects Python's garbage at the same steps on every rank, and at no others.
 
-    By default Python collects when enough objects have been created, which is at another step on each rank, and all
-    wait for each of them. Collecting together costs the time once.
+    By default Python collects when enough objects have been created, which is at a different step on each rank.
+    Each collection then delays all ranks. Collecting at the same step delays them once.
 
     Args:
         every_n_steps: steps between two collections. Default: 1000.
-        generation: the oldest generation that these collect; see `gc.collect`. The start and the end of the fit and of
-            each validation collect everything. Default: 1.
+        generation: the oldest generation to collect; see `gc.collect`. All generations are collected at the start and
+            end of the fit, and after each validation. Default: 1.
 
     Raises:
         ConfigurationError: a number of steps below 1, or an unknown generation.
@@ -31,8 +31,8 @@ class GarbageCollection(Callback):
     def __init__(self, every_n_steps: int = 1000, generation: int = 1) -> None:
         if every_n_steps < 1 or generation not in (0, 1, 2):
             raise ConfigurationError(
-                f"GarbageCollection(every_n_steps={every_n_steps}, generation={generation}): write at least 1 step, "
-                "and generation 0, 1 or 2."
+                f"GarbageCollection(every_n_steps={every_n_steps}, generation={generation}): expected at least 1 "
+                "step, and generation 0, 1 or 2."
             )
         self.every_n_steps = every_n_steps
         self.generation = generation

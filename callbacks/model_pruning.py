@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,12 @@ from trainwright.core.task import TaskModule
 
 Target = tuple[nn.Module, str]
 prune: Any = torch_prune  # which has no types
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "ln_structured": prune.ln_structured,
-    "l1_unstructured": prune.l1_unstructured,
-    "random_structured": prune.random_structured,
-    "random_unstructured": prune.random_unstructured,
+_METHODS = {
+    "ln_structured": prune.LnStructured,
+    "l1_unstructured": prune.L1Unstructured,
+    "random_structured": prune.RandomStructured,
+    "random_unstructured": prune.RandomUnstructured,
 }
-_GLOBAL = {"l1_unstructured": prune.L1Unstructured, "random_unstructured": prune.RandomUnstructured}
 _ENTRY = "pruning"  # of a checkpoint
 
 
@@ -33,9 +32,9 @@ class ModelPruning(Callback):
     """Callback that sets weights to zero at the end of epochs, with masks of `torch.nn.utils.prune`, as in Lightning.
 
     A pruned `weight` is computed from the parameter `weight_orig` and the buffer `weight_mask` until the fit ends. A
-    checkpoint holds the pruned weights under their own names, so that any task can load it, and beside them what a
-    resume needs to be exact: masks, the values under them, and the first weights for the lottery ticket. All ranks
-    prune alike; it needs whole weights on every rank (one process, DDP).
+    checkpoint contains the pruned weights under their own names, so that any task can load it. For an exact resume it
+    also contains the masks, the masked values, and the first weights for the lottery ticket. All ranks prune the same
+    weights. Each rank needs full weights (one process, DDP).
 
     Args:
         pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"` or `"random_structured"`; a function
@@ -86,9 +85,10 @@ class ModelPruning(Callback):
         self._resamples = resample_parameters
         self._verbose = verbose
         self._at_train_end = prune_on_train_epoch_end
-        self._prune = _pruner(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
+        self._method = _method(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
+        self._is_global = use_global_unstructured
         self._targets: list[Target] = []
-        self._first: dict[nn.Module, nn.Module] = {}  # copies of modules as they were at first
+        self._first: dict[nn.Module, nn.Module] = {}  # module → a copy with its first weights
 
     def filter_parameters_to_prune(self, parameters_to_prune: list[Target]) -> list[Target]:
         """Return the pairs to prune; override it to leave some out."""
@@ -159,8 +159,12 @@ class ModelPruning(Callback):
                     prune.remove(each, hook._tensor_name)
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune this number of weights, or this share of those that are left."""
-        self._prune(self._targets, amount)
+        """Prune this number of weights, or this share of the remaining ones."""
+        if self._is_global:
+            prune.global_unstructured(self._targets, pruning_method=self._method, amount=amount)
+            return
+        for module, name in self._targets:
+            self._method(module, name=name, amount=amount)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
         """Set the weights that are left to their first values, or to new ones."""
@@ -173,15 +177,22 @@ class ModelPruning(Callback):
                     own.get(f"{key}_orig", own.get(key, value)).copy_(value)
 
     def _collect(self, task: TaskModule) -> None:
-        self._targets = self.filter_parameters_to_prune(list(self._given or _targets(task, self._names)))
+        found = [
+            (module, name)
+            for module in task.modules()
+            if not list(module.children())
+            for name in self._names
+            if module._parameters.get(name) is not None
+        ]
+        self._targets = self.filter_parameters_to_prune(list(self._given or found))
         if not self._targets:
             raise ConfigurationError(
                 f"ModelPruning found no parameter to prune: {type(task).__name__} has none named "
                 f"{' or '.join(self._names)}. Pass parameters_to_prune=[(module, name)]."
             )
-        unknown = [key for module, key in self._targets if key not in dict(module.named_parameters(recurse=False))]
+        unknown = [key for module, key in self._targets if module._parameters.get(key) is None]
         if unknown:
-            raise ConfigurationError(f"ModelPruning: {unknown[0]!r} is no parameter of its module.")
+            raise ConfigurationError(f"ModelPruning: {unknown[0]!r} is not a parameter of its module.")
         if self._uses_ticket:
             self._first = {module: copy.deepcopy(module) for module, _ in self._targets}
 
@@ -199,9 +210,9 @@ class ModelPruning(Callback):
             if self._uses_ticket(epoch) if callable(self._uses_ticket) else self._uses_ticket:
                 self.apply_lottery_ticket_hypothesis()
         if self._verbose:
-            self._tell(task)
+            self._report(task)
 
-    def _tell(self, task: TaskModule) -> None:
+    def _report(self, task: TaskModule) -> None:
         names = {module: name for name, module in task.named_modules()}
         masks = {f"{names[module]}.{key}": getattr(module, f"{key}_mask") for module, key in self._targets}
         pruned = {name: int((mask == 0).sum()) for name, mask in masks.items()}
@@ -211,66 +222,32 @@ class ModelPruning(Callback):
             task.print(f"  {name}: {number} of {masks[name].numel()} ({number / masks[name].numel():.1%})")
 
 
-def _targets(task: nn.Module, names: Iterable[str]) -> list[Target]:
-    return [
-        (module, name)
-        for module in task.modules()
-        if not list(module.children())
-        for name in names
-        if isinstance(module._parameters.get(name), nn.Parameter)
-    ]
-
-
-def _pruner(
-    method: Callable[..., Any] | str, is_global: bool, dim: int | None, norm: int | None
-) -> Callable[[Sequence[Target], int | float], None]:
-    """Return a function that prunes parameters by an amount.
+def _method(method: Callable[..., Any] | str, is_global: bool, dim: int | None, norm: int | None) -> Any:
+    """Return the class for `prune.global_unstructured`, or a function that prunes one parameter.
 
     Raises:
         ConfigurationError: see `ModelPruning`.
     """
-    given: Any = method
-    is_class = inspect.isclass(method) and issubclass(method, prune.BasePruningMethod)
+    found: Any = method
+    options: dict[str, Any] = {}
     if isinstance(method, str):
-        if method not in _FUNCTIONS:
+        if method not in _METHODS:
             raise ConfigurationError(
-                f"ModelPruning(pruning_fn={method!r}) is unknown.{nearest(method, _FUNCTIONS)} Known: "
-                f"{', '.join(_FUNCTIONS)}."
+                f"ModelPruning(pruning_fn={method!r}) is unknown.{nearest(method, _METHODS)} Known: "
+                f"{', '.join(_METHODS)}."
             )
-        structured = method.endswith("_structured")
-        if structured and (dim is None or (method == "ln_structured" and norm is None)):
-            needed = "pruning_dim and pruning_norm" if method == "ln_structured" else "pruning_dim"
-            raise ConfigurationError(f"ModelPruning(pruning_fn={method!r}) needs {needed}.")
-        if is_global and structured:
-            raise ConfigurationError(
-                f"ModelPruning(pruning_fn={method!r}) compares within each parameter. Pass "
-                "use_global_unstructured=False."
-            )
-        options = {"dim": dim} if structured else {}
-        options |= {"n": norm} if method == "ln_structured" else {}
-        function: Any = partial(_FUNCTIONS[method], **options)
-        kind: Any = _GLOBAL.get(method)
-    elif is_class:
-        function, kind = given.apply, method
-    elif callable(method) and not is_global:
-        function, kind = method, None
-    else:
+        needed = {"ln_structured": {"dim": dim, "n": norm}, "random_structured": {"dim": dim}}
+        options = needed.get(method, {})
+        if None in options.values():
+            names = "pruning_dim and pruning_norm" if "n" in options else "pruning_dim"
+            raise ConfigurationError(f"ModelPruning(pruning_fn={method!r}) needs {names}.")
+        found = _METHODS[method]
+    is_class = inspect.isclass(found) and issubclass(found, prune.BasePruningMethod)
+    if not is_global:
+        return partial(found.apply if is_class else found, **options)
+    if not is_class or found.PRUNING_TYPE != "unstructured":
         raise ConfigurationError(
-            f"ModelPruning(pruning_fn={method!r}): a function prunes each parameter by itself. Pass "
-            "use_global_unstructured=False, or a class of torch.nn.utils.prune."
+            f"ModelPruning(pruning_fn={getattr(method, '__name__', method)!r}) is not unstructured, so it prunes each "
+            "parameter separately. Pass use_global_unstructured=False."
         )
-    if is_global and (kind is None or kind.PRUNING_TYPE != "unstructured"):
-        raise ConfigurationError(
-            f"ModelPruning(pruning_fn={kind.__name__ if kind else method!r}) is not unstructured. Pass "
-            "use_global_unstructured=False."
-        )
-    return partial(_prune_together, kind) if is_global else partial(_prune_each, function)
-
-
-def _prune_each(function: Callable[..., object], targets: Sequence[Target], amount: int | float) -> None:
-    for module, name in targets:
-        function(module, name=name, amount=amount)
-
-
-def _prune_together(kind: object, targets: Sequence[Target], amount: int | float) -> None:
-    prune.global_unstructured(targets, pruning_method=kind, amount=amount)
+    return found

@@ -1,4 +1,4 @@
-"""Find a rank that makes all others wait, and what it spends its time on."""
+"""Detect a rank that delays the others, and the part of the step that is slow."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from trainwright.core.task import TaskModule
 from trainwright.core.tree import Batch
 
 _PARTS = ("data", "forward", "backward")
-_LEAST_SHARE = 0.1  # of a step, that a slow rank costs
+_LEAST_SHARE = 0.1  # minimum share of a step that a slow rank delays the others by
 
 
 class SlowRankDetector(Callback):
     """Callback that compares the step times of ranks, and warns of one that is slower than the others.
 
     In each step a rank waits for data, computes the forward, and computes the backward, in which it also waits for the
-    others. A rank is slow if its data and forward take longer than those of the median rank; the warning says which of
-    the two. If no rank is slow and the backward takes much longer than the forward on every rank, communication is.
+    other ranks. A rank is slow if its data and forward take longer than those of the median rank. The warning names the
+    slower of the two. If no rank is slow and the backward takes much longer than the forward on every rank,
+    communication is slow.
 
     Each rank measures by its own clock, on an accelerator by events, which are read steps later. Every
     `every_n_steps` steps an asynchronous collective starts that is read at the next such step: no step waits for it.
@@ -52,20 +53,20 @@ class SlowRankDetector(Callback):
         if every_n_steps < 1 or factor <= 1 or communication_factor <= 1:
             raise ConfigurationError(
                 f"SlowRankDetector(every_n_steps={every_n_steps}, factor={factor}, communication_factor="
-                f"{communication_factor}): write at least 1 step, and factors above 1."
+                f"{communication_factor}): expected at least 1 step, and factors above 1."
             )
         self.every_n_steps = every_n_steps
         self.factor = factor
         self.communication_factor = communication_factor
         self.seconds: list[dict[str, float]] = []
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._restart()
 
     def _restart(self) -> None:
         self._num_steps = 0
         self._data_s = 0.0
-        self._marks: list[tuple[Any, Any, Any]] = []  # of each micro-batch: its start, the start and end of backward
-        self._waits_since_s: float | None = None  # when the last step ended; None: a validation was between
+        self._marks: list[tuple[Any, Any, Any]] = []  # per micro-batch: its start, the start and end of backward
+        self._waits_since_s: float | None = None  # end of the last step; None after a validation or an epoch
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
@@ -116,12 +117,12 @@ class SlowRankDetector(Callback):
         rows = gathered.view(-1, len(_PARTS)).tolist()
         self.seconds = [dict(zip(_PARTS, row, strict=True)) for row in rows]
         text = None if len(rows) == 1 else self._finding()
-        if text is not None and run.is_global_zero and text.partition(":")[0] not in self._told:
-            self._told.add(text.partition(":")[0])
+        if text is not None and run.is_global_zero and text.partition(":")[0] not in self._warned:
+            self._warned.add(text.partition(":")[0])
             warnings.warn(text, TrainwrightWarning, stacklevel=2)
 
     def _finding(self) -> str | None:
-        """Return what is slow; None: nothing."""
+        """Return a warning about what is slow, or None."""
         own = [one["data"] + one["forward"] for one in self.seconds]
         middle = {part: statistics.median_low([one[part] for one in self.seconds]) for part in _PARTS}
         slowest = max(range(len(own)), key=own.__getitem__)
@@ -149,7 +150,7 @@ class SlowRankDetector(Callback):
 
 
 def _mark(device: torch.device) -> Any:
-    """Return the present moment, on an accelerator that of its stream."""
+    """Return the current time. On an accelerator it is an event in the current stream."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)
@@ -158,7 +159,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def _seconds(start: Any, end: Any) -> float:
-    """Return the time between two marks. On an accelerator it waits for the second one."""
+    """Return the seconds between two marks. On an accelerator it waits for the second one."""
     if isinstance(start, float):
         return float(end) - start
     end.synchronize()

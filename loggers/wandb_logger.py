@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.loggers.hyperparams import plain
 from trainwright.loggers.images import to_pixels
 from trainwright.loggers.logger import Logger, RunInfo, Status
-
-if TYPE_CHECKING:
-    pass
 
 STEP_KEY = "trainer/global_step"
 """The x-axis of every curve: W&B's own step counts calls, and cannot be decreased."""

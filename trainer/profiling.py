@@ -1,5 +1,5 @@
-"""Connect the Trainer's profiler with a stage: hooks, steps, loaders and saves are wrapped once when it begins, so that
-a stage without a profiler does nothing more.
+"""Connect the Trainer's profiler with a stage. Hooks, steps and loaders are wrapped once when the stage begins, so that
+a stage without a profiler has no additional cost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainwright.trainer.run import StageRun
 
 
 def begin(run: StageRun) -> None:
-    """Set the profiler up for a stage whose processes have joined. Not collective."""
+    """Set up the profiler after the processes of a stage have started. Not collective."""
     profiler = run.profiler
     processes = run.engine.processes
     profiler.setup(run.stage or "fit", processes.rank, processes.world_size, run.settings.root)
@@ -50,7 +50,7 @@ def wrap_hooks(run: StageRun) -> None:
 
 
 def watch_modules(run: StageRun) -> None:
-    """Let the profiler mark the modules of the prepared task. A compiled task has no marks in its graph."""
+    """Mark the modules of the prepared task in the profile, unless the task is compiled."""
     if run.is_profiled and run.engine.settings.compile_options is None:
         run.profiler.watch(run.task)
 
@@ -77,7 +77,7 @@ class _Steps(Callback):
         self._is_open = False
 
     def on_train_step_start(self, *_: Any) -> None:
-        """Begin a step; one that an exception ended is closed here."""
+        """Start a step. A step that an exception ended is closed first."""
         if self._is_open:
             self._profiler.stop("run_training_batch")
         self._is_open = True
@@ -90,7 +90,7 @@ class _Steps(Callback):
         self._profiler.end_step()
 
     def end_batch(self, *_: Any) -> None:
-        """End a batch of an evaluation that is a stage of its own."""
+        """End a batch of `validate`, `test` or `predict`."""
         self._profiler.end_step()
 
 
@@ -118,7 +118,7 @@ def _wrap_step(step: Step, profiler: Profiler, strategy: str) -> Step:
 
 
 def _wrap_data(profiler: Profiler, data: TrainData | EvaluationData) -> None:
-    """Record the waits for batches of data that was just made."""
+    """Record the time that the loop waits for batches of new data."""
     if isinstance(data, TrainData):
         groups = data.groups
         vars(data)["groups"] = lambda *args: _timed(groups(*args), profiler, "[Loader]train_dataloader_next")
@@ -133,15 +133,13 @@ def _wrap_loader(loader: PreparedLoader, profiler: Profiler, name: str) -> None:
 
 
 def _timed(items: Iterator[Any], profiler: Profiler, name: str) -> Iterator[Any]:
+    end = object()
     try:
         while True:
-            profiler.start(name)
-            try:
-                item = next(items)
-            except StopIteration:
+            with profiler.profile(name):
+                item = next(items, end)
+            if item is end:
                 return
-            finally:
-                profiler.stop(name)
             yield item
             del item
     finally:

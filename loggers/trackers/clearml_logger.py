@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import flatten
-from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger
 
-# ClearML records much by itself; a logger records what it is given.
+# ClearML also records arguments, output and resource usage by default. This logger records logged values only.
 _QUIET = dict.fromkeys(
     (
         "reuse_last_task_id",
@@ -27,19 +27,20 @@ _QUIET = dict.fromkeys(
 class ClearMLLogger(QueuedLogger):
     """Logger for ClearML, online or offline.
 
-    A metric `val/loss` is the series `loss` of the plot `val`. ClearML stores finite values only; others are left out.
-    Offline it writes a folder and a zip file for `Task.import_offline_session`, and cannot resume a task.
+    A metric `val/loss` is the series `loss` of the plot `val`. ClearML stores finite values only; others are skipped.
+    Offline it writes a folder and a zip file for `Task.import_offline_session`, and cannot resume a task. The folder of
+    its files is ClearML's own.
 
     Args:
         project_name: the project. Default: `"trainwright_logs"`.
         task_name: the task's name; None: the run's name. Default: None.
         task_id: the task to continue; None: a new one. Default: None.
         offline: write files only. Default: False.
-        prefix: put before the name of each metric, with a dash. Default: `""`.
-        log_model: upload checkpoints as artifacts: `"all"`: each; True: the last one, at the end; False: none.
-            Default: False.
+        prefix, log_model: see `QueuedLogger`.
         options: of `Task.init`, for example `tags`, `output_uri`.
     """
+
+    _project_argument = "project_name"
 
     def __init__(
         self,
@@ -57,11 +58,6 @@ class ClearMLLogger(QueuedLogger):
         self._options = options
         self._folder: str | None = None
 
-    @classmethod
-    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
-        """Return a logger for tasks of a project. ClearML chooses the folder of its files."""
-        return cls(**{**({} if project is None else {"project_name": project}), **options})
-
     @property
     def log_dir(self) -> str | None:
         """The folder of an offline session, once it is known."""
@@ -69,7 +65,7 @@ class ClearMLLogger(QueuedLogger):
 
     def _open(self, run: RunInfo) -> None:
         clearml = require_package("clearml", purpose="ClearMLLogger")
-        # ClearML forks a process that reports. Forked beside torch's threads it may hang, and `close` waits for it.
+        # By default ClearML forks a reporting process. The fork may hang because torch has threads, and `close` waits.
         clearml.Task._report_subprocess_enabled = False
         if clearml.Task.is_offline() != self._offline:
             clearml.Task.set_offline(self._offline)
@@ -77,7 +73,7 @@ class ClearMLLogger(QueuedLogger):
         named = {"project_name": self._project, "task_name": self._task_name or run.run_name or "run"}
         self._experiment = clearml.Task.init(**{**_QUIET, **named, **known, **self._options})
         if known:
-            self._experiment.set_initial_iteration(0)  # else ClearML adds the last one to every step
+            self._experiment.set_initial_iteration(0)  # otherwise ClearML adds the last one to every step
         self._id = self._experiment.id
         self._folder = str(self._experiment.get_offline_mode_folder()) if self._offline else None
 

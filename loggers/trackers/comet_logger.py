@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import flatten
-from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
 
-# Comet records much by itself; a logger records what it is given.
+# Comet also records metrics, parameters and output by default. This logger records logged values only.
 _QUIET = {
     **dict.fromkeys(("auto_metric_logging", "auto_param_logging", "auto_output_logging", "parse_args"), False),
     "display_summary_level": 0,
@@ -29,13 +29,14 @@ class CometLogger(QueuedLogger):
         workspace: of Comet; None: its own setting. Default: None.
         project: the project; None: Comet's own setting. Default: None.
         experiment_key: the experiment to continue, or the key of a new one. Default: None.
-        mode: `"get_or_create"`, `"create"` or `"get"`: whether an experiment of that key must exist. Default:
+        mode: `"create"` and `"get"` require that no experiment, or an experiment, has that key. Default:
             `"get_or_create"`.
         online: False writes files only; None: Comet's own setting. Default: None.
-        prefix: put before the name of each metric, with a dash; None: nothing. Default: None.
-        log_model: upload checkpoints: `"all"`: each; True: the last one, at the end; False: none. Default: False.
+        prefix, log_model: see `QueuedLogger`.
         options: of `comet_ml.ExperimentConfig`, for example `name`, `tags`, `offline_directory`.
     """
+
+    _folder_argument = ("offline_directory", "comet")
 
     def __init__(
         self,
@@ -54,11 +55,6 @@ class CometLogger(QueuedLogger):
         self._started = {"api_key": api_key, "workspace": workspace, "project": project, "online": online}
         self._mode = mode
         self._options = options
-
-    @classmethod
-    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
-        """Return a logger for runs of a project; offline files are written into the folder `comet`."""
-        return cls(**{"project": project, "offline_directory": str(root_dir / "comet"), **options})
 
     def _open(self, run: RunInfo) -> None:
         comet = require_package("comet_ml", purpose="CometLogger", install="comet-ml")

@@ -13,7 +13,7 @@ from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
 
 
 class DVCLiveLogger(QueuedLogger):
-    """Logger for DVCLive: files in one folder, which DVC and its tools show and compare.
+    """Logger for DVCLive: files in one folder, for DVC and its tools.
 
     Metrics are `plots/metrics/NAME.tsv`, hyper-parameters `params.yaml`, images and figures
     `plots/images/NAME/STEP.png`. DVCLive has no texts and no tables. A new run replaces the files of the last one in
@@ -21,9 +21,7 @@ class DVCLiveLogger(QueuedLogger):
 
     Args:
         dir: the folder; None: `dvclive` in the run's root folder. Default: None.
-        prefix: put before the name of each metric, with a dash. Default: `""`.
-        log_model: record checkpoints as artifacts: `"all"`: each; True: the last one, at the end; False: none. Needs a
-            DVC repository. Default: False.
+        prefix, log_model: see `QueuedLogger`. `log_model` needs a DVC repository.
         options: of `dvclive.Live`, for example `exp_name`, `report`, and `save_dvc_exp` (here False by default), which
             needs a DVC repository.
     """

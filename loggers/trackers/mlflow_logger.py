@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import flatten
-from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger
 
 _STATUS: dict[Status, str] = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
@@ -22,7 +22,7 @@ _LONGEST = 6000  # MLflow's limit for the value of a parameter
 class MLFlowLogger(QueuedLogger):
     """Logger for MLflow: a tracking server, or a SQLite file.
 
-    Images, figures, texts and tables are artifacts. MLflow never changes a recorded parameter: the first value stays.
+    Images, figures, texts and tables are artifacts. MLflow keeps the first value of each parameter.
     Characters that MLflow does not accept in a name are replaced by `_`.
 
     Args:
@@ -32,13 +32,14 @@ class MLFlowLogger(QueuedLogger):
         tags: of a new run. Default: None.
         save_dir: folder of the store, if there is no `tracking_uri`; None: the run's root folder.
             Default: `"./mlruns"`.
-        log_model: upload checkpoints as artifacts: `"all"`: each; True: the last one, at the end; False: none.
-            Default: False.
-        prefix: put before the name of each metric, with a dash. Default: `""`.
+        prefix, log_model: see `QueuedLogger`.
         artifact_location: where a new experiment stores artifacts; None: the server's setting, or `save_dir`.
             Default: None.
         run_id: the run to resume; None: a new one. Default: None.
     """
+
+    _project_argument = "experiment_name"
+    _folder_argument = ("save_dir", "")
 
     def __init__(
         self,
@@ -60,11 +61,6 @@ class MLFlowLogger(QueuedLogger):
         self._artifact_location = artifact_location
         self._experiment_id: str | None = None
         self._params: dict[str, Any] = {}
-
-    @classmethod
-    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
-        """Return a logger for runs of an experiment; `options` may name another store."""
-        return cls(**{"save_dir": root_dir, **({} if project is None else {"experiment_name": project}), **options})
 
     @property
     def name(self) -> str | None:

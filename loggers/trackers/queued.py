@@ -1,4 +1,4 @@
-"""Base class of loggers whose backend reaches a server: calls are queued, and a thread sends them."""
+"""Base class of loggers that queue their calls. A thread sends them to the backend."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ class QueuedLogger(Logger):
 
     capacity: int = 10_000
     patience: float = 60.0
+    _project_argument: ClassVar[str] = "project"
+    _folder_argument: ClassVar[tuple[str, str] | None] = None  # its name, and a sub-folder of the run's root folder
     _closes_in_caller: ClassVar[bool] = False
     _write_image: Any = None
     _write_text: Any = None
@@ -74,11 +76,20 @@ class QueuedLogger(Logger):
         self._is_id_fixed = id is not None
         self._experiment: Any = None
         self._worker: _Worker | None = None
-        self._exists = False  # this logger, or the one that wrote the checkpoint, has opened the run before
-        self._resumes = False  # a checkpoint's state has named the run
+        self._exists = False  # True if this logger, or the one in the checkpoint, has opened the run before
+        self._resumes = False  # True if `_id` is from a checkpoint
         self._floors: Mapping[str, int] = {}
         self._last_checkpoint: tuple[Path, tuple[str, ...]] | None = None
         self.dropped = 0
+
+    @classmethod
+    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
+        """Return a logger for runs of a project. Its files are below `root_dir`, if the backend lets callers choose."""
+        given = {} if project is None else {cls._project_argument: project}
+        if cls._folder_argument is not None:
+            argument, folder = cls._folder_argument
+            given[argument] = str(root_dir / folder)
+        return cls(**{**given, **options})
 
     @abstractmethod
     def _open(self, run: RunInfo) -> None:
@@ -240,7 +251,7 @@ class QueuedLogger(Logger):
             if path.exists():
                 self._write_checkpoint(path, aliases)
         except OSError:
-            if path.exists():  # else a newer checkpoint has replaced it in the meantime
+            if path.exists():  # otherwise a newer checkpoint has replaced it
                 raise
 
     def _put(self, call: Callable[..., None], *values: Any) -> None:
@@ -291,5 +302,5 @@ class _Worker(threading.Thread):
             try:
                 if is_last or self.error is None:
                     call()
-            except Exception as error:  # noqa: BLE001  # whatever a backend raises, the caller gets it
+            except Exception as error:  # noqa: BLE001  # every error of a backend is raised in the caller
                 self.error = self.error or error

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import flatten
-from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
 
 _STATES: dict[Status, str] = {"success": "success", "failed": "crashed", "interrupted": "aborted"}
@@ -25,10 +24,11 @@ class SwanLabLogger(QueuedLogger):
         name: the run's display name; None: the run's own name. Default: None.
         id: the run to continue, or the id of a new one; None: SwanLab creates one. Default: None.
         log_dir: folder of its files; None: `swanlog` in the run's root folder. Default: None.
-        prefix: put before the name of each metric, with a dash. Default: `""`.
+        prefix: see `QueuedLogger`.
         options: of `swanlab.init`, for example `mode="offline"`, `workspace`, `tags`.
     """
 
+    _folder_argument = ("log_dir", "swanlog")
     _closes_in_caller = True  # Run.finish restores signal handlers, which only the main thread can
 
     def __init__(
@@ -44,12 +44,6 @@ class SwanLabLogger(QueuedLogger):
         self._run_name = name
         self._dir = None if log_dir is None else str(log_dir)
         self._options = options
-
-    @classmethod
-    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
-        """Return a logger for runs of a project, with files in the folder `swanlog`."""
-        named = {} if project is None else {"project": project}
-        return cls(**{"log_dir": root_dir / "swanlog", **named, **options})
 
     @property
     def log_dir(self) -> str | None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import flatten
-from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
 
 
@@ -21,7 +20,7 @@ class TrackioLogger(QueuedLogger):
     Args:
         project: the project. Default: `"trainwright_logs"`.
         name: the run's name; None: the run's own name, or one that Trackio creates. Default: None.
-        prefix: put before the name of each metric, with a dash. Default: `""`.
+        prefix: see `QueuedLogger`.
         options: of `trackio.init`, for example `space_id`, `server_url`, `group`.
     """
 
@@ -31,11 +30,6 @@ class TrackioLogger(QueuedLogger):
         super().__init__(prefix=prefix, project=project)
         self._run_name = name
         self._options = options
-
-    @classmethod
-    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
-        """Return a logger for runs of a project. Trackio chooses the folder of its files."""
-        return cls(**{**({} if project is None else {"project": project}), **options})
 
     def _open(self, run: RunInfo) -> None:
         trackio = require_package("trackio", purpose="TrackioLogger")

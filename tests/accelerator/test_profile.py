@@ -62,7 +62,7 @@ def test_a_schedule_calls_the_handler_for_each_cycle() -> None:
 def test_a_schedule_that_never_becomes_active_is_told(tmp_path: Path) -> None:
     options = ProfileKwargs(schedule_option={"wait": 9, "active": 1}, output_trace_dir=str(tmp_path))
     with (
-        pytest.warns(TrainwrightWarning, match=r"called step\(\) 1 times.*active after 9 steps"),
+        pytest.warns(TrainwrightWarning, match=r"the loop ran 1 steps.*active after 9 steps"),
         Accelerator(cpu=True).profile(options) as prof,
     ):
         prof.step()

@@ -165,7 +165,7 @@ def test_the_merged_trace_has_a_lane_for_each_rank(tmp_path: Path) -> None:
 
 
 def test_a_schedule_that_never_becomes_active_is_told(tmp_path: Path) -> None:
-    with pytest.warns(TrainwrightWarning, match=r"recorded no step: fit ran 8 steps, .* active after 100 steps"):
+    with pytest.warns(TrainwrightWarning, match=r"recorded no step: the loop ran 8 steps, .* active after 100 steps"):
         _fit(PyTorchProfiler(tmp_path, schedule={"wait": 100, "active": 1}))
 
 
@@ -203,14 +203,6 @@ def test_each_rank_of_fsdp_has_the_actions(tmp_path: Path) -> None:
         assert "FSDPStrategy.backward" in (tmp_path / f"fit-profile-{rank}.txt").read_text()
 
 
-@pytest.mark.slow
-def test_the_memory_timeline_is_written(tmp_path: Path) -> None:
-    _fit(PyTorchProfiler(tmp_path, memory_timeline=True))
-    times, sizes = json.loads((tmp_path / "fit-profile-0-memory.json").read_text())
-    assert len(times) == len(sizes) > 0
-    assert max(max(each) for each in sizes) > 0
-
-
 def test_wrong_arguments_name_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match=r"unknown profiler 'simpel'.*'simple'"):
         quiet_trainer(profiler="simpel")
@@ -218,6 +210,8 @@ def test_wrong_arguments_name_the_nearest() -> None:
         quiet_trainer(profiler=3)
     with pytest.raises(ConfigurationError, match=r"no key 'aktive'.*'active'"):
         PyTorchProfiler(schedule={"aktive": 1})
+    with pytest.raises(ConfigurationError, match="at least 1 for active"):
+        PyTorchProfiler(schedule={"active": 0})
     with pytest.raises(ConfigurationError, match=r"no argument 'with_flop'.*'with_flops'"):
         PyTorchProfiler(with_flop=True)
     with pytest.raises(ValueError, match="not started"):

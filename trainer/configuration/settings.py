@@ -14,8 +14,7 @@ from trainwright.core.duration import Duration, parse_time
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.process import check_address
 from trainwright.loggers import resolve_loggers
-from trainwright.profilers.profiler import Profiler
-from trainwright.profilers.registry import resolve_profiler
+from trainwright.profilers.profiler import Profiler, resolve_profiler
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, select
 from trainwright.strategies.steps.gradients import GradientClip

@@ -1,4 +1,4 @@
-"""Trackers of experiments in user-written loops, under the names of Hugging Face Accelerate."""
+"""Experiment trackers of user-written training loops, with the names of Hugging Face Accelerate."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from trainwright.processes.partial_state import PartialState
 class GeneralTracker:
     """Base class of trackers.
 
-    A sub-class has the class attributes `name` and `requires_logging_directory` (whether it writes into the folder of
+    A sub-class has the class attributes `name` and `requires_logging_directory` (True if it writes into the folder of
     the project), and the property `tracker`, which returns the object of its library. It defines
-    `store_init_configuration` and `log`, and `start` and `finish` if it has something to open and to close. Pass an
-    object of it to `Accelerator(log_with=…)`.
+    `store_init_configuration` and `log`, and `start` and `finish` if it opens and closes a run. Pass an object of it to
+    `Accelerator(log_with=…)`.
 
     Attributes:
         main_process_only: only the first process calls it. Default: True.
@@ -56,9 +56,9 @@ _CLASSES: dict[LoggerType, type[LoggerTracker]] = {}
 
 
 class LoggerTracker(GeneralTracker):
-    """A logger of `trainwright.loggers` as a tracker. The sub-classes are one for each kind of logger.
+    """Tracker that writes to a logger of `trainwright.loggers`. Each kind of logger has a sub-class.
 
-    It takes numbers, tensors with one element, texts, and mappings of them; a warning names the first value of another
+    It records numbers, tensors with one element, texts, and mappings of them. It warns once about each value of another
     type. It writes on the first process only.
 
     Args:
@@ -110,7 +110,7 @@ class LoggerTracker(GeneralTracker):
             elif isinstance(value, str):
                 self.logger.log_text(name, value, self._step)
             else:
-                self.logger.warn_once(f"{self.name} cannot log {name!r}, a {type(value).__name__}; it is left out.")
+                self.logger.warn_once(f"{self.name} cannot log {name!r}, a {type(value).__name__}; it is skipped.")
         if metrics:
             self.logger.log_metrics(metrics, self._step)
 
@@ -186,7 +186,7 @@ _REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
 def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | GeneralTracker]:
-    """Return what `Accelerator(log_with=…)` names; `"all"` stands for every tracker whose package is installed.
+    """Return the trackers in `Accelerator(log_with=…)`; `"all"` is every tracker whose package is installed.
 
     Raises:
         MissingPackageError: the package of a tracker is not installed.
@@ -208,7 +208,7 @@ def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | Gen
             found += [kind] if kind not in found else []
         else:
             check_owner(one)
-            hint = " A tracker of your own is an object of a sub-class of GeneralTracker."
+            hint = " Another tracker is an object of a sub-class of GeneralTracker."
             raise unknown("log_with", one if isinstance(one, str) else repr(one), LoggerType.list(), hint)
     return found
 
@@ -234,11 +234,11 @@ def _reason_against(kind: LoggerType, folder: str | None) -> Exception | None:
 
 
 class LoopTrackers:
-    """The trackers of an Accelerator. The failure of one is a warning, and ends its use, but not the training.
+    """The trackers of an Accelerator. A tracker that fails raises a warning and is not used any more.
 
     Args:
         kinds: see `read_trackers`.
-        folder: of the project; None: there is none.
+        folder: the project's folder, or None.
     """
 
     def __init__(self, kinds: Sequence[LoggerType | GeneralTracker], folder: str | None) -> None:
@@ -251,15 +251,15 @@ class LoopTrackers:
         """Open a run of each tracker.
 
         Args:
-            project: its name.
-            config: the hyper-parameters; None: none.
-            options: of trackers, by their names.
+            project: name of the project.
+            config: the hyper-parameters, or None.
+            options: options of trackers, by their names.
 
         Raises:
             ConfigurationError: `options` names another tracker, or an option is wrong. Nothing has been opened.
         """
         names = [kind.name if isinstance(kind, GeneralTracker) else kind.value for kind in self._kinds]
-        self._check_names("init_kwargs", options, names)
+        _check_names("init_kwargs", options, names)
         self.finish()
         self._all = [
             kind
@@ -272,14 +272,6 @@ class LoopTrackers:
         if config is not None:
             self.each("store_init_configuration", config)
 
-    def _check_names(self, argument: str, given: Iterable[str], names: Sequence[str]) -> None:
-        for name in given:
-            if name not in names:
-                raise ConfigurationError(
-                    f"{argument} names {name!r}, which is not among the trackers: {', '.join(names) or 'none'}."
-                    f"{nearest(name, names)}"
-                )
-
     def each(self, method: str, *args: Any, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Call a method of each tracker that has it.
 
@@ -288,7 +280,7 @@ class LoopTrackers:
         """
         if self._kinds and not self._all:
             raise ConfigurationError("the trackers are not started. Call accelerator.init_trackers('project') first.")
-        self._check_names("log_kwargs", options or {}, [tracker.name for tracker in self._all])
+        _check_names("log_kwargs", options or {}, [tracker.name for tracker in self._all])
         is_main = PartialState().is_main_process
         for tracker in list(self.started):
             if not hasattr(tracker, method) or (tracker.main_process_only and not is_main):
@@ -307,17 +299,14 @@ class LoopTrackers:
                 )
 
     def get(self, name: str, *, unwrap: bool) -> Any:
-        """Return a tracker; on other processes than the first an object that does nothing.
+        """Return a tracker. On other processes than the first, return an object that does nothing.
 
         Raises:
-            ConfigurationError: there is none of that name.
+            ConfigurationError: `name` is another tracker.
         """
-        found = next((tracker for tracker in self._all if tracker.name == name), None)
-        if found is None:
-            names = [tracker.name for tracker in self._all]
-            raise ConfigurationError(
-                f"there is no tracker {name!r}.{nearest(name, names)} Started: {', '.join(names) or 'none'}."
-            )
+        named = {tracker.name: tracker for tracker in self._all}
+        _check_names("get_tracker", [name], list(named))
+        found = named[name]
         if found.main_process_only and not PartialState().is_main_process:
             return Silence()
         return found.tracker if unwrap else found  # type: ignore[attr-defined]  # checked by read_trackers
@@ -327,3 +316,12 @@ class LoopTrackers:
         if self.started:
             self.each("finish")
         self.started, self._all = [], []
+
+
+def _check_names(argument: str, given: Iterable[str], names: Sequence[str]) -> None:
+    for name in given:
+        if name not in names:
+            raise ConfigurationError(
+                f"{argument} names {name!r}, which is not among the trackers: {', '.join(names) or 'none'}."
+                f"{nearest(name, names)}"
+            )

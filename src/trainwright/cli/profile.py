@@ -13,19 +13,18 @@ from trainwright.callbacks import Callback, ModelCheckpoint, ModelSummary, Progr
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.registry import import_object
 from trainwright.loggers import Logger
-from trainwright.profilers.step_parts import StepPartsProfiler
+from trainwright.profilers.step_parts import OTHER, StepPartsProfiler
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-_TRACED_STEPS = 3  # further steps of several processes, for their communication
-_NOTABLE = 20.0  # percent from which a part other than the largest gets advice
-_SHORT_MS = 2.0  # a step that is shorter gets advice
+_TRACED_STEPS = 3  # further steps that measure communication, if there are several processes
+_NOTABLE = 20.0  # minimum percentage at which a part other than the largest gets advice
+_SHORT_MS = 2.0  # shorter steps get advice
 _DROPPED = (ModelCheckpoint, ModelSummary, ProgressBar)
 _OFF = ("logger", "barebones", "fast_dev_run", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 _UNSET = ("profiler", "preemption_grace", "max_time", "max_samples", "max_tokens", "min_epochs", "min_steps")
-
-
+_REPLACED = {**dict.fromkeys(_OFF, False), **dict.fromkeys(_UNSET), "max_epochs": -1, "num_sanity_val_steps": 0}
 _LOADER_FACTS = ("num_workers", "prefetch_factor", "batch_size")
 
 
@@ -78,26 +77,22 @@ def advice(result: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
 
 
 def _change(part: str, result: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    if part == "data wait":
-        return _change_of_loader(facts["num_workers"], facts["prefetch_factor"], os.cpu_count() or 1)
-    if part == "host to device":
-        return ": set pin_memory=True in the loader"
-    if part in ("forward", "backward"):
-        compiled = "" if facts["compile"] else "trainer.compile=True or "
-        return f", which is computation: try {compiled}trainer.precision=bf16-mixed"
-    now = facts["accumulate"]
-    more = f"trainer.accumulate_grad_batches={2 * now}"
-    if part == "communication":
-        return f" with accumulate_grad_batches={now}: set {more}, or use a larger batch"
-    if part == "optimizer":
-        fused = f"pass fused=True (or foreach=True) to {facts['unfused']}" if facts["unfused"] else f"set {more}"
-        return f" with {facts['parameters']} parameter tensors: {fused}"
-    if part == "callbacks":
-        name, ms = max(result["callbacks"].items(), key=lambda item: item[1])
-        return f": {name} takes {ms:.3g} ms of it. Do its work less often, or remove it"
-    if part == "validation":
-        return ": validate less often, with a larger trainer.val_check_interval"
-    return ": it is outside of all other parts. See its Python functions with trainer.profiler=advanced"
+    compiled = "" if facts["compile"] else "trainer.compile=True or "
+    compute = f", which is computation: try {compiled}trainer.precision=bf16-mixed"
+    more = f"trainer.accumulate_grad_batches={2 * facts['accumulate']}"
+    fused = f"pass fused=True (or foreach=True) to {facts['unfused']}" if facts["unfused"] else f"set {more}"
+    callback, ms = max(result["callbacks"].items(), key=lambda item: item[1], default=("", 0.0))
+    return {
+        "data wait": _change_of_loader(facts["num_workers"], facts["prefetch_factor"], os.cpu_count() or 1),
+        "host to device": ": set pin_memory=True in the loader",
+        "forward": compute,
+        "backward": compute,
+        "communication": f" with accumulate_grad_batches={facts['accumulate']}: set {more}, or use a larger batch",
+        "optimizer": f" with {facts['parameters']} parameter tensors: {fused}",
+        "callbacks": f": {callback} takes {ms:.3g} ms of it. Do its work less often, or remove it",
+        "validation": ": validate less often, with a larger trainer.val_check_interval",
+        OTHER: ": it is outside of all other parts. See its Python functions with trainer.profiler=advanced",
+    }[part]
 
 
 def _change_of_loader(workers: int | None, prefetch: int | None, cores: int) -> str:
@@ -128,8 +123,7 @@ def profile(argv: Sequence[str]) -> int:
     line.configs[:0] = [] if wanted.config is None else [Path(wanted.config)]
     parser, settings = read_settings("fit", line)
     given = settings.trainer
-    bounds = {"max_epochs": -1, "num_sanity_val_steps": 0}
-    for name, value in {**dict.fromkeys(_OFF, False), **dict.fromkeys(_UNSET), **bounds}.items():
+    for name, value in _REPLACED.items():
         given[name] = value
     given.callbacks = [each for each in _listed(given.callbacks) if not _is_dropped(each)]
     if settings.seed_everything is not None:
@@ -182,12 +176,12 @@ def _report(gather: _Gather, wanted: argparse.Namespace) -> None:
     if not main["steps"]:
         raise ConfigurationError(f"training ended within {wanted.warmup} warm-up steps: lower --warmup.")
     work = [each["step_ms"] - each["parts"]["communication"] for each in gather.ranks]
-    slowest = max(range(len(work)), key=work.__getitem__)  # the one that the others wait for
+    slowest = max(range(len(work)), key=work.__getitem__)  # the other ranks wait for it
     largest = max(main["parts"], key=main["parts"].__getitem__)
     texts = advice(main, gather.facts)
     if wanted.json:
-        told = {**main, "warmup": wanted.warmup, "world_size": len(work), "largest": largest, "advice": texts}
-        print(json.dumps({**told, "slowest_rank": slowest, "slowest": gather.ranks[slowest]["parts"]}, indent=2))
+        numbers = {**main, "warmup": wanted.warmup, "world_size": len(work), "largest": largest, "advice": texts}
+        print(json.dumps({**numbers, "slowest_rank": slowest, "slowest": gather.ranks[slowest]["parts"]}, indent=2))
         return
     several = len(work) > 1
     of = f", rank 0 of {len(work)}" if several else ""

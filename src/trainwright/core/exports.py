@@ -37,8 +37,12 @@ class ExportMixin(nn.Module):
             ConfigurationError: there is no sample.
             MissingPackageError: onnxscript is not installed.
         """
-        sample = self.example_input_array if input_sample is None else input_sample
-        return export_onnx(self, file_path, sample, **options)
+        positional, named = self._example("to_onnx", "input_sample", input_sample)
+        require_package("onnxscript", purpose="to_onnx", install="onnx onnxscript")
+        if named:
+            options["kwargs"] = named
+        with evaluating(self):
+            return torch.onnx.export(self, positional, None if file_path is None else str(file_path), **options)
 
     def export(self, example_input: object = None, **options: Any) -> torch.export.ExportedProgram:
         """Export `forward` in evaluation mode; `options` are passed to `torch.export.export`.
@@ -50,8 +54,9 @@ class ExportMixin(nn.Module):
         Raises:
             ConfigurationError: there is no example.
         """
-        sample = self.example_input_array if example_input is None else example_input
-        return export_program(self, sample, **options)
+        positional, named = self._example("export", "example_input", example_input)
+        with evaluating(self):
+            return torch.export.export(self, positional, named or None, **options)
 
     def to_torchscript(
         self,
@@ -71,65 +76,41 @@ class ExportMixin(nn.Module):
         Raises:
             ConfigurationError: the method is unknown, or there is no example to trace with.
         """
-        sample = self.example_input_array if example_inputs is None else example_inputs
-        return export_torchscript(self, file_path, method, sample, **kwargs)
+        if method not in ("script", "trace"):
+            raise ConfigurationError(f"to_torchscript(method={method!r}): expected 'script' or 'trace'.")
+        with evaluating(self), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
+            if method == "script":
+                with _without_properties(self):
+                    script: torch.jit.ScriptModule = torch.jit.script(self, **kwargs)
+            else:
+                positional, named = self._example("to_torchscript", "example_inputs", example_inputs)
+                inputs = {"example_kwarg_inputs": named} if named else {"example_inputs": positional}
+                script = torch.jit.trace(self, **inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+            if file_path is not None:
+                torch.jit.save(script, str(file_path))
+        return script
 
     def to_tensorrt(self, *args: object, **options: object) -> NoReturn:
-        """Not supported: torch_tensorrt compiles a task like any module."""
+        """Raise an error: torch_tensorrt compiles a task like any module."""
         raise TaskError(
             "to_tensorrt does not exist here. A task is a torch module: torch_tensorrt.compile(task.eval(), "
             "inputs=[input]) compiles it."
         )
 
-
-def export_onnx(module: nn.Module, file_path: str | Path | None, sample: object, **options: Any) -> Any:
-    """Export `module.forward` with torch's exporter, in evaluation mode and without gradients.
-
-    Raises:
-        ConfigurationError: there is no sample.
-        MissingPackageError: onnxscript, which torch's exporter needs, is not installed.
-    """
-    positional, named = _arguments(module, "to_onnx", "input_sample", sample)
-    require_package("onnxscript", purpose="to_onnx", install="onnx onnxscript")
-    if named:
-        options["kwargs"] = named
-    with evaluating(module):
-        return torch.onnx.export(module, positional, None if file_path is None else str(file_path), **options)
-
-
-def export_program(module: nn.Module, sample: object, **options: Any) -> torch.export.ExportedProgram:
-    """Export `module.forward` with `torch.export.export`, in evaluation mode and without gradients.
-
-    Raises:
-        ConfigurationError: there is no sample.
-    """
-    positional, named = _arguments(module, "export", "example_input", sample)
-    with evaluating(module):
-        return torch.export.export(module, positional, named or None, **options)
-
-
-def export_torchscript(
-    module: nn.Module, file_path: str | Path | None, method: str | None, sample: object, **options: Any
-) -> torch.jit.ScriptModule:
-    """Compile (`"script"`) or record (`"trace"`) `module.forward` as TorchScript, in evaluation mode.
-
-    Raises:
-        ConfigurationError: the method is unknown, or there is no sample to trace with.
-    """
-    if method not in ("script", "trace"):
-        raise ConfigurationError(f"to_torchscript(method={method!r}): expected 'script' or 'trace'.")
-    with evaluating(module), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
-        if method == "script":
-            with _without_properties(module):
-                script: torch.jit.ScriptModule = torch.jit.script(module, **options)
-        else:
-            positional, named = _arguments(module, "to_torchscript", "example_inputs", sample)
-            inputs = {"example_kwarg_inputs": named} if named else {"example_inputs": positional}
-            script = torch.jit.trace(module, **inputs, **options)  # type: ignore[no-untyped-call]  # torch has no types here
-        if file_path is not None:
-            torch.jit.save(script, str(file_path))
-    return script
+    def _example(self, method: str, argument: str, sample: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and named arguments of `forward`, on the task's device."""
+        sample = self.example_input_array if sample is None else sample
+        if sample is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}.{method} needs an example of forward's input: pass {argument}, or set "
+                "self.example_input_array."
+            )
+        device = next((tensor.device for tensor in self.parameters()), torch.device("cpu"))
+        sample = move(sample, device)
+        if isinstance(sample, dict):
+            return (), sample
+        return (sample if isinstance(sample, tuple) else (sample,)), {}
 
 
 @contextmanager
@@ -143,17 +124,3 @@ def _without_properties(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.__class__ = cls
-
-
-def _arguments(module: nn.Module, name: str, argument: str, sample: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and named arguments of `forward`, on the module's device."""
-    if sample is None:
-        raise ConfigurationError(
-            f"{type(module).__name__}.{name} needs an example of forward's input: pass {argument}, or set "
-            "self.example_input_array."
-        )
-    device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
-    sample = move(sample, device)
-    if isinstance(sample, dict):
-        return (), sample
-    return (sample if isinstance(sample, tuple) else (sample,)), {}

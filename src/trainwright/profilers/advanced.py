@@ -46,13 +46,13 @@ class AdvancedProfiler(Profiler):
         self._profiles.setdefault(name, cProfile.Profile()).enable()
 
     def stop(self, name: str) -> None:
-        """Stop to record the action `name`.
+        """Stop recording the action `name`.
 
         Raises:
-            ValueError: It was not started.
+            ValueError: The action was not started.
         """
         if name not in self._open:
-            raise ValueError(f"the profiler was asked to stop {name!r}, which was not started.")
+            raise ValueError(f"stop({name!r}): the action was not started.")
         self._profiles[self._open[-1]].disable()
         at = len(self._open) - 1 - self._open[::-1].index(name)
         del self._open[at]

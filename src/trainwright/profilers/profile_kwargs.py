@@ -1,22 +1,78 @@
-"""Profiling of user-written loops with `torch.profiler`."""
+"""Options of `torch.profiler`: its schedules, and `ProfileKwargs` for user-written training loops."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerAction, ProfilerActivity
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.names.kwargs_handler import KwargsHandler
-from trainwright.profilers.schedules import first_active_step, make_schedule
 
+RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 _ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
+_SCHEDULE_KEYS = tuple(inspect.signature(torch.profiler.schedule).parameters)
+_SEARCHED_STEPS = 10_000
+
+Schedule = Callable[[int], ProfilerAction]
+
+
+def make_schedule(given: Mapping[str, int] | Schedule) -> Schedule:
+    """Return a schedule that can be pickled.
+
+    Args:
+        given: Arguments of `torch.profiler.schedule`, or a function of the step, which is returned unchanged. In a
+            dictionary, `wait` and `warmup` default to 0 and `active` to 1.
+
+    Raises:
+        ConfigurationError: A key is unknown, or a value is out of its range.
+    """
+    if callable(given):
+        return given
+    for key in given:
+        if key not in _SCHEDULE_KEYS:
+            raise ConfigurationError(
+                f"a schedule has no key {key!r}.{nearest(str(key), _SCHEDULE_KEYS)} Known: {', '.join(_SCHEDULE_KEYS)}."
+            )
+    schedule = partial(_action, {"wait": 0, "warmup": 0, "active": 1, **given})
+    try:
+        schedule(0)
+    except (AssertionError, TypeError) as error:
+        raise ConfigurationError(
+            f"schedule={dict(given)}: expected whole numbers, at least 1 for active and at least 0 for the others."
+        ) from error
+    return schedule
+
+
+def _action(options: dict[str, int], step: int) -> ProfilerAction:
+    return _torch_schedule(**options)(step)
+
+
+@cache
+def _torch_schedule(**options: int) -> Schedule:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # it was requested
+        schedule: Schedule = torch.profiler.schedule(**options)
+    return schedule
+
+
+def warn_without_records(schedule: Schedule, num_steps: int) -> None:
+    """Warn that `schedule` recorded none of `num_steps` steps."""
+    first = next((step for step in range(_SEARCHED_STEPS) if schedule(step) in RECORDING), None)
+    warnings.warn(
+        f"the profiler recorded no step: the loop ran {num_steps} steps, and the schedule becomes active "
+        f"{'never' if first is None else f'after {first} steps'}. Decrease wait, warmup or skip_first.",
+        TrainwrightWarning,
+        stacklevel=3,
+    )
 
 
 @dataclass(frozen=True)
@@ -76,25 +132,20 @@ class ProfileKwargs(KwargsHandler):
 
 @contextmanager
 def profiled(options: ProfileKwargs, process_index: int, wait: Callable[[], None]) -> Iterator[torch.profiler.profile]:
-    """Yield a profiler that records what runs inside, and write its trace.
+    """Yield a profiler that records the `with` block, and write its trace.
 
     Args:
-        options: of the profiler.
-        process_index: rank of this process.
-        wait: Waits for all processes; called once the traces are written.
+        options: Options of the profiler.
+        process_index: Rank of this process.
+        wait: Function that waits for all processes. It is called after the traces are written.
     """
     profiler = options.build()
     with profiler:
         yield profiler
-    first = None if options.schedule_option is None else first_active_step(make_schedule(options.schedule_option))
-    if first is not None and profiler.step_num < first:
+    schedule = None if options.schedule_option is None else make_schedule(options.schedule_option)
+    if schedule is not None and not any(schedule(step) in RECORDING for step in range(profiler.step_num + 1)):
         if process_index == 0:
-            warnings.warn(
-                f"the profiler recorded no step: the loop called step() {profiler.step_num} times, and schedule_option="
-                f"{options.schedule_option} becomes active after {first} steps. Lower wait, warmup or skip_first.",
-                TrainwrightWarning,
-                stacklevel=3,
-            )
+            warn_without_records(schedule, profiler.step_num)
     elif options.output_trace_dir is not None:
         folder = Path(options.output_trace_dir)
         folder.mkdir(parents=True, exist_ok=True)

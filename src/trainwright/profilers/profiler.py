@@ -1,4 +1,4 @@
-"""The Profiler contract, and the profiler that records nothing."""
+"""Base class of profilers, the profiler that records nothing, and the short names of all profilers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.foreign_names import check_owner
+from trainwright.core.registry import Registry
 
 if TYPE_CHECKING:
     import torch
@@ -15,8 +19,8 @@ class Profiler:
     """Base class of profilers. Sub-classes override `start`, `stop` and `summary`.
 
     A Trainer calls `setup` when a stage begins, `start` and `stop` around each action, `end_step` after each optimizer
-    step (in evaluations after each batch), `close` before its processes part, and then `describe` and `teardown`.
-    Actions of one thread only may be recorded.
+    step (in evaluations after each batch), `close` before its processes leave the group, and then `describe` and
+    `teardown`. Call `start` and `stop` from one thread only.
 
     Args:
         dirpath: Folder of the files that it writes. Default: None, which is `default_root_dir` of the Trainer.
@@ -36,7 +40,7 @@ class Profiler:
         self._root = Path(".")
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
-        """Prepare for a stage, and forget what was recorded of an earlier one.
+        """Prepare for a stage, and discard the records of earlier ones.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
@@ -46,10 +50,10 @@ class Profiler:
         self.stage, self.rank, self.world_size, self._root = stage, rank, world_size, Path(root)
 
     def start(self, name: str) -> None:
-        """Begin to record the action `name`."""
+        """Start recording the action `name`."""
 
     def stop(self, name: str) -> None:
-        """Stop to record the action `name`."""
+        """Stop recording the action `name`."""
 
     @contextmanager
     def profile(self, name: str) -> Iterator[None]:
@@ -78,7 +82,7 @@ class Profiler:
         """Record the end of a training step, or of a batch of an evaluation."""
 
     def close(self) -> None:
-        """Stop to record, and write the files of this rank. May be called several times."""
+        """Stop recording, and write the files of this rank. May be called several times."""
 
     def summary(self) -> str:
         """Return what was recorded as text; empty if there is nothing to report."""
@@ -114,6 +118,30 @@ class PassThroughProfiler(Profiler):
 
     enabled = False
 
-    @contextmanager
-    def profile(self, name: str) -> Iterator[None]:
-        yield
+
+PROFILERS: Registry[type[Profiler]] = Registry(
+    "profiler",
+    {
+        "advanced": "trainwright.profilers.advanced:AdvancedProfiler",
+        "pytorch": "trainwright.profilers.pytorch:PyTorchProfiler",
+        "simple": "trainwright.profilers.simple:SimpleProfiler",
+    },
+)
+
+
+def resolve_profiler(value: object) -> Profiler:
+    """Return the profiler for an argument: a short name, a Profiler, or None, which records nothing.
+
+    Raises:
+        ConfigurationError: The name is unknown, or the object is of another class.
+    """
+    if value is None:
+        return PassThroughProfiler()
+    if isinstance(value, Profiler):
+        return value
+    if isinstance(value, str):
+        return PROFILERS.get(value)()
+    check_owner(value)
+    raise ConfigurationError(
+        f"profiler={value!r}: expected 'simple', 'advanced', 'pytorch', a trainwright.profilers.Profiler or None."
+    )

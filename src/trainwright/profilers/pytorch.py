@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, record_function
 
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.profilers.profile_kwargs import RECORDING, make_schedule, warn_without_records
 from trainwright.profilers.profiler import Profiler
-from trainwright.profilers.schedules import first_active_step, make_schedule
-from trainwright.profilers.traces import merge_traces
 
 _DEFAULT_SCHEDULE = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
-_RECORDS = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
 
 class PyTorchProfiler(Profiler):
@@ -28,7 +26,7 @@ class PyTorchProfiler(Profiler):
 
     Args:
         dirpath, filename: see `Profiler`.
-        group_by_input_shapes: Tell operators with different shapes from each other in the table. Default: False.
+        group_by_input_shapes: List operators with different input shapes separately in the table. Default: False.
         emit_nvtx: Mark operators for NVIDIA's tools instead of recording them; see
             `torch.autograd.profiler.emit_nvtx`. Default: False.
         export_to_chrome: Write the traces. Default: True.
@@ -38,11 +36,8 @@ class PyTorchProfiler(Profiler):
         table_kwargs: Further arguments of torch's `table`. Default: None.
         schedule: The steps to record: `wait`, `warmup`, `active`, `repeat` and `skip_first`, or a function of
             the step. Default: None, which is `wait=1, warmup=1, active=3, repeat=1`.
-        memory_timeline: Write `{stage}-{filename}-{rank}-memory.json` with the memory by its use. Default: False.
         memory_snapshot: On CUDA, write `{stage}-{filename}-{rank}-memory.pickle` for pytorch.org/memory_viz. Default:
             False.
-        peak_flops: Peak of one device in FLOP/s, for comparison with the FLOPs of a step (`with_flops=True`). Default:
-            None.
         **profiler_kwargs: Arguments of `torch.profiler.profile`.
 
     Raises:
@@ -62,9 +57,7 @@ class PyTorchProfiler(Profiler):
         table_kwargs: Mapping[str, Any] | None = None,
         *,
         schedule: Mapping[str, int] | Callable[[int], ProfilerAction] | None = None,
-        memory_timeline: bool = False,
         memory_snapshot: bool = False,
-        peak_flops: float | None = None,
         **profiler_kwargs: Any,
     ) -> None:
         super().__init__(dirpath, filename)
@@ -75,11 +68,9 @@ class PyTorchProfiler(Profiler):
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.row_limit, self.sort_by_key = export_to_chrome, row_limit, sort_by_key
         self.record_module_names, self.table_kwargs = record_module_names, dict(table_kwargs or {})
-        self.memory_timeline, self.memory_snapshot, self.peak_flops = memory_timeline, memory_snapshot, peak_flops
+        self.memory_snapshot = memory_snapshot
         self.schedule = make_schedule(_DEFAULT_SCHEDULE if schedule is None else schedule)
-        needs = dict.fromkeys(("record_shapes", "profile_memory", "with_stack"), True) if memory_timeline else {}
-        shapes = {"record_shapes": True} if group_by_input_shapes else {}
-        self.profiler_kwargs = {**profiler_kwargs, **shapes, **needs}
+        self.profiler_kwargs = {**profiler_kwargs, **({"record_shapes": True} if group_by_input_shapes else {})}
         self.profiler: Any = None
         self._forget()
 
@@ -131,7 +122,7 @@ class PyTorchProfiler(Profiler):
                 self._handles.append(hook)
 
     def _note(self) -> None:
-        self._records = self.schedule(self._num_steps) in _RECORDS
+        self._records = self.schedule(self._num_steps) in RECORDING
 
     def start(self, name: str) -> None:
         if self._records:
@@ -167,10 +158,6 @@ class PyTorchProfiler(Profiler):
         if self.export_to_chrome:
             self._traces.append(self.path(f"{cycle}.json"))
             profiler.export_chrome_trace(str(self._traces[-1]))
-        if self.memory_timeline:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # torch has no other one for the CPU
-                profiler.export_memory_timeline(str(self.path(f"{cycle}-memory.json")), device=_device())
 
     def close(self) -> None:
         while self._open:
@@ -193,52 +180,51 @@ class PyTorchProfiler(Profiler):
         lines = [f"Profile of {self.stage} on rank {self.rank}: {self._num_recorded} steps recorded", self._text]
         if self._flops and self._num_recorded:
             lines.append(f"FLOPs of a step: {self._flops / self._num_recorded:.6g} (matrix products and convolutions)")
-            if self.peak_flops is not None and (seconds := self._seconds_of_a_step()):
-                share = self._flops / self._num_recorded / seconds / self.peak_flops
-                lines.append(f"Share of the device's peak: {100 * share:.2f} %")
         return "\n".join(lines)
-
-    def _seconds_of_a_step(self) -> float | None:
-        """Return the mean duration of the recorded steps, from the trace; None without one."""
-        passed = [
-            event["dur"] / 1e6
-            for path in self._traces
-            for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-            if event.get("ph") == "X" and str(event.get("name")).startswith("ProfilerStep#")
-        ]
-        return sum(passed) / len(passed) if passed else None
 
     def teardown(self, stage: str) -> None:
         """Merge the traces of all ranks on rank 0, and warn if no step was recorded."""
         if self.rank:
             return
         if not self._num_recorded and self._num_steps and not self.emit_nvtx:
-            first = first_active_step(self.schedule)
-            warnings.warn(
-                f"the profiler recorded no step: {stage} ran {self._num_steps} steps, and its schedule becomes active "
-                f"{'never' if first is None else f'after {first} steps'}. Lower wait, warmup or skip_first.",
-                TrainwrightWarning,
-                stacklevel=2,
-            )
+            warn_without_records(self.schedule, self._num_steps)
         if not self._traces:
             return
-        found: dict[int, Path | list[Path]] = {}
-        for rank in range(self.world_size):
-            names = [self.path(".json", rank), *(self.path(f"-{i}.json", rank) for i in range(1, len(self._traces)))]
-            if present := [path for path in names if path.exists()]:
-                found[rank] = present
-        merge_traces(found, self.path(".json", "merged"))
+        endings = [".json", *(f"-{cycle}.json" for cycle in range(1, len(self._traces)))]
+        paths = [(rank, self.path(ending, rank)) for rank in range(self.world_size) for ending in endings]
+        merge_traces([(rank, path) for rank, path in paths if path.exists()], self.path(".json", "merged"))
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = dict(vars(self))
-        for name in ("profiler", "_open", "_handles", "_resources"):
-            kept.pop(name)
-        return kept
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, profiler=None)
-        self._forget()
+        """Omit the open profiler: a copy in another process starts its own."""
+        return {**vars(self), "profiler": None, "_open": [], "_handles": [], "_resources": ExitStack()}
 
 
-def _device() -> str:
-    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+def merge_traces(paths: Iterable[tuple[int, Path]], target: Path) -> None:
+    """Write one chrome trace with the events of all ranks, in which each rank has separate lanes.
+
+    Args:
+        paths: Pairs of a rank and a file that `torch.profiler` exported on it.
+        target: The file to write.
+    """
+    events: list[dict[str, Any]] = []
+    first: int | None = None
+    lanes: dict[tuple[int, Any], int] = {}
+    for rank, path in paths:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        base = int(trace.get("baseTimeNanoseconds", 0))
+        first = base if first is None else first
+        shift = (base - first) / 1000  # times of events are microseconds since the base
+        for event in trace["traceEvents"]:
+            lane = lanes.setdefault((rank, event.get("pid")), len(lanes))
+            event["pid"] = lane
+            if event.get("ph") != "M" and "ts" in event:
+                event["ts"] += shift
+            if "id" in event:
+                event["id"] = f"{rank}-{event['id']}"
+            if event.get("name") == "process_name":
+                event["args"] = {"name": f"rank {rank}: {event['args'].get('name', '')}"}
+            elif event.get("name") == "process_sort_index":
+                event["args"] = {"sort_index": lane}
+            events.append(event)
+    merged = {"schemaVersion": 1, "baseTimeNanoseconds": first or 0, "displayTimeUnit": "ms", "traceEvents": events}
+    target.write_text(json.dumps(merged), encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from trainwright.profilers.profiler import Profiler
 
@@ -17,8 +18,7 @@ class SimpleProfiler(Profiler):
 
     Args:
         dirpath, filename: see `Profiler`.
-        extended: Print all actions with all columns. False prints the name, mean and total of the longest 20. Default:
-            True.
+        extended: Print all actions. False prints the 20 longest. Default: True.
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
@@ -26,7 +26,7 @@ class SimpleProfiler(Profiler):
         self.extended = extended
         # Action → calls, seconds, seconds in other actions inside of it.
         self._records: dict[str, list[float]] = {}
-        self._open: list[list[object]] = []  # name, start, seconds in actions inside of it
+        self._open: list[list[Any]] = []  # name, start, seconds in actions inside of it
         self._since = perf_counter()
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
@@ -37,27 +37,27 @@ class SimpleProfiler(Profiler):
         self._open.append([name, perf_counter(), 0.0])
 
     def stop(self, name: str) -> None:
-        """Stop to record the action `name`.
+        """Stop recording the action `name`.
 
         Raises:
-            ValueError: It was not started.
+            ValueError: The action was not started.
         """
         now, stack = perf_counter(), self._open
         at = len(stack) - 1
         while at >= 0 and stack[at][0] != name:
             at -= 1
         if at < 0:
-            raise ValueError(f"the profiler was asked to stop {name!r}, which was not started.")
+            raise ValueError(f"stop({name!r}): the action was not started.")
         _, since, inside = stack.pop(at)
-        passed = now - since  # type: ignore[operator]  # a float
+        passed = now - since
         if at:
-            stack[at - 1][2] += passed  # type: ignore[operator]  # a float
+            stack[at - 1][2] += passed
         record = self._records.get(name)
         if record is None:
             record = self._records[name] = [0, 0.0, 0.0]
         record[0] += 1
         record[1] += passed
-        record[2] += inside  # type: ignore[operator]  # a float
+        record[2] += inside
 
     @property
     def totals(self) -> dict[str, tuple[int, float, float]]:
@@ -75,18 +75,10 @@ class SimpleProfiler(Profiler):
         if not rows:
             return ""
         width = max(len("Action"), *(len(name) for name, _ in rows))
-        if not self.extended:
-            lines = [f"{'Action':<{width}}  {'Mean (s)':>12}  {'Total (s)':>12}"]
-            lines += [f"{name:<{width}}  {total / n:>12.6g}  {total:>12.6g}" for name, (n, total, _) in rows]
-        else:
-            lines = [
-                f"{'Action':<{width}}  {'Calls':>8}  {'Mean (s)':>12}  {'Total (s)':>12}  {'Own (s)':>12}  {'%':>6}",
-                *(
-                    f"{name:<{width}}  {n:>8}  {total / n:>12.6g}  {total:>12.6g}  {own:>12.6g}  "
-                    f"{100 * total / whole:>6.2f}"
-                    for name, (n, total, own) in rows
-                ),
-            ]
+        lines = [f"{'Action':<{width}}  {'Calls':>8}  {'Mean (s)':>12}  {'Total (s)':>12}  {'Own (s)':>12}  {'%':>6}"]
+        for name, (calls, total, own) in rows:
+            numbers = f"{total / calls:>12.6g}  {total:>12.6g}  {own:>12.6g}  {100 * total / whole:>6.2f}"
+            lines.append(f"{name:<{width}}  {calls:>8}  {numbers}")
         rule = "-" * len(lines[0])
         title = f"Profile of {self.stage} on rank {self.rank}: {whole:.6g} s"
         return "\n".join([title, rule, lines[0], rule, *lines[1:], rule])

@@ -29,11 +29,13 @@ def part_of(name: str) -> str | None:
 
 
 class StepPartsProfiler(SimpleProfiler):
-    """Sums the own seconds of each part over some steps. A step lasts from the end of the step before to its own end.
+    """Sums the own seconds of each part over some steps. A step lasts from the end of the previous step to its own
+    end.
 
     Args:
-        steps: to measure. warmup: steps before them.
-        traced: steps after them in which communication is recorded by torch.profiler. Default: 0.
+        steps: number of steps to measure.
+        warmup: number of steps before them.
+        traced: number of steps after them in which torch.profiler records communication. Default: 0.
     """
 
     def __init__(self, steps: int, warmup: int, traced: int = 0) -> None:
