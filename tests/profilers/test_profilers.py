@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from time import perf_counter
@@ -201,6 +202,18 @@ def test_each_rank_of_fsdp_has_the_actions(tmp_path: Path) -> None:
         assert totals.keys() >= wanted
         assert totals["run_training_batch"][0] == 8
         assert "FSDPStrategy.backward" in (tmp_path / f"fit-profile-{rank}.txt").read_text()
+
+
+@pytest.mark.slow
+def test_the_memory_timeline_and_the_share_of_the_peak_are_written(tmp_path: Path) -> None:
+    trainer = _fit(PyTorchProfiler(tmp_path, memory_timeline=True, with_flops=True, peak_flops=1e9))
+    times, sizes = json.loads((tmp_path / "fit-profile-0-memory.json").read_text())
+    assert len(times) == len(sizes) > 0
+    assert max(max(each) for each in sizes) > 0
+    text = trainer.profiler.summary()
+    flops, share = re.findall(r"(?:FLOPs of a step|the device's peak): ([\d.e+-]+)", text)
+    assert float(flops) > 0
+    assert 0 < float(share) < 100
 
 
 def test_wrong_arguments_name_the_nearest() -> None:

@@ -36,8 +36,11 @@ class PyTorchProfiler(Profiler):
         table_kwargs: Further arguments of torch's `table`. Default: None.
         schedule: The steps to record: `wait`, `warmup`, `active`, `repeat` and `skip_first`, or a function of
             the step. Default: None, which is `wait=1, warmup=1, active=3, repeat=1`.
+        memory_timeline: Write `{stage}-{filename}-{rank}-memory.json` with the memory by its use. Default: False.
         memory_snapshot: On CUDA, write `{stage}-{filename}-{rank}-memory.pickle` for pytorch.org/memory_viz. Default:
             False.
+        peak_flops: Peak of one device in FLOP/s, for comparison with the FLOPs of a step (`with_flops=True`). Default:
+            None.
         **profiler_kwargs: Arguments of `torch.profiler.profile`.
 
     Raises:
@@ -57,7 +60,9 @@ class PyTorchProfiler(Profiler):
         table_kwargs: Mapping[str, Any] | None = None,
         *,
         schedule: Mapping[str, int] | Callable[[int], ProfilerAction] | None = None,
+        memory_timeline: bool = False,
         memory_snapshot: bool = False,
+        peak_flops: float | None = None,
         **profiler_kwargs: Any,
     ) -> None:
         super().__init__(dirpath, filename)
@@ -68,9 +73,11 @@ class PyTorchProfiler(Profiler):
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.row_limit, self.sort_by_key = export_to_chrome, row_limit, sort_by_key
         self.record_module_names, self.table_kwargs = record_module_names, dict(table_kwargs or {})
-        self.memory_snapshot = memory_snapshot
+        self.memory_timeline, self.memory_snapshot, self.peak_flops = memory_timeline, memory_snapshot, peak_flops
         self.schedule = make_schedule(_DEFAULT_SCHEDULE if schedule is None else schedule)
-        self.profiler_kwargs = {**profiler_kwargs, **({"record_shapes": True} if group_by_input_shapes else {})}
+        needs = ("record_shapes", "profile_memory", "with_stack") if memory_timeline else ()
+        needs = ("record_shapes", *needs) if group_by_input_shapes else needs
+        self.profiler_kwargs = {**profiler_kwargs, **dict.fromkeys(needs, True)}
         self.profiler: Any = None
         self._forget()
 
@@ -79,7 +86,7 @@ class PyTorchProfiler(Profiler):
         self._handles: list[Any] = []
         self._traces: list[Path] = []
         self._num_steps = self._num_recorded = 0
-        self._text, self._flops = "", 0
+        self._text, self._flops, self._seconds = "", 0, 0.0
         self._records = self._is_exporting = False
         self._resources = ExitStack()
 
@@ -150,6 +157,7 @@ class PyTorchProfiler(Profiler):
         """Export a finished cycle of the schedule."""
         averages = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
         self._flops += sum(each.flops for each in averages)
+        self._seconds += sum(each.cpu_time_total for each in averages if each.key.startswith("ProfilerStep")) / 1e6
         key = self.sort_by_key or f"{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
         options = {"sort_by": key, "row_limit": self.row_limit, **self.table_kwargs}
         self._text = averages.table(**options)
@@ -158,6 +166,11 @@ class PyTorchProfiler(Profiler):
         if self.export_to_chrome:
             self._traces.append(self.path(f"{cycle}.json"))
             profiler.export_chrome_trace(str(self._traces[-1]))
+        if self.memory_timeline:
+            device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch has no other one for the CPU
+                profiler.export_memory_timeline(str(self.path(f"{cycle}-memory.json")), device=device)
 
     def close(self) -> None:
         while self._open:
@@ -180,6 +193,9 @@ class PyTorchProfiler(Profiler):
         lines = [f"Profile of {self.stage} on rank {self.rank}: {self._num_recorded} steps recorded", self._text]
         if self._flops and self._num_recorded:
             lines.append(f"FLOPs of a step: {self._flops / self._num_recorded:.6g} (matrix products and convolutions)")
+            if self.peak_flops is not None and self._seconds:
+                share = self._flops / self._seconds / self.peak_flops
+                lines.append(f"Share of the device's peak: {100 * share:.2f} %")
         return "\n".join(lines)
 
     def teardown(self, stage: str) -> None:
