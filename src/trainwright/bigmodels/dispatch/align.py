@@ -118,10 +118,6 @@ class AlignDevicesHook(ModelHook):
         if self.prefetcher is not None:
             self._number = self.prefetcher.add(self)
 
-    def acts_before(self) -> bool:
-        """Say whether there is a device to bring anything to."""
-        return self.execution_device is not None or self.io_same_device
-
     def acts_after(self) -> bool:
         """Say whether weights have to go or the output has to move."""
         return self.offload or self.io_same_device

@@ -15,11 +15,9 @@ from trainwright.bigmodels.dispatch.attach import (
     attach_align_device_hook_on_blocks,
     innermost,
 )
-from trainwright.bigmodels.dispatch.left_on_disk import left_on_disk
-from trainwright.bigmodels.dispatch.model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, refuse_moves
-from trainwright.bigmodels.dispatch.strays import look_at_first_forward
-from trainwright.bigmodels.dispatch.taking_back import TakenBack, take_back
-from trainwright.bigmodels.dispatch.undoing import restored_on_failure
+from trainwright.bigmodels.dispatch.model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
+from trainwright.bigmodels.dispatch.moves import left_on_disk, refuse_moves
+from trainwright.bigmodels.dispatch.placement import TakenBack, check_first_forward, restored_on_failure, take_back
 from trainwright.bigmodels.maps.device_map import check_device_map, resolve_device_map
 from trainwright.bigmodels.weights.filling import fill_empty, with_tied_names
 from trainwright.bigmodels.weights.moving import Device, check_present, default_device, present_device, to_device
@@ -208,7 +206,7 @@ def _dispatched(model: nn.Module, device_map: Mapping[str, Device]) -> nn.Module
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # modules type attributes as tensors
     if any(has_offloaded_params(module) for module in model.modules()):
         refuse_moves(model)
-        look_at_first_forward(model)
+        check_first_forward(model)
     return model
 
 
@@ -434,7 +432,7 @@ def _offloaded(
         prefetcher=Prefetcher(prefetch_bytes),
     )
     refuse_moves(model)
-    look_at_first_forward(model)
+    check_first_forward(model)
     return model
 
 

@@ -1,0 +1,158 @@
+"""Remove a model's placement, undo a placement that failed, and find weights that no placement covers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.bigmodels.dispatch.align import AlignDevicesHook, offloading_hooks
+from trainwright.bigmodels.dispatch.model_hooks import (
+    ModelHook,
+    SequentialHook,
+    before_next_forward,
+    hook_of,
+    hooks_of,
+    set_hook,
+)
+from trainwright.bigmodels.dispatch.moves import MOVES, add_left_on_disk
+from trainwright.bigmodels.weights.mapped_file import FileSpan
+from trainwright.bigmodels.weights.slots import stand_in
+from trainwright.bigmodels.weights.stored_weights import StoredWeights
+from trainwright.core.errors import ConfigurationError
+
+
+@contextlib.contextmanager
+def restored_on_failure(model: nn.Module) -> Iterator[None]:
+    """Undo what the block did to a model if it raises: modules, parameters, buffers, devices, hooks, and what hooks
+    keep away. Values that were written over in place stay.
+
+    Args:
+        model: its present tensors are kept until the block ends.
+    """
+    tables = [
+        (module, hook_of(module), dict(module._parameters), dict(module._buffers), dict(module._modules))
+        for module in model.modules()
+    ]
+    moves = [(module, _moves(module)) for module in model.modules()]
+    devices = [(parameter, parameter.device) for parameter in model.parameters()]
+    kept = [(hook, hook.remembered()) for module in model.modules() for hook in offloading_hooks(module)]
+    try:
+        yield
+    except BaseException:
+        for module, hook, parameters, buffers, modules in tables:
+            if hook_of(module) is not hook:
+                set_hook(module, hook)
+            _refill(module._parameters, parameters)
+            _refill(module._buffers, buffers)
+            _refill(module._modules, modules)
+        for module, former in moves:
+            for name in _moves(module):
+                del module.__dict__[name]
+            module.__dict__.update(former)
+        for aligning, remembered in kept:
+            aligning.remember(remembered)
+        for parameter, device in devices:
+            if parameter.device != device:  # moved in place, so that whoever else holds it follows
+                parameter.data = parameter.data.to(device)
+        raise
+
+
+def _moves(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that replace a module's methods for moving it."""
+    return {name: module.__dict__[name] for name in MOVES if name in module.__dict__}
+
+
+def _refill(table: dict[str, Any], former: dict[str, Any]) -> None:
+    table.clear()
+    table.update(former)
+
+
+class TakenBack:
+    """Where those weights of a model lie in files that hooks have kept there until now."""
+
+    def __init__(self) -> None:
+        self._places: dict[Any, tuple[torch.Tensor, FileSpan]] = {}
+
+    def add(self, value: torch.Tensor, span: FileSpan) -> None:
+        """Add a view of a file."""
+        self._places[_key(value)] = (value, span)
+
+    def find(self, tensor: torch.Tensor) -> tuple[torch.Tensor, FileSpan] | None:
+        """Return where a tensor of the model lies, if it is such a view as it is in the file."""
+        return self._places.get(_key(tensor)) if tensor.numel() and not tensor.is_meta else None
+
+
+def _key(tensor: torch.Tensor) -> Any:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def take_back(model: nn.Module) -> TakenBack:
+    """Take the hooks that align devices off a model; hooks of other kinds stay.
+
+    What hooks kept in memory stands in the modules again. What they kept in a file does so as a view of the file, where
+    the model had values before it was offloaded; else it stays on the meta device, and is noted as left on the disk.
+
+    Args:
+        model: is changed; use `restored_on_failure` around this and what follows.
+    """
+    taken, left = TakenBack(), StoredWeights()
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the placeholder's id: that, and what it stands for
+    for parameter in model.parameters():
+        placeholder = None if parameter.is_meta else stand_in(parameter)
+        if placeholder is not None:
+            made[id(placeholder)] = (placeholder, parameter)
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(f"{path}." if path else "")
+    for module, prefixes in paths.items():
+        others: list[ModelHook] = []
+        for each in hooks_of(module):
+            if not isinstance(each, AlignDevicesHook):
+                others.append(each)
+                continue
+            for name, value, span, is_back in each.take_back(module, made):
+                if is_back:
+                    taken.add(value, span)
+                for prefix in () if is_back else prefixes:
+                    left.add(prefix + name, value, span)
+        if hook_of(module) is not None:
+            set_hook(module, SequentialHook(*others) if len(others) > 1 else next(iter(others), None))
+    if left:
+        add_left_on_disk(model, left)
+    return taken
+
+
+def check_first_forward(model: nn.Module) -> None:
+    """Check the weights of each part of an offloaded model before the part's first forward.
+
+    The forward raises ConfigurationError if a weight of the part is on the meta device and no hook loads it. An adapter
+    that is added to an offloaded model gets such weights, and torch multiplies them on the CPU without an error. Each
+    part is checked, because wrappers such as peft's do not call the model itself.
+    """
+    for module in model.modules():
+        if module._modules:
+            before_next_forward(module, _refuse_uninitialized)
+
+
+def _refuse_uninitialized(module: nn.Module) -> None:
+    known: set[tuple[int, str]] = set()
+    for part in module.modules():
+        for hook in offloading_hooks(part):
+            if hook.execution_device is not None and hook.execution_device.type == "meta":
+                return  # no tensor has values there
+            known |= hook.places(part)
+    found: list[str] = []
+    for path, part in module.named_modules():
+        for table in (part._parameters, part._buffers):
+            names = [name for name, tensor in table.items() if tensor is not None and tensor.is_meta]
+            found += [f"{path}.{name}".lstrip(".") for name in names if (id(table), name) not in known]
+    if found:
+        raise ConfigurationError(
+            f"{len(found)} weights in {type(module).__name__} are on the meta device and have no values, {found[0]!r} "
+            "first: they were added to the model, or moved, after it was offloaded. Add an adapter before "
+            "dispatch_model, cpu_offload or disk_offload, or train the model with strategy='offload'."
+        )
