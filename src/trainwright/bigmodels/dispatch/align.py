@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, hooks_of
-from trainwright.bigmodels.weights.away import guard, unguard, without_guard
+from trainwright.bigmodels.weights.away import guard, without_guard
 from trainwright.bigmodels.weights.mapped_file import FileSpan, load_spans
 from trainwright.bigmodels.weights.moving import Device, find_device, move_inputs, to_device
 from trainwright.bigmodels.weights.slots import Slot, owner_of, place, put, tensors_of
@@ -220,35 +220,25 @@ class AlignDevicesHook(ModelHook):
         self._number = -1
         self._note_places()
 
-    def take_back(
-        self, module: nn.Module, made: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor, FileSpan, bool]]:
-        """Put the weights back into the module, without copying or reading any; the hook stays as it is.
+    def release(self, module: nn.Module) -> StoredWeights:
+        """Restore weights that are in memory, without a copy, and return those that are in files.
 
-        Args:
-            module: the hook's.
-            made: by the id of a placeholder, that and what stands for it in the model from now on; gets new entries.
-
-        Yields:
-            For what is a part of a file: its name within the module, its value, where it lies, and whether it stands in
-            the module now; what was empty before it was offloaded does not.
+        The module keeps placeholders for weights in files. The hook is unchanged.
         """
-        weights: WeightsMap = {} if self.weights_map is None else self.weights_map
+        in_files = StoredWeights()
         for slot in self._slots:
-            table = slot.table(module)
-            shown = table.get(slot.leaf)
-            if shown is None or not shown.is_meta:
-                continue
-            value, span = weights[slot.name], self._spans.get(slot.name)
-            is_back = span is None or slot.device != _META
-            if is_back:
-                if id(shown) not in made:
-                    made[id(shown)] = (shown, slot.taken_back(shown, value))
-                table[slot.leaf] = made[id(shown)][1]
-            else:
-                unguard(shown)
-            if span is not None:
-                yield slot.name, value, span, is_back
+            assert self.weights_map is not None
+            shown, value, span = (
+                slot.table(module).get(slot.leaf),
+                self.weights_map[slot.name],
+                self._spans.get(slot.name),
+            )
+            if span is None:
+                slot.restore(module, value, copies=False)
+            elif shown is not None and shown.is_meta:
+                slot.leave()
+                in_files.add(slot.name, value, span)
+        return in_files
 
     def remembered(self) -> dict[str, Any]:
         """Return what `replace` changes, to be given to `remember` if the weights must be as they are now."""
@@ -434,7 +424,7 @@ class AlignDevicesHook(ModelHook):
         self._end_use()
         for slot in self._slots:
             assert self.weights_map is not None
-            slot.put_back(module, self.weights_map[slot.name])
+            slot.restore(module, self.weights_map[slot.name])
         self._slots = []
         return module
 

@@ -17,7 +17,7 @@ from trainwright.bigmodels.dispatch.attach import (
 )
 from trainwright.bigmodels.dispatch.model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
 from trainwright.bigmodels.dispatch.moves import left_on_disk, refuse_moves
-from trainwright.bigmodels.dispatch.placement import TakenBack, check_first_forward, restored_on_failure, take_back
+from trainwright.bigmodels.dispatch.placement import check_first_forward, restored_on_failure, take_back
 from trainwright.bigmodels.maps.device_map import check_device_map, resolve_device_map
 from trainwright.bigmodels.weights.filling import fill_empty, with_tied_names
 from trainwright.bigmodels.weights.moving import Device, check_present, default_device, present_device, to_device
@@ -82,13 +82,13 @@ def dispatch_model(
     state_dict = None if state_dict is None else with_tied_names(model, state_dict)
     devices = set(places.values())
     with restored_on_failure(model):
-        taken = take_back(model)
+        take_back(model)
         if len(devices) == 1 and "disk" not in devices and not force_hooks:
             return _on_one_device(model, places, state_dict, offload_dir, offload_index)
         main = _main_device(list(places.values()), main_device)
         _fill_staying(model, places, _away(main), offload_buffers, state_dict, offload_dir, offload_index)
         _fill_kept(model, places, _away(main) - {"disk"}, state_dict)
-        weights = _weights_away(model, places, main, state_dict, offload_dir, offload_index, offload_buffers, taken)
+        weights = _weights_away(model, places, main, state_dict, offload_dir, offload_index, offload_buffers)
         runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in places.items()}
         runs_on.setdefault("", main)
         _separate_tied(model, places, runs_on)
@@ -139,14 +139,13 @@ def _weights_away(
     folder: PathLike | None,
     index: Mapping[str, Mapping[str, Any]] | None,
     with_buffers: bool,
-    taken: TakenBack,
 ) -> StoredWeights:
     """Return the weights that are not where they are needed, after writing those that belong to the disk."""
     weights = StoredWeights()
     values: Mapping[str, torch.Tensor] = model.state_dict() if state_dict is None else state_dict
     for name, tensor in _in_places(values, device_map, _away(main) - {"disk"}).items():
         weights.add(name, _on_host(name, tensor))
-    _add_from_disk(weights, model, device_map, values, folder, index, with_buffers, taken)
+    _add_from_disk(weights, model, device_map, values, folder, index, with_buffers)
     return weights
 
 
@@ -236,17 +235,12 @@ def _add_from_disk(
     folder: PathLike | None,
     index: Mapping[str, Mapping[str, Any]] | None,
     with_buffers: bool,
-    taken: TakenBack,
 ) -> None:
     """Add the weights of modules that are on the disk, after writing those that are not there yet."""
     wanted = _offloaded_values(model, device_map, values, with_buffers)
     for name, tensor in _shared_with_others(model, device_map, wanted).items():
         weights.add(name, tensor)  # in memory anyway
         del wanted[name]
-    for name, tensor in list(wanted.items()):
-        if (there := taken.find(tensor)) is not None:
-            weights.add(name, *there)
-            del wanted[name]
     if not wanted:
         return
     left = left_on_disk(model)
@@ -407,9 +401,9 @@ def disk_offload(
     device = _execution_device(model, execution_device)
     weights = StoredWeights()
     with restored_on_failure(model):
-        taken = take_back(model)
+        take_back(model)
         _fill_staying(model, {"": "disk"}, {"disk"}, offload_buffers, None, offload_dir)
-        _add_from_disk(weights, model, {"": "disk"}, model.state_dict(), offload_dir, None, offload_buffers, taken)
+        _add_from_disk(weights, model, {"": "disk"}, model.state_dict(), offload_dir, None, offload_buffers)
         return _offloaded(model, weights, device, offload_buffers, preload_module_classes, prefetch_bytes)
 
 

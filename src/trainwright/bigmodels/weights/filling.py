@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from trainwright.bigmodels.weights.slots import like, put
+from trainwright.bigmodels.weights.slots import put, restored
 from trainwright.core.errors import CheckpointError
 
 _SHOWN = 5  # names in a message
@@ -58,7 +58,7 @@ def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, to
             raise CheckpointError(
                 f"{name!r} has shape {tuple(value.shape)} in what is given and {tuple(tensor.shape)} in the model."
             )
-        new = like(tensor, value.detach().to("cpu", tensor.dtype))
+        new = restored(tensor, value.detach().to("cpu", tensor.dtype))
         for same in tied[id(tensor)]:
             put(model, same, new)
         filled.add(id(tensor))
