@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 _POPULATE_READ = 22  # not in Python's mmap module; Linux 5.14: read pages in and map them
-_PAGEMAP_BYTES = 8  # a page's entry in Linux's admin-guide/mm/pagemap
 
 
 def _find_madvise() -> Any:
@@ -33,28 +32,6 @@ _madvise = _find_madvise()
 def populate(address: int, num_bytes: int) -> bool:
     """Map pages that begin at a page's address; return False where this system cannot, or the file ends before."""
     return _madvise is not None and _madvise(address, num_bytes, _POPULATE_READ) == 0
-
-
-def changed_pages(address: int, num_bytes: int) -> list[int]:
-    """Return where pages of a privately mapped file begin, from its start, that may have been written to.
-
-    Args:
-        address: of the mapping, which begins at a page's.
-        num_bytes: of the file.
-    """
-    num_pages = -(-num_bytes // mmap.PAGESIZE)
-    try:
-        with open("/proc/self/pagemap", "rb") as file:
-            file.seek(address // mmap.PAGESIZE * _PAGEMAP_BYTES)
-            found = file.read(num_pages * _PAGEMAP_BYTES)
-    except OSError:
-        found = b""
-    if len(found) < num_pages * _PAGEMAP_BYTES:  # this system does not say
-        return list(range(0, num_bytes, mmap.PAGESIZE))
-    entries = torch.frombuffer(bytearray(found), dtype=torch.int64)
-    is_present, is_swapped, is_of_file = (entries >> 63) & 1, (entries >> 62) & 1, (entries >> 61) & 1
-    written = (is_present | is_swapped) & (1 - is_of_file)  # a page that is written to is no longer the file's
-    return [int(page) * mmap.PAGESIZE for page in written.nonzero().flatten().tolist()]
 
 
 def read_ahead(tensors: Iterable[torch.Tensor]) -> None:

@@ -72,7 +72,6 @@ class AlignDevicesHook(ModelHook):
         self.offload_buffers = offload_buffers
         self.place_submodules = place_submodules
         self.skip_keys = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
-        self.tied_params_map = tied_params_map
         self.prefetcher = prefetcher
         self.tensor_names = tensor_names
         self.num_bytes = 0
@@ -84,7 +83,6 @@ class AlignDevicesHook(ModelHook):
         self._number = -1
         self._lock = threading.RLock()
         self._users: dict[int, int] = {}  # calls that are under way, by thread
-        self._shared: list[tuple[int, torch.device]] = []  # what this hook has put into `tied_params_map`
         self._input_devices: dict[int, list[torch.device | None]] = {}  # by thread, innermost call last
 
     def __repr__(self) -> str:
@@ -112,9 +110,7 @@ class AlignDevicesHook(ModelHook):
         return {key: value for key, value in self.__dict__.items() if key != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(
-            state, _lock=threading.RLock(), _users={}, _input_devices={}, _shared=[], _present=[], _took=False
-        )
+        self.__dict__.update(state, _lock=threading.RLock(), _users={}, _input_devices={}, _present=[], _took=False)
         if self.prefetcher is not None:
             self._number = self.prefetcher.add(self)
 
@@ -370,25 +366,13 @@ class AlignDevicesHook(ModelHook):
         value = tensors.get(slot.name)
         if value is None:  # of another dtype, or frozen, since the weight was kept
             value = self.weights_map[slot.name].to(device)
-        return value if self.tied_params_map is None else self._shared_copy(slot, value)
+        return value
 
     def _is_lasting(self, slot: Slot, weight: torch.Tensor) -> bool:
         """Say whether a weight on the host is a view of a file or of memory that is there anyway."""
         assert self.weights_map is not None
         known = slot.name in self._spans or slot.former is not None
         return known and weight.data_ptr() == self.weights_map[slot.name].data_ptr()
-
-    def _shared_copy(self, slot: Slot, value: torch.Tensor) -> torch.Tensor:
-        assert self.weights_map is not None
-        assert self.tied_params_map is not None
-        key = self.weights_map[slot.name].data_ptr()
-        copies = self.tied_params_map.get(key)
-        if copies is None or not value.numel():
-            return value
-        if value.device not in copies:
-            copies[value.device] = value
-            self._shared.append((key, value.device))
-        return copies[value.device]
 
     def give_back(self) -> None:
         """End a use that `bring` began; the last one out takes the weights away."""
@@ -409,10 +393,6 @@ class AlignDevicesHook(ModelHook):
             if table.get(leaf) is weight:  # what somebody has put there meanwhile stays
                 table[leaf] = shown
         self._present.clear()
-        if self.tied_params_map is not None and self._shared:
-            for key, device in self._shared:
-                self.tied_params_map[key].pop(device, None)
-            self._shared.clear()
         if self._took and self.prefetcher is not None:
             self._took = False
             self.prefetcher.give_back()

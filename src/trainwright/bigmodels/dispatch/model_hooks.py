@@ -1,8 +1,7 @@
-"""Hooks that act before and after a module's forward, put on and taken off again.
+"""Hooks that run before and after a module's forward.
 
-They run as torch's own forward hooks: `forward` itself stays what it was, so that its signature can still be read, a
-deep copy of the module runs with its own weights, and taking a hook off leaves nothing behind. A call that goes round
-`module(...)`, as `module.forward(...)` does, goes round its hook too.
+They are registered as torch's own forward hooks and do not replace `forward`: its signature can be inspected, and a
+deep copy of the module runs with its own weights. Calling `module.forward(...)` bypasses them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from trainwright.bigmodels.dispatch.moves import allow_moves
 from trainwright.bigmodels.weights.moving import Device, default_device, move_inputs, to_device
 from trainwright.core.host.memory import clear_device_cache
 
-_HOOK = "_hf_hook"  # the name under which other libraries (peft, diffusers) look for it
+_HOOK = "_hf_hook"  # the name that other libraries (peft, diffusers) read
 _HANDLES = "_hf_hook_handles"
 
 
@@ -36,28 +35,28 @@ class ModelHook:
     runs_after_failure: ClassVar[bool] = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Prepare the module when the hook is put on; return it, or another to be used in its place."""
+        """Prepare the module when the hook is added. Return it, or a replacement."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what the forward is called with, given what the module was called with."""
+        """Return the arguments of the forward, given those of the call."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return what the call gives, given what the forward returned."""
+        """Return the result of the call, given the output of the forward."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Undo `init_hook` when the hook is taken off; return the module."""
+        """Undo `init_hook` when the hook is removed. Return the module."""
         return module
 
     def acts_after(self) -> bool:
-        """Say whether `post_forward` does anything; read once, when the hook is put on."""
+        """Return whether `post_forward` has an effect. Called once, when the hook is added."""
         return type(self).post_forward is not ModelHook.post_forward
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one, each method called in the order in which they were given."""
+    """Several hooks, each of whose methods is called in order."""
 
     runs_after_failure = True  # post_forward calls only the hooks that have it set
 
@@ -65,7 +64,7 @@ class SequentialHook(ModelHook):
         self.hooks = hooks
 
     @property
-    def no_grad(self) -> bool:  # type: ignore[override]  # computed from the hooks
+    def no_grad(self) -> bool:
         """Whether one of the hooks disables gradients. Assigning sets it for all of them."""
         return any(hook.no_grad for hook in self.hooks)
 
@@ -81,13 +80,13 @@ class SequentialHook(ModelHook):
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hand the arguments through each hook."""
+        """Pass the arguments through each hook."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Hand the output through each hook; after a failure only through those that run after one."""
+        """Pass the output through each hook; after an error only through hooks with `runs_after_failure`."""
         failed = output is None and sys.exc_info()[1] is not None
         for hook in self.hooks:
             if hook.runs_after_failure or not failed:
@@ -101,7 +100,7 @@ class SequentialHook(ModelHook):
         return module
 
     def acts_after(self) -> bool:
-        """Say whether any of the hooks acts after the forward."""
+        """Return whether `post_forward` of a hook has an effect."""
         return any(hook.acts_after() for hook in self.hooks)
 
 
@@ -131,7 +130,7 @@ class _Calls:
 
 
 class _Once:
-    """What a module does before its next forward, and not again."""
+    """A forward pre-hook that removes itself."""
 
     def __init__(self, act: Callable[[nn.Module], None]) -> None:
         self.act = act
@@ -142,9 +141,9 @@ class _Once:
 
 
 def before_next_forward(module: nn.Module, act: Callable[[nn.Module], None]) -> None:
-    """Have a module hand itself to a function before its next forward, before all hooks, until that raises nothing.
+    """Call a function with the module before its next forward and before all hooks, until it raises no error.
 
-    Afterwards nothing is left of it, and so it is when hooks are taken off.
+    It is removed then, or with the module's hooks.
     """
     _forget_once(module)
     module.register_forward_pre_hook(_Once(act), prepend=True)
@@ -156,16 +155,16 @@ def _forget_once(module: nn.Module) -> None:
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Put a hook on a module.
+    """Add a hook to a module.
 
     Args:
-        module: whose forward it acts around.
-        hook: also found as `module._hf_hook` afterwards.
-        append: keep a hook that the module has already, and run the new one after it. Otherwise that one is taken
-            off, with its `detach_hook`.
+        module: Is changed.
+        hook: Also stored as `module._hf_hook`.
+        append: Keep an existing hook, and run the new one after it. Default: the existing hook is removed, with its
+            `detach_hook`.
 
     Returns:
-        What the hook's `init_hook` returned: the module, unless the hook says otherwise.
+        The return value of the hook's `init_hook`, which is the module by default.
     """
     former = module.__dict__.get(_HOOK)
     if former is not None and not append:
@@ -197,13 +196,13 @@ def _unregister(module: nn.Module) -> None:
 
 
 def hook_of(module: nn.Module) -> ModelHook | None:
-    """Return a module's hook, or what holds several as one."""
+    """Return a module's hook. Several hooks are one `SequentialHook`."""
     found: ModelHook | None = module.__dict__.get(_HOOK)
     return found
 
 
 def hooks_of(module: nn.Module) -> list[ModelHook]:
-    """Return a module's hooks, one by one, in the order in which they run."""
+    """Return a list of a module's hooks in the order in which they run."""
     return list(_flat(hook_of(module)))
 
 
@@ -216,9 +215,7 @@ def _flat(hook: ModelHook | None) -> Iterator[ModelHook]:
 
 
 def set_hook(module: nn.Module, hook: ModelHook | None) -> None:
-    """Put a hook in the place of a module's present one, or none, without `init_hook` and `detach_hook`: whoever calls
-    this sees to the module's tensors.
-    """
+    """Replace or remove a module's hook without calling `init_hook` and `detach_hook`."""
     _unregister(module)
     if hook is not None:
         module.__dict__[_HOOK] = hook
@@ -226,11 +223,11 @@ def set_hook(module: nn.Module, hook: ModelHook | None) -> None:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take a module's hook off, with its `detach_hook`; a module without one is left alone.
+    """Remove a module's hook, with its `detach_hook`.
 
     Args:
-        module: is changed.
-        recurse: those of all modules within it too.
+        module: Is changed, if it has a hook.
+        recurse: Also remove the hooks of all submodules.
     """
     hook = module.__dict__.get(_HOOK)
     _forget_once(module)
@@ -244,16 +241,16 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks off a module and all modules within it."""
+    """Remove the hooks of a module and all its submodules."""
     remove_hook_from_module(module, recurse=True)
 
 
 class CpuOffload(ModelHook):
-    """Keep a whole model on the CPU and move it to a device when it is called; it stays there afterwards.
+    """Store a model on the CPU and move it to a device when it is called. It stays there afterwards.
 
     Args:
-        execution_device: where it runs; the present accelerator unless told, or the CPU where there is none.
-        prev_module_hook: of the model that runs before this one in a pipeline: that one leaves the device first.
+        execution_device: The device that runs it. Default: the current accelerator, or the CPU.
+        prev_module_hook: The hook of the previous model of a pipeline, which is moved to the CPU first.
     """
 
     def __init__(
@@ -263,11 +260,11 @@ class CpuOffload(ModelHook):
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the model to the CPU; waits for the device."""
+        """Move the model to the CPU. Blocks."""
         return _moved(module, torch.device("cpu"))
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Send the former model away, bring this one and its arguments in."""
+        """Offload the previous model, and move this one and its arguments to the device."""
         if self.prev_module_hook is not None and self.prev_module_hook.offload():
             clear_device_cache()
         _moved(module, self.execution_device)
@@ -275,7 +272,7 @@ class CpuOffload(ModelHook):
 
 
 def _moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return the module on `device`; where it is there already, that costs one look at its first tensor."""
+    """Return the module on `device`. Only its first tensor is checked."""
     first: torch.Tensor | None = next(module.parameters(), None)
     if first is None:
         first = next(module.buffers(), None)
@@ -283,19 +280,19 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 class UserCpuOffloadHook:
-    """A model and its `CpuOffload` hook: what `cpu_offload_with_hook` hands to the user."""
+    """A model and its `CpuOffload` hook, as returned by `cpu_offload_with_hook`."""
 
     def __init__(self, model: nn.Module, hook: CpuOffload) -> None:
         self.model = model
         self.hook = hook
 
     def offload(self) -> bool:
-        """Move the model to the CPU now; return whether it was elsewhere. Waits for the device."""
+        """Move the model to the CPU. Return whether it was on another device. Blocks."""
         first = next(self.model.parameters(), None)
         elsewhere = first is not None and first.device.type != "cpu"
         self.hook.init_hook(self.model)
         return elsewhere
 
     def remove(self) -> None:
-        """Take the hook off; the model stays where it is."""
+        """Remove the hook. The model stays on its device."""
         remove_hook_from_module(self.model)

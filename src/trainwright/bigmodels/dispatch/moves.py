@@ -67,7 +67,7 @@ class _Move:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         model = None if self._model is None else self._model()
         twin = memo.get(id(model))
-        if model in _LEFT_ON_DISK and twin is not None and twin not in _LEFT_ON_DISK:
+        if model is not None and model in _LEFT_ON_DISK and twin is not None and twin not in _LEFT_ON_DISK:
             _LEFT_ON_DISK[twin] = _LEFT_ON_DISK[model]
         return _Move(self._name, twin)
 

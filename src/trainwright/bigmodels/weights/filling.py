@@ -65,8 +65,9 @@ def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, to
     if missing:
         shown = ", ".join(map(repr, missing[:_SHOWN])) + (" …" if len(missing) > _SHOWN else "")
         raise CheckpointError(
-            f"{len(missing)} tensors that are not offloaded have no values: {shown}. They are on the meta device. "
-            "Load a checkpoint first, pass a state_dict that holds them, or offload buffers too (offload_buffers=True)."
+            f"{len(missing)} tensors have no values: {shown}. They are on the meta device, and the device map does not "
+            "put them on the disk. Load a checkpoint first (load_checkpoint_and_dispatch), pass a state_dict that "
+            "contains them, or offload buffers too (offload_buffers=True)."
         )
 
 

@@ -18,7 +18,7 @@ import torch
 
 from trainwright.checkpoint.disk.untrusted import check_regular
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.offload.advice import changed_pages, populate
+from trainwright.strategies.offload.advice import populate
 
 # Not in Python's mmap module. NORESERVE: without it, Linux refuses a private mapping that is larger than the memory.
 _MAP_NORESERVE = 0x4000
@@ -65,21 +65,14 @@ class MappedFile:
         self._mapped: set[tuple[int, int]] = set()  # parts whose pages are in this process's tables, if in memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MappedFile:
-        """Return a mapping of its own of the same file, in which only those pages take memory that were written to."""
+        """Map the same file again. Changes that were made to its tensors in memory are not copied."""
         self.check()
         twin = copy.copy(self)
-        twin._use(os.dup(self._descriptor))  # past the path, where another file may lie by now
-        for start in changed_pages(self._bytes.data_ptr(), self.num_bytes):
-            self._copy_changed(twin, start)
+        twin._use(os.dup(self._descriptor))  # the path may name another file by now
         return twin
 
-    def _copy_changed(self, twin: MappedFile, start: int) -> None:
-        piece = slice(start, start + mmap.PAGESIZE)
-        if not torch.equal(twin._bytes[piece], self._bytes[piece]):
-            twin._bytes[piece] = self._bytes[piece]
-
     def counterpart(self, tensor: torch.Tensor, other: MappedFile) -> torch.Tensor | None:
-        """Return the same part of this file, which is a copy of `other`, as `tensor` is of that; None if it is none."""
+        """Return the part of this file that `tensor` is of `other`, of which this is a copy. None if it is not one."""
         start = tensor.data_ptr() - other._bytes.data_ptr()
         if not 0 <= start < other.num_bytes or not tensor.is_contiguous():
             return None
