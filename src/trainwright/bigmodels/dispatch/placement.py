@@ -24,11 +24,12 @@ from trainwright.core.errors import ConfigurationError
 
 @contextlib.contextmanager
 def restored_on_failure(model: nn.Module) -> Iterator[None]:
-    """Undo what the block did to a model if it raises: modules, parameters, buffers, devices, hooks, and what hooks
-    keep away. Values that were written over in place stay.
+    """Restore a model if the block raises: modules, parameters, buffers, devices, hooks and offloaded weights.
+
+    Values that were overwritten in place are not restored.
 
     Args:
-        model: its present tensors are kept until the block ends.
+        model: Its tensors stay allocated until the block ends.
     """
     tables = [
         (module, hook_of(module), dict(module._parameters), dict(module._buffers), dict(module._modules))
@@ -53,7 +54,7 @@ def restored_on_failure(model: nn.Module) -> Iterator[None]:
         for aligning, remembered in kept:
             aligning.remember(remembered)
         for parameter, device in devices:
-            if parameter.device != device:  # moved in place, so that whoever else holds it follows
+            if parameter.device != device:  # in place, for other references to the parameter
                 parameter.data = parameter.data.to(device)
         raise
 
