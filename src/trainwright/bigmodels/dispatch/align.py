@@ -225,11 +225,8 @@ class AlignDevicesHook(ModelHook):
         in_files = StoredWeights()
         for slot in self._slots:
             assert self.weights_map is not None
-            shown, value, span = (
-                slot.table(module).get(slot.leaf),
-                self.weights_map[slot.name],
-                self._spans.get(slot.name),
-            )
+            shown = slot.table(module).get(slot.leaf)
+            value, span = self.weights_map[slot.name], self._spans.get(slot.name)
             if span is None:
                 slot.restore(module, value, copies=False)
             elif shown is not None and shown.is_meta:

@@ -1,4 +1,4 @@
-"""Put the hooks that align devices on the modules of a model."""
+"""Add the hooks that align devices to a model, and check that they load all of its weights."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from typing import NamedTuple
 
 from torch import nn
 
-from trainwright.bigmodels.dispatch.align import AlignDevicesHook, TiedParams, WeightsMap, note_shared
-from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module
+from trainwright.bigmodels.dispatch.align import (
+    AlignDevicesHook,
+    TiedParams,
+    WeightsMap,
+    note_shared,
+    offloading_hooks,
+)
+from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module, before_next_forward
 from trainwright.bigmodels.weights.moving import Device
 from trainwright.bigmodels.weights.slots import tensors_of
 from trainwright.bigmodels.weights.weights_map import PrefixedDataset
+from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.offload.prefetch import Prefetcher
 
 
-class _Options(NamedTuple):
+class _HookArguments(NamedTuple):
     """Arguments that all hooks of one model share."""
 
     weights_map: WeightsMap | None
@@ -84,7 +91,7 @@ def attach_align_device_hook(
         tied_params_map: Accepted for compatibility; has no effect.
         prefetcher: See `AlignDevicesHook`.
     """
-    options = _Options(weights_map, offload_buffers, skip_keys, preload_module_classes or (), prefetcher)
+    options = _HookArguments(weights_map, offload_buffers, skip_keys, preload_module_classes or (), prefetcher)
     _attach(module, {module_name: execution_device}, {module_name: offload}, module_name, options, outer=False)
 
 
@@ -115,7 +122,7 @@ def attach_align_device_hook_on_blocks(
         tied_params_map: Accepted for compatibility; has no effect.
         prefetcher: See `AlignDevicesHook`.
     """
-    options = _Options(weights_map, offload_buffers, skip_keys, preload_module_classes or (), prefetcher)
+    options = _HookArguments(weights_map, offload_buffers, skip_keys, preload_module_classes or (), prefetcher)
     if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):
         names = {name for name, _ in module.named_modules(prefix=module_name)}
         devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
@@ -133,7 +140,7 @@ def _attach(
     devices: Mapping[str, Device | None],
     offloads: Mapping[str, bool],
     module_name: str,
-    options: _Options,
+    options: _HookArguments,
     *,
     outer: bool,
 ) -> None:
@@ -176,6 +183,38 @@ def _attach(
             )
             add_hook_to_module(module, hook, append=True)
     note_shared(model)
+
+
+def check_first_forward(model: nn.Module) -> None:
+    """Check the weights of each part of an offloaded model before the part's first forward.
+
+    The forward raises ConfigurationError if a weight of the part is on the meta device and no hook loads it. An adapter
+    that is added to an offloaded model gets such weights, and torch multiplies them on the CPU without an error. Each
+    part is checked, because wrappers such as peft's do not call the model itself.
+    """
+    for module in model.modules():
+        if module._modules:
+            before_next_forward(module, _refuse_uninitialized)
+
+
+def _refuse_uninitialized(module: nn.Module) -> None:
+    known: set[tuple[int, str]] = set()
+    for part in module.modules():
+        for hook in offloading_hooks(part):
+            if hook.execution_device is not None and hook.execution_device.type == "meta":
+                return  # no tensor has values there
+            known |= hook.places(part)
+    found: list[str] = []
+    for path, part in module.named_modules():
+        for table in (part._parameters, part._buffers):
+            names = [name for name, tensor in table.items() if tensor is not None and tensor.is_meta]
+            found += [f"{path}.{name}".lstrip(".") for name in names if (id(table), name) not in known]
+    if found:
+        raise ConfigurationError(
+            f"{len(found)} weights in {type(module).__name__} are on the meta device and have no values, {found[0]!r} "
+            "first: they were added to the model, or moved, after it was offloaded. Add an adapter before "
+            "dispatch_model, cpu_offload or disk_offload, or train the model with strategy='offload'."
+        )
 
 
 def innermost(name: str, entries: Collection[str]) -> str | None:

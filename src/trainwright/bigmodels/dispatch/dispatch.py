@@ -10,10 +10,14 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.dispatch.align import has_offloaded_params
-from trainwright.bigmodels.dispatch.attach import attach_align_device_hook_on_blocks, innermost
+from trainwright.bigmodels.dispatch.attach import (
+    attach_align_device_hook_on_blocks,
+    check_first_forward,
+    innermost,
+)
 from trainwright.bigmodels.dispatch.model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
 from trainwright.bigmodels.dispatch.moves import left_on_disk, refuse_moves
-from trainwright.bigmodels.dispatch.placement import check_first_forward, restored_on_failure, take_back
+from trainwright.bigmodels.dispatch.undo import restored_on_failure, take_back
 from trainwright.bigmodels.maps.device_map import check_device_map, resolve_device_map
 from trainwright.bigmodels.weights.filling import fill_empty, with_tied_names
 from trainwright.bigmodels.weights.moving import Device, check_present, default_device, present_device, to_device

@@ -1,4 +1,4 @@
-"""Remove a model's placement, undo a placement that failed, and find weights that no placement covers."""
+"""Undo the placement of a model: remove its hooks, or restore it after an error."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from trainwright.bigmodels.dispatch.align import AlignDevicesHook, offloading_ho
 from trainwright.bigmodels.dispatch.model_hooks import (
     ModelHook,
     SequentialHook,
-    before_next_forward,
     hook_of,
     hooks_of,
     set_hook,
 )
 from trainwright.bigmodels.dispatch.moves import MOVES, add_left_on_disk
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
-from trainwright.core.errors import ConfigurationError
 
 
 @contextlib.contextmanager
@@ -96,35 +94,3 @@ def take_back(model: nn.Module) -> None:
             set_hook(module, SequentialHook(*others) if len(others) > 1 else next(iter(others), None))
     if left:
         add_left_on_disk(model, left)
-
-
-def check_first_forward(model: nn.Module) -> None:
-    """Check the weights of each part of an offloaded model before the part's first forward.
-
-    The forward raises ConfigurationError if a weight of the part is on the meta device and no hook loads it. An adapter
-    that is added to an offloaded model gets such weights, and torch multiplies them on the CPU without an error. Each
-    part is checked, because wrappers such as peft's do not call the model itself.
-    """
-    for module in model.modules():
-        if module._modules:
-            before_next_forward(module, _refuse_uninitialized)
-
-
-def _refuse_uninitialized(module: nn.Module) -> None:
-    known: set[tuple[int, str]] = set()
-    for part in module.modules():
-        for hook in offloading_hooks(part):
-            if hook.execution_device is not None and hook.execution_device.type == "meta":
-                return  # no tensor has values there
-            known |= hook.places(part)
-    found: list[str] = []
-    for path, part in module.named_modules():
-        for table in (part._parameters, part._buffers):
-            names = [name for name, tensor in table.items() if tensor is not None and tensor.is_meta]
-            found += [f"{path}.{name}".lstrip(".") for name in names if (id(table), name) not in known]
-    if found:
-        raise ConfigurationError(
-            f"{len(found)} weights in {type(module).__name__} are on the meta device and have no values, {found[0]!r} "
-            "first: they were added to the model, or moved, after it was offloaded. Add an adapter before "
-            "dispatch_model, cpu_offload or disk_offload, or train the model with strategy='offload'."
-        )
