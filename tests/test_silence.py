@@ -36,11 +36,12 @@ IGNORED = {
     "load_checkpoint_in_model.offload_state_dict": "as above",
     "load_checkpoint_and_dispatch.offload_state_dict": "as above",
     "after.args": "torch's signature of a hook",
-    "stop_recording.module": "torch's signature of a hook",
-    "stop_recording.args": "torch's signature of a hook",
-    "resume_recording.module": "torch's signature of a hook",
-    "resume_recording.args": "torch's signature of a hook",
-    "resume_recording.output": "torch's signature of a hook",
+    "restore_grad_mode.module": "torch's signature of a hook",
+    "restore_grad_mode.args": "torch's signature of a hook",
+    "restore_grad_mode.output": "torch's signature of a hook",
+    "attach_execution_device_hook.tied_params_map": "it saves memory in Accelerate; results are the same",
+    "attach_align_device_hook.tied_params_map": "as above",
+    "attach_align_device_hook_on_blocks.tied_params_map": "as above",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What the system is told about mapped memory."""
+"""Advice to the operating system on mapped memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 _POPULATE_READ = 22  # not in Python's mmap module; Linux 5.14: read pages in and map them
-_PAGEMAP_BYTES = 8  # a page's entry in Linux's admin-guide/mm/pagemap
 
 
 def _find_madvise() -> Any:
-    """Return the C library's madvise, called without Python's lock; None where there is none to be had."""
+    """Return the C library's madvise, which is called without Python's lock. None if it is not available."""
     if not hasattr(os, "posix_fadvise"):
         return None
     try:
@@ -31,41 +30,19 @@ _madvise = _find_madvise()
 
 
 def populate(address: int, num_bytes: int) -> bool:
-    """Map pages that begin at a page's address; return False where this system cannot, or the file ends before."""
+    """Map pages, from the address of a page. Return False if the system cannot, or the file is too short."""
     return _madvise is not None and _madvise(address, num_bytes, _POPULATE_READ) == 0
 
 
-def changed_pages(address: int, num_bytes: int) -> list[int]:
-    """Return where pages of a privately mapped file begin, from its start, that may have been written to.
-
-    Args:
-        address: of the mapping, which begins at a page's.
-        num_bytes: of the file.
-    """
-    num_pages = -(-num_bytes // mmap.PAGESIZE)
-    try:
-        with open("/proc/self/pagemap", "rb") as file:
-            file.seek(address // mmap.PAGESIZE * _PAGEMAP_BYTES)
-            found = file.read(num_pages * _PAGEMAP_BYTES)
-    except OSError:
-        found = b""
-    if len(found) < num_pages * _PAGEMAP_BYTES:  # this system does not say
-        return list(range(0, num_bytes, mmap.PAGESIZE))
-    entries = torch.frombuffer(bytearray(found), dtype=torch.int64)
-    is_present, is_swapped, is_of_file = (entries >> 63) & 1, (entries >> 62) & 1, (entries >> 61) & 1
-    written = (is_present | is_swapped) & (1 - is_of_file)  # a page that is written to is no longer the file's
-    return [int(page) * mmap.PAGESIZE for page in written.nonzero().flatten().tolist()]
-
-
 def read_ahead(tensors: Iterable[torch.Tensor]) -> None:
-    """Have the system read mapped tensors from the disk, while the caller does something else; waits for nothing.
+    """Start to read mapped tensors from the disk. Does not block.
 
-    What is in memory already, or in no file, costs a call each. Without effect where the system has no such advice.
+    Has no effect on tensors that are in memory, and on systems without madvise.
     """
     if _madvise is None:
         return
     for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.nbytes:
             start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-            # Advice: whether it is taken is no matter.
+            # The result is ignored, because the system may ignore the advice.
             _madvise(start, tensor.data_ptr() + tensor.nbytes - start, mmap.MADV_WILLNEED)

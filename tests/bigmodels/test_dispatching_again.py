@@ -104,6 +104,18 @@ def test_weights_written_to_after_they_came_back_are_those_that_are_offloaded(tm
         assert not torch.equal(expected, EXPECTED)
 
 
+@pytest.mark.parametrize("new", NEW)
+@torch.no_grad()
+def test_hooks_that_are_removed_after_a_second_placement_leave_the_weights(new: str, tmp_path: Path) -> None:
+    net = FORMER["on the disk"](tmp_path)
+    NEW[new](net, tmp_path)
+    for each in (copy.deepcopy(net), net):
+        remove_hook_from_submodules(each)
+        assert {tensor.device.type for tensor in each.state_dict().values()} == {"cpu"}
+        assert each.head.weight is each.embed.weight
+        assert torch.equal(each(TOKENS), EXPECTED)
+
+
 def test_an_optimizer_s_parameters_are_the_model_s_again(tmp_path: Path) -> None:
     net = make_net()
     before = dict(net.named_parameters())
@@ -136,7 +148,6 @@ def test_a_placement_that_fails_leaves_the_former_one(
     net = FORMER[former](tmp_path)
     devices = {name: tensor.device for name, tensor in net.state_dict().items()}
     count = _count(net)
-    monkeypatch.setattr("trainwright.bigmodels.dispatch.dispatch._dispatched", fail)
     monkeypatch.setattr("trainwright.bigmodels.dispatch.dispatch.refuse_moves", fail)
     for call in (NEW["other"], NEW["disk_offload"]):
         with pytest.raises(RuntimeError, match="in the middle"):

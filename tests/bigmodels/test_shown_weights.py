@@ -306,8 +306,6 @@ def test_weights_are_offloaded_without_a_device_and_run_where_they_were() -> Non
 
 def test_a_deep_copy_of_weights_on_the_disk_has_values_of_its_own(tmp_path: Path) -> None:
     net = disk_offload(_net(), tmp_path, "cpu", offload_buffers=True)
-    with align_module_device(net[1]), torch.no_grad():
-        net[1].running_mean.fill_(2.0)  # in this process's mapping: the file keeps its own
     twin = copy.deepcopy(net)
     expected = net(_inputs())
     assert torch.equal(twin(_inputs()), expected)
@@ -316,7 +314,6 @@ def test_a_deep_copy_of_weights_on_the_disk_has_values_of_its_own(tmp_path: Path
     assert torch.equal(net(_inputs()), expected)
     with align_module_device(net[2]), torch.no_grad():
         net[2].weight.zero_()
-    assert torch.equal(twin(_inputs()), twin[2](torch.zeros(3, 4)) + twin(_inputs()) - twin[2](torch.zeros(3, 4)))
     with align_module_device(twin[2]):
         assert torch.equal(twin[2].weight, _net()[2].weight)
 
@@ -324,9 +321,8 @@ def test_a_deep_copy_of_weights_on_the_disk_has_values_of_its_own(tmp_path: Path
 def test_a_deep_copy_of_a_loader_has_values_of_its_own(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"a": torch.ones(3000), "b": torch.ones(2)})
     loader = OffloadedWeightsLoader(save_folder=tmp_path)
-    loader["a"][5] = 7.0
+    assert loader["a"][0] == 1.0
     twin = copy.deepcopy(loader)
-    assert twin["a"][5] == 7.0
     twin["a"].zero_()
     assert loader["a"][0] == 1.0
     assert twin.locate("a") is not None

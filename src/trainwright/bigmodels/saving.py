@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainwright.bigmodels.dispatch.align import offloading_hooks
-from trainwright.bigmodels.dispatch.left_on_disk import left_on_disk
+from trainwright.bigmodels.dispatch.moves import left_on_disk
 from trainwright.bigmodels.quantization.quantized_layers import (
     Int8Linear,
     flatten_quantized,

@@ -1,4 +1,4 @@
-"""Run each module where its map says: its inputs follow it, and offloaded weights are there while it computes."""
+"""The hook that runs a module on its device: it moves the inputs there and loads offloaded weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, hooks_of
-from trainwright.bigmodels.weights.away import guard, unguard, without_guard
+from trainwright.bigmodels.weights.away import guard, without_guard
 from trainwright.bigmodels.weights.mapped_file import FileSpan, load_spans
 from trainwright.bigmodels.weights.moving import Device, find_device, move_inputs, to_device
 from trainwright.bigmodels.weights.slots import Slot, owner_of, place, put, tensors_of
@@ -26,30 +26,28 @@ TiedParams = dict[int, dict[torch.device, torch.Tensor]]
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-_STAYS_CACHED_BYTES = 256 << 20  # a smaller model on the disk is taken to stay in the page cache after its first use
-_NOTHING_AHEAD = Prefetcher(0)  # of the hooks that nobody gave one
+_STAYS_CACHED_BYTES = 256 << 20  # a smaller model is assumed to stay in the page cache after its first use
+_NO_PREFETCH = Prefetcher(0)  # for hooks without a prefetcher
 
 
 class AlignDevicesHook(ModelHook):
-    """Bring a module's inputs to its device and, if asked, its weights for the time of its forward.
+    """Move a module's inputs to its device and, with `offload`, load its weights for each forward.
 
     Args:
-        execution_device: where the forward runs. None leaves weights and inputs where they are; offloaded weights run
-            where they were.
-        offload: keep the weights in `weights_map`, and meta tensors in their place between forwards.
-        io_same_device: move the output to where the first tensor of the input was.
-        weights_map: the weights by their names in the module; a copy on the CPU unless given.
-        offload_buffers: offload buffers too (those that a state dict holds). Otherwise they stay on the execution
-            device.
-        place_submodules: also those of the modules within.
-        skip_keys: names of arguments, and keys of an output, that stay where they are.
-        tied_params_map: by the address of a weight's memory on the host, its copies on devices: modules that share a
-            weight share the copy while it is in use.
-        prefetcher: brings the weights in ahead of time.
-        tensor_names: the only ones that it places or offloads; all unless given.
+        execution_device: The device that runs the forward. None: weights and inputs are not moved, and offloaded
+            weights are loaded to the device where they were.
+        offload: Store the weights in `weights_map` between forwards; the module then has meta tensors.
+        io_same_device: Move the output to the device of the first input tensor.
+        weights_map: The weights by their names in the module. Default: a copy on the CPU.
+        offload_buffers: Offload persistent buffers too. Default: they stay on the execution device.
+        place_submodules: Include the tensors of submodules.
+        skip_keys: Names of arguments, and keys of an output, that are not moved.
+        tied_params_map: Accepted for compatibility; has no effect.
+        prefetcher: Loads weights before their use.
+        tensor_names: The tensors to place or offload. Default: all.
     """
 
-    runs_after_failure = True  # weights are given back
+    runs_after_failure = True  # to unload the weights
 
     def __init__(
         self,
@@ -72,7 +70,6 @@ class AlignDevicesHook(ModelHook):
         self.offload_buffers = offload_buffers
         self.place_submodules = place_submodules
         self.skip_keys = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
-        self.tied_params_map = tied_params_map
         self.prefetcher = prefetcher
         self.tensor_names = tensor_names
         self.num_bytes = 0
@@ -83,8 +80,7 @@ class AlignDevicesHook(ModelHook):
         self._spans: dict[str, FileSpan] = {}
         self._number = -1
         self._lock = threading.RLock()
-        self._users: dict[int, int] = {}  # calls that are under way, by thread
-        self._shared: list[tuple[int, torch.device]] = []  # what this hook has put into `tied_params_map`
+        self._users: dict[int, int] = {}  # number of running calls, by thread
         self._input_devices: dict[int, list[torch.device | None]] = {}  # by thread, innermost call last
 
     def __repr__(self) -> str:
@@ -97,9 +93,10 @@ class AlignDevicesHook(ModelHook):
     def __getstate__(self) -> dict[str, Any]:
         if self.offload:
             raise ConfigurationError(
-                "a model whose weights are offloaded cannot be pickled, by torch.save or to another process: they are "
-                "in files or memory of this one. Use save_model(model, folder) and load_checkpoint_and_dispatch, save "
-                "model.state_dict() after remove_hook_from_submodules(model), or dispatch it in the other process."
+                "a model whose weights are offloaded cannot be pickled, by torch.save or for another process: they are "
+                "in files or in memory of this process. Use save_model(model, folder) and "
+                "load_checkpoint_and_dispatch, save model.state_dict() after remove_hook_from_submodules(model), or "
+                "dispatch the model in the other process."
             )
         return self._state()
 
@@ -112,25 +109,19 @@ class AlignDevicesHook(ModelHook):
         return {key: value for key, value in self.__dict__.items() if key != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(
-            state, _lock=threading.RLock(), _users={}, _input_devices={}, _shared=[], _present=[], _took=False
-        )
+        self.__dict__.update(state, _lock=threading.RLock(), _users={}, _input_devices={}, _present=[], _took=False)
         if self.prefetcher is not None:
             self._number = self.prefetcher.add(self)
 
-    def acts_before(self) -> bool:
-        """Say whether there is a device to bring anything to."""
-        return self.execution_device is not None or self.io_same_device
-
     def acts_after(self) -> bool:
-        """Say whether weights have to go or the output has to move."""
+        """Return whether weights have to be unloaded or the output has to be moved."""
         return self.offload or self.io_same_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Place the module's tensors, or put meta tensors in their place; waits for the device where any move.
+        """Move the module's tensors to the device, or replace them by meta tensors. Blocks if tensors are moved.
 
         Raises:
-            CheckpointError: the weights map lacks a weight that the module does not have either.
+            CheckpointError: A weight is not in the weights map, or has another shape there.
         """
         device = self.execution_device
         if not self.offload and (device is None or device == _META):
@@ -167,7 +158,7 @@ class AlignDevicesHook(ModelHook):
         try:
             value = self.weights_map[name]
         except KeyError:
-            raise CheckpointError(f"the weights map holds no {name!r}, which is to be offloaded.") from None
+            raise CheckpointError(f"the weights map does not contain {name!r}, which is offloaded.") from None
         if value.shape != tensor.shape:
             raise CheckpointError(
                 f"{name!r} has shape {tuple(value.shape)} in the weights map and {tuple(tensor.shape)} in the module."
@@ -185,13 +176,14 @@ class AlignDevicesHook(ModelHook):
             self._number = self.prefetcher.add(self)
 
     def note_shared(self, present: Collection[int]) -> None:
-        """Hear the ids of the parameters that modules have at hand which are not offloaded."""
+        """Receive the ids of the parameters of modules that are not offloaded."""
         for slot in self._slots:
             slot.is_shared = slot.former is not None and id(slot.former) in present
 
     def offloaded(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, FileSpan | None]]:
-        """Yield what is kept away between forwards: its name within the module, what stands in its place meanwhile (of
-        the dtype that the forward sees), its value, and where that lies in a file.
+        """Yield name, placeholder, value and location in a file (or None) of each offloaded tensor.
+
+        The placeholder has the dtype of the forward.
         """
         assert self.weights_map is not None
         for slot in self._slots:
@@ -200,12 +192,13 @@ class AlignDevicesHook(ModelHook):
             yield slot.name, placeholder, self.weights_map[slot.name], self._spans.get(slot.name)
 
     def replace(self, module: nn.Module, name: str, value: torch.Tensor, span: FileSpan | None) -> None:
-        """Keep another value of a weight from now on, for a placeholder that stands in the module already.
+        """Replace the value of an offloaded tensor, whose new placeholder is in the module already.
 
         Args:
-            module: the hook's.
-            name: of the weight within the module.
-            value: of its shape; `span` says where it lies in a file, if it does.
+            module: The hook's.
+            name: The name within the module.
+            value: Has the same shape.
+            span: The location of the value in a file, if it is in one.
         """
         weights = StoredWeights()
         for known, _, former, former_span in self.offloaded(module):
@@ -218,62 +211,49 @@ class AlignDevicesHook(ModelHook):
             guard(slot.placeholder, f"{slot.name!r} of {type(module).__name__}")
 
     def forget(self) -> None:
-        """Drop what was fetched ahead, whose values have changed."""
+        """Discard prefetched weights, because values have changed."""
         if self.prefetcher is not None:
             self.prefetcher.forget()
         self._number = -1
         self._note_places()
 
-    def take_back(
-        self, module: nn.Module, made: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor, FileSpan, bool]]:
-        """Put the weights back into the module, without copying or reading any; the hook stays as it is.
+    def release(self, module: nn.Module) -> StoredWeights:
+        """Restore weights that are in memory, without a copy, and return those that are in files.
 
-        Args:
-            module: the hook's.
-            made: by the id of a placeholder, that and what stands for it in the model from now on; gets new entries.
-
-        Yields:
-            For what is a part of a file: its name within the module, its value, where it lies, and whether it stands in
-            the module now; what was empty before it was offloaded does not.
+        The module keeps placeholders for weights in files. The hook is unchanged.
         """
-        weights: WeightsMap = {} if self.weights_map is None else self.weights_map
+        in_files = StoredWeights()
         for slot in self._slots:
-            table = slot.table(module)
-            shown = table.get(slot.leaf)
-            if shown is None or not shown.is_meta:
-                continue
-            value, span = weights[slot.name], self._spans.get(slot.name)
-            is_back = span is None or slot.device != _META
-            if is_back:
-                if id(shown) not in made:
-                    made[id(shown)] = (shown, slot.taken_back(shown, value))
-                table[slot.leaf] = made[id(shown)][1]
-            else:
-                unguard(shown)
-            if span is not None:
-                yield slot.name, value, span, is_back
+            assert self.weights_map is not None
+            shown = slot.table(module).get(slot.leaf)
+            value, span = self.weights_map[slot.name], self._spans.get(slot.name)
+            if span is None:
+                slot.restore(module, value, copies=False)
+            elif shown is not None and shown.is_meta:
+                slot.leave()
+                in_files.add(slot.name, value, span)
+        return in_files
 
     def remembered(self) -> dict[str, Any]:
-        """Return what `replace` changes, to be given to `remember` if the weights must be as they are now."""
+        """Return the state that `replace` changes, for `remember`."""
         return {"weights_map": self.weights_map, "_slots": self._slots, "_spans": self._spans}
 
     def remember(self, remembered: dict[str, Any]) -> None:
-        """Keep the weights again that were kept when `remembered` was called."""
+        """Restore the state of an earlier call of `remembered`."""
         self.__dict__.update(remembered)
         self.forget()
 
     def places(self, module: nn.Module) -> set[tuple[int, str]]:
-        """Return where the weights that are brought stand: the ids of modules' tables, and names in them."""
+        """Return the offloaded tensors, each as the id of its table of parameters or buffers and its name there."""
         return {(id(slot.table(module)), slot.leaf) for slot in self._slots}
 
     @property
     def stays_on_host(self) -> bool:
-        """Whether weights are used where the map has them, on the CPU."""
+        """Whether weights are used on the CPU, without a copy."""
         return self.execution_device == _CPU
 
     def fetch(self) -> Fetched:
-        """Bring the weights to the execution device; called by the prefetcher too, from its thread."""
+        """Load the weights to the execution device. The prefetcher calls this from its thread."""
         assert self.execution_device is not None
         return self._fetch(self.execution_device)
 
@@ -282,27 +262,27 @@ class AlignDevicesHook(ModelHook):
         slots = [slot for slot in self._slots if slot.kept is None] if device == _CPU else self._slots
         dtypes = {slot.name: slot.placeholder.dtype for slot in slots}
         weights = [(name, self.weights_map[name], dtype, self._spans.get(name)) for name, dtype in dtypes.items()]
-        copies = (self.prefetcher or _NOTHING_AHEAD).copies_to(device)
+        copies = (self.prefetcher or _NO_PREFETCH).copies_to(device)
         if not copies.is_beside:
             load_spans(self._spans.values())
         return copies.bring(weights)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring weights and inputs to the execution device."""
+        """Load the weights, and move the inputs to the execution device."""
         if self.io_same_device:
             devices = self._input_devices.setdefault(threading.get_ident(), [])
             devices.append(find_device((args, kwargs)))
         if self.offload:
-            self.bring(module)
+            self.load(module)
         if self.execution_device is None:
             return args, kwargs
         moved = move_inputs(args, self.execution_device, self.skip_keys)
         return moved, move_inputs(kwargs, self.execution_device, self.skip_keys) if kwargs else kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Give the weights back; move the output to where the input was."""
+        """Unload the weights, and move the output to the device of the input."""
         if self.offload:
-            self.give_back()
+            self.unload()
         if self.io_same_device:
             devices = self._input_devices.get(threading.get_ident())
             device = devices.pop() if devices else None
@@ -310,16 +290,17 @@ class AlignDevicesHook(ModelHook):
                 output = move_inputs(output, device, self.skip_keys)
         return output
 
-    def bring(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Put the weights into the module until this thread has called `give_back` as often. Where they are there for
-        another use, they stay on the device that they are on.
+    def load(self, module: nn.Module, device: torch.device | None = None) -> None:
+        """Load the weights into the module until this thread has called `unload` equally often.
+
+        If another use has loaded them, they stay on its device.
 
         Args:
-            module: the hook's.
-            device: where a user wants them for work by hand; the execution device, for a forward, unless given.
+            module: The hook's.
+            device: A user's device, outside of a forward. Default: the execution device, for a forward.
         """
         thread = threading.get_ident()
-        with self._lock:  # who comes second waits until the weights are there
+        with self._lock:  # a second thread waits until the weights are loaded
             if not self._users and self._slots:
                 try:
                     self._put_weights(module, device)
@@ -331,8 +312,9 @@ class AlignDevicesHook(ModelHook):
     def _put_weights(self, module: nn.Module, device: torch.device | None) -> None:
         target, by_hand = (self.execution_device, False) if device is None else (device, True)
         assert target is not None
+        assert self.weights_map is not None
         away: list[tuple[Slot, dict[str, Any], torch.Tensor]] = []
-        weights: list[torch.Tensor | None] = []  # for what is away: as kept
+        weights: list[torch.Tensor | None] = []  # of the offloaded tensors, if kept
         there: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         keeps, records = target == _CPU and not by_hand, torch.is_grad_enabled()
         with without_guard():
@@ -342,28 +324,30 @@ class AlignDevicesHook(ModelHook):
                 if shown is not None and shown.is_meta:
                     away.append((slot, table, shown))
                     weights.append(slot.kept_as(shown) if keeps else None)
-                elif shown is not None:  # else the module has given it up
+                elif shown is not None:  # None: the user has removed it
                     there.append((table, slot.leaf, shown))
         if self._must_read(weights):
-            # Outside of inference mode, also where the forward runs in it: what is kept must serve any later call.
+            # Outside of inference mode, even if the forward runs in it: kept tensors are used in later calls.
             with torch.inference_mode(False), torch.no_grad():
                 tensors = self._take(target).use()
                 for number, (slot, _, shown) in enumerate(away):
                     if weights[number] is None:
-                        value = self._value(slot, tensors, target)
+                        value = tensors.get(slot.name)
+                        if value is None:  # the dtype or requires_grad changed since the weight was kept
+                            value = self.weights_map[slot.name].to(target)
                         weight = weights[number] = slot.weight(shown, value, records=keeps or records, by_hand=by_hand)
                         if keeps:
                             slot.keep(weight, self._is_lasting(slot, weight))
         self._present += [(table, slot.leaf, shown, w) for (slot, table, shown), w in zip(away, weights, strict=True)]
         for table, leaf, shown in there:
-            # Somebody has put values there, as functional_call does: they are meant, and recorded where they move.
+            # Values of the user, for example by functional_call. A move of them is recorded for the backward.
             if shown.device != target:
                 self._present.append((table, leaf, shown, shown.to(target)))
         for table, leaf, _, brought in self._present:
             table[leaf] = brought
 
     def _must_read(self, weights: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether a weight is not kept, or the page cache may not hold the files of those that are."""
+        """Return whether a weight is not kept, or its file may not be in the page cache."""
         is_small = self.prefetcher is None or self.prefetcher.total_bytes <= _STAYS_CACHED_BYTES
         if not is_small or any(weight is None for weight in weights):
             return bool(weights)
@@ -379,37 +363,18 @@ class AlignDevicesHook(ModelHook):
         self.prefetcher.follow(self._number)
         return fetched
 
-    def _value(self, slot: Slot, tensors: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-        assert self.weights_map is not None
-        value = tensors.get(slot.name)
-        if value is None:  # of another dtype, or frozen, since the weight was kept
-            value = self.weights_map[slot.name].to(device)
-        return value if self.tied_params_map is None else self._shared_copy(slot, value)
-
     def _is_lasting(self, slot: Slot, weight: torch.Tensor) -> bool:
-        """Say whether a weight on the host is a view of a file or of memory that is there anyway."""
+        """Return whether a weight on the host is a view of a file or of other memory that stays allocated."""
         assert self.weights_map is not None
         known = slot.name in self._spans or slot.former is not None
         return known and weight.data_ptr() == self.weights_map[slot.name].data_ptr()
 
-    def _shared_copy(self, slot: Slot, value: torch.Tensor) -> torch.Tensor:
-        assert self.weights_map is not None
-        assert self.tied_params_map is not None
-        key = self.weights_map[slot.name].data_ptr()
-        copies = self.tied_params_map.get(key)
-        if copies is None or not value.numel():
-            return value
-        if value.device not in copies:
-            copies[value.device] = value
-            self._shared.append((key, value.device))
-        return copies[value.device]
-
-    def give_back(self) -> None:
-        """End a use that `bring` began; the last one out takes the weights away."""
+    def unload(self) -> None:
+        """End a use that `load` began. The last use unloads the weights."""
         thread = threading.get_ident()
         with self._lock:
             calls = self._users.get(thread, 0)
-            if not calls:  # the weights could not be brought
+            if not calls:  # loading failed
                 return
             if calls > 1:
                 self._users[thread] = calls - 1
@@ -420,41 +385,38 @@ class AlignDevicesHook(ModelHook):
 
     def _end_use(self) -> None:
         for table, leaf, shown, weight in self._present:
-            if table.get(leaf) is weight:  # what somebody has put there meanwhile stays
+            if table.get(leaf) is weight:  # a value that a user has assigned stays
                 table[leaf] = shown
         self._present.clear()
-        if self.tied_params_map is not None and self._shared:
-            for key, device in self._shared:
-                self.tied_params_map[key].pop(device, None)
-            self._shared.clear()
         if self._took and self.prefetcher is not None:
             self._took = False
             self.prefetcher.give_back()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Put the weights back where they were, with the dtype and `requires_grad` that the module shows; those that
-        were on the meta device stay there, and so do values that were put into the module since.
+        """Restore the weights on their former device, with the dtype and `requires_grad` of the placeholders.
+
+        Tensors that were on the meta device stay there, and so do values that a user has assigned.
         """
         self._end_use()
         for slot in self._slots:
             assert self.weights_map is not None
-            slot.put_back(module, self.weights_map[slot.name])
+            slot.restore(module, self.weights_map[slot.name])
         self._slots = []
         return module
 
 
 def offloading_hooks(module: nn.Module) -> list[AlignDevicesHook]:
-    """Return the hooks that offload a module's own weights: one, or one for each that has a place of its own."""
+    """Return the hooks that offload a module's own weights: one, or one for each tensor with its own place."""
     return [each for each in hooks_of(module) if isinstance(each, AlignDevicesHook) and each.offload]
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Say whether a hook keeps this module's own weights away between forwards."""
+    """Return whether a hook offloads this module's own weights."""
     return bool(offloading_hooks(module))
 
 
 def note_shared(model: nn.Module) -> None:
-    """Tell the hooks on a model which of the weights that they keep away other modules of it have at hand."""
+    """Record in a model's hooks which offloaded weights are also in modules that are not offloaded."""
     tables = [module._parameters for module in model.modules()]
     present = {id(tensor) for table in tables for tensor in table.values() if tensor is not None and not tensor.is_meta}
     for module in model.modules():
@@ -464,20 +426,20 @@ def note_shared(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Have a module's own weights at hand inside of a `with` block, those of the modules within it not.
+    """Load a module's own weights, without those of submodules, inside a `with` block.
 
     Args:
-        module: offloaded weights are brought to the device and given back at the end: what was written to them may be
-            lost. Others are moved there and back, with what was written to them.
-        execution_device: where; unless told, the one of the hook, and weights that are not offloaded stay.
+        module: Offloaded weights are loaded to the device and unloaded at the end; changes may be lost. Other weights
+            are moved there and back, with their changes.
+        execution_device: The device. Default: that of the hook; weights that are not offloaded stay where they are.
     """
     hooks = offloading_hooks(module)
     if hooks:
         with contextlib.ExitStack() as stack:
             for hook in hooks:
                 device = hook.execution_device if execution_device is None else to_device(execution_device)
-                hook.bring(module, device)
-                stack.callback(hook.give_back)
+                hook.load(module, device)
+                stack.callback(hook.unload)
             yield
     elif execution_device is not None:
         device = to_device(execution_device)

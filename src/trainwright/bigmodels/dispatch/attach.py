@@ -1,4 +1,4 @@
-"""Put the hooks that align devices on the modules of a model, as a device map asks."""
+"""Add the hooks that align devices to a model, and check that they load all of its weights."""
 
 from __future__ import annotations
 
@@ -7,22 +7,33 @@ from typing import NamedTuple
 
 from torch import nn
 
-from trainwright.bigmodels.dispatch.align import AlignDevicesHook, TiedParams, WeightsMap, note_shared
-from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module
+from trainwright.bigmodels.dispatch.align import (
+    AlignDevicesHook,
+    TiedParams,
+    WeightsMap,
+    note_shared,
+    offloading_hooks,
+)
+from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module, before_next_forward
 from trainwright.bigmodels.weights.moving import Device
+from trainwright.bigmodels.weights.slots import tensors_of
 from trainwright.bigmodels.weights.weights_map import PrefixedDataset
+from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.offload.prefetch import Prefetcher
 
 
-class _Hooking(NamedTuple):
-    """What all hooks of one model have in common."""
+class _HookArguments(NamedTuple):
+    """Arguments that all hooks of one model share."""
 
-    weights_map: WeightsMap | None = None
-    offload_buffers: bool = False
-    skip_keys: str | list[str] | None = None
-    preload: frozenset[str] = frozenset()
-    tied: TiedParams | None = None
-    prefetcher: Prefetcher | None = None
+    weights_map: WeightsMap | None
+    offload_buffers: bool
+    skip_keys: str | list[str] | None
+    preload: Collection[str]
+    prefetcher: Prefetcher | None
+
+    def is_loaded_as_one(self, module: nn.Module) -> bool:
+        """Return whether a module uses weights of its submodules without calling them."""
+        return type(module).__name__ in self.preload or isinstance(module, nn.MultiheadAttention)  # its out_proj
 
 
 def attach_execution_device_hook(
@@ -32,38 +43,24 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Have a module and all modules within it that hold weights run on a device; those with a hook keep theirs.
+    """Run a module and all submodules that contain weights on a device. Modules that have a hook keep it.
 
     Args:
-        module: is changed; its weights move there.
-        execution_device: where they run.
-        skip_keys: see `AlignDevicesHook`.
-        preload_module_classes: names of classes whose inner modules get no hook: they run where the outer one does.
-        tied_params_map: see `AlignDevicesHook`.
+        module: Is changed. Its weights are moved to the device.
+        execution_device: The device.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: Names of classes whose submodules get no hook. They run where the outer module does.
+        tied_params_map: Accepted for compatibility; has no effect.
     """
-    preload = frozenset(preload_module_classes or ())
-    _attach_execution(module, execution_device, _Hooking(skip_keys=skip_keys, preload=preload, tied=tied_params_map))
+    if "_hf_hook" not in module.__dict__ and _holds_tensors(module):
+        add_hook_to_module(module, AlignDevicesHook(execution_device, skip_keys=skip_keys))
+    if type(module).__name__ not in (preload_module_classes or ()):
+        for child in module.children():
+            attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes)
 
 
-def _attach_execution(module: nn.Module, device: Device, options: _Hooking) -> None:
-    if "_hf_hook" not in module.__dict__ and _holds_tensors(module, recurse=True):
-        hook = AlignDevicesHook(device, skip_keys=options.skip_keys, tied_params_map=options.tied)
-        add_hook_to_module(module, hook)
-    if type(module).__name__ in options.preload:
-        return
-    for child in module.children():
-        _attach_execution(child, device, options)
-
-
-def _comes_whole(module: nn.Module, options: _Hooking) -> bool:
-    """Say whether a module uses weights of the modules within it without calling them."""
-    return type(module).__name__ in options.preload or isinstance(module, nn.MultiheadAttention)  # its out_proj
-
-
-def _holds_tensors(module: nn.Module, *, recurse: bool) -> bool:
-    if next(module.parameters(recurse=recurse), None) is not None:
-        return True
-    return next(module.buffers(recurse=recurse), None) is not None
+def _holds_tensors(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
 
 
 def attach_align_device_hook(
@@ -79,46 +76,23 @@ def attach_align_device_hook(
     *,
     prefetcher: Prefetcher | None = None,
 ) -> None:
-    """Put an `AlignDevicesHook` on each module that holds weights of its own, beside the hooks that are there.
+    """Add an `AlignDevicesHook` to each module that has weights of its own. Existing hooks stay.
 
     Args:
-        module: is changed, with all modules within it.
-        execution_device: where they run.
-        offload: keep their weights away between forwards.
-        weights_map: the weights by their names in the whole model; a copy on the CPU for each unless given.
-        offload_buffers: see `AlignDevicesHook`.
-        module_name: the module's name in the whole model.
-        skip_keys: see `AlignDevicesHook`.
-        preload_module_classes: names of classes whose offloaded weights, with all within, come and go as one: for
-            modules that use a submodule's weight without calling it.
-        tied_params_map: see `AlignDevicesHook`.
-        prefetcher: see `AlignDevicesHook`.
+        module: Is changed, with all its submodules.
+        execution_device: The device where they run.
+        offload: Offload their weights between forwards.
+        weights_map: The weights by their names in the full model. Default: a copy of each on the CPU.
+        offload_buffers: See `AlignDevicesHook`.
+        module_name: The name of the module in the full model.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: Names of classes whose offloaded weights, including those of submodules, are loaded
+            together. Required for modules that use the weight of a submodule without calling it.
+        tied_params_map: Accepted for compatibility; has no effect.
+        prefetcher: See `AlignDevicesHook`.
     """
-    preload = frozenset(preload_module_classes or ())
-    options = _Hooking(weights_map, offload_buffers, skip_keys, preload, tied_params_map, prefetcher)
-    _attach_align(module, execution_device, offload, module_name, options)
-    note_shared(module)
-
-
-def _attach_align(module: nn.Module, device: Device | None, offload: bool, module_name: str, options: _Hooking) -> None:
-    whole = offload and _comes_whole(module, options)
-    prefix = f"{module_name}." if module_name else ""
-    if whole or _holds_tensors(module, recurse=False):
-        weights_map = None if options.weights_map is None else PrefixedDataset(options.weights_map, prefix)
-        hook = AlignDevicesHook(
-            device,
-            offload,
-            weights_map=weights_map,
-            offload_buffers=options.offload_buffers,
-            place_submodules=whole,
-            skip_keys=options.skip_keys,
-            tied_params_map=options.tied,
-            prefetcher=options.prefetcher,
-        )
-        add_hook_to_module(module, hook, append=True)
-    if not whole:
-        for name, child in module.named_children():
-            _attach_align(child, device, offload, prefix + name, options)
+    options = _HookArguments(weights_map, offload_buffers, skip_keys, preload_module_classes or (), prefetcher)
+    _attach(module, {module_name: execution_device}, {module_name: offload}, module_name, options, outer=False)
 
 
 def attach_align_device_hook_on_blocks(
@@ -134,102 +108,117 @@ def attach_align_device_hook_on_blocks(
     *,
     prefetcher: Prefetcher | None = None,
 ) -> None:
-    """Put hooks on the blocks of a model: each runs on its own device, with its weights offloaded or not.
+    """Add hooks to the blocks of a model, each with its own device and with its weights offloaded or not.
 
     Args:
-        module: is changed, with all modules within it.
-        execution_device: one for all, or by the blocks' names; `""` is the model itself.
-        offload: one for all, or by the blocks' names.
-        weights_map: see `attach_align_device_hook`.
-        offload_buffers: see `AlignDevicesHook`.
-        module_name: the module's name in the whole model.
-        skip_keys: see `AlignDevicesHook`.
-        preload_module_classes: see `attach_align_device_hook`.
-        tied_params_map: see `AlignDevicesHook`.
-        prefetcher: see `AlignDevicesHook`.
+        module: Is changed, with all its submodules.
+        execution_device: One device, or a device for each block by name. `""` is the model itself.
+        offload: One value, or a value for each block by name.
+        weights_map: See `attach_align_device_hook`.
+        offload_buffers: See `AlignDevicesHook`.
+        module_name: The name of the module in the full model.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: See `attach_align_device_hook`.
+        tied_params_map: Accepted for compatibility; has no effect.
+        prefetcher: See `AlignDevicesHook`.
     """
-    preload = frozenset(preload_module_classes or ())
-    options = _Hooking(weights_map, offload_buffers, skip_keys, preload, tied_params_map, prefetcher)
-    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        if offload:
-            _attach_align(module, execution_device, True, module_name, options)
-            note_shared(module)
-        else:
-            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, skip_keys=skip_keys)
-            add_hook_to_module(module, hook, append=True)
-        return
-    names = {name for name, _ in module.named_modules(prefix=module_name)}
-    devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
-    offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    _attach_blocks(module, devices, offloads, module_name, options)
-    note_shared(module)
+    options = _HookArguments(weights_map, offload_buffers, skip_keys, preload_module_classes or (), prefetcher)
+    if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):
+        names = {name for name, _ in module.named_modules(prefix=module_name)}
+        devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
+        offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+        _attach(module, devices, offloads, module_name, options, outer=True)
+    elif offload:
+        _attach(module, {module_name: execution_device}, {module_name: True}, module_name, options, outer=False)
+    else:
+        hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, skip_keys=skip_keys)
+        add_hook_to_module(module, hook, append=True)
 
 
-def _attach_blocks(
+def _attach(
     model: nn.Module,
     devices: Mapping[str, Device | None],
     offloads: Mapping[str, bool],
     module_name: str,
-    options: _Hooking,
-) -> None:
-    """Put a hook on each module that holds weights, itself or within: any may be called with foreign inputs."""
-    entries = devices.keys() & offloads.keys()
-    whole: tuple[str, ...] = ()  # prefixes of modules whose weights come and go with an outer one's
-    for path, module in model.named_modules(prefix=module_name):
-        if whole and f"{path}.".startswith(whole):
-            continue
-        prefix = f"{path}." if path else ""
-        own = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
-        singly = {name for name in own if prefix + name in entries}
-        block = innermost(path, entries)
-        if block is not None:
-            is_whole = offloads[block] and _comes_whole(module, options)
-            if is_whole:
-                whole = (*whole, prefix)
-            if is_whole or path in entries or _holds_tensors(module, recurse=True):
-                offload = offloads[block] and (is_whole or bool(own - singly))
-                names = None if is_whole else frozenset(own - singly)
-                _add_block_hook(module, path, devices[block], offload, options, place_submodules=is_whole, names=names)
-        elif path == "":
-            _add_block_hook(module, path, devices.get(""), False, options, names=frozenset())
-        for name in sorted(singly):
-            entry = prefix + name
-            _add_block_hook(
-                module, path, devices[entry], offloads[entry], options, names=frozenset({name}), is_single=True
-            )
-
-
-def _add_block_hook(
-    module: nn.Module,
-    path: str,
-    device: Device | None,
-    offload: bool,
-    options: _Hooking,
+    options: _HookArguments,
     *,
-    place_submodules: bool = False,
-    names: frozenset[str] | None = None,
-    is_single: bool = False,
+    outer: bool,
 ) -> None:
-    weights_map = None
-    if offload and options.weights_map is not None:
-        weights_map = PrefixedDataset(options.weights_map, f"{path}." if path else "")
-    hook = AlignDevicesHook(
-        device,
-        offload,
-        io_same_device=path == "" and not is_single,
-        weights_map=weights_map,
-        offload_buffers=options.offload_buffers,
-        place_submodules=place_submodules,
-        skip_keys=options.skip_keys,
-        tied_params_map=options.tied,
-        prefetcher=options.prefetcher if offload else None,
-        tensor_names=names,
-    )
-    add_hook_to_module(module, hook, append=True)
+    """Add a hook to each module that has weights, and to each tensor that has an entry of its own.
+
+    With `outer`, modules whose submodules have weights get one too, because any of them may be called with inputs on
+    another device, and the model returns its output to the device of its input.
+    """
+    entries = devices.keys() & offloads.keys()
+    loaded_with_outer: tuple[str, ...] = ()  # prefixes of modules whose weights are loaded as one
+    for path, module in model.named_modules(prefix=module_name):
+        prefix = f"{path}." if path else ""
+        if loaded_with_outer and prefix.startswith(loaded_with_outer):
+            continue
+        own = frozenset(name for name, _, _ in tensors_of(module, recurse=False))
+        single = {name for name in own if prefix + name in entries}
+        block = innermost(path, entries)
+        as_one = block is not None and offloads[block] and options.is_loaded_as_one(module)
+        if as_one:
+            loaded_with_outer = (*loaded_with_outer, prefix)
+        hooks: list[tuple[Device | None, bool, frozenset[str] | None]] = []
+        if block is not None and (as_one or (outer and (path in entries or _holds_tensors(module))) or own):
+            names = None if as_one else own - single
+            hooks.append((devices[block], offloads[block] and names != frozenset(), names))
+        elif outer and path == "":
+            hooks.append((devices.get(""), False, frozenset()))
+        hooks += [(devices[prefix + name], offloads[prefix + name], frozenset({name})) for name in sorted(single)]
+        for number, (device, offload, names) in enumerate(hooks):
+            weights_map = options.weights_map if offload else None
+            hook = AlignDevicesHook(
+                device,
+                offload,
+                io_same_device=outer and path == "" and number == 0,
+                weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+                offload_buffers=options.offload_buffers,
+                place_submodules=as_one and number == 0,
+                skip_keys=options.skip_keys,
+                prefetcher=options.prefetcher if offload else None,
+                tensor_names=names,
+            )
+            add_hook_to_module(module, hook, append=True)
+    note_shared(model)
+
+
+def check_first_forward(model: nn.Module) -> None:
+    """Check the weights of each part of an offloaded model before the part's first forward.
+
+    The forward raises ConfigurationError if a weight of the part is on the meta device and no hook loads it. An adapter
+    that is added to an offloaded model gets such weights, and torch multiplies them on the CPU without an error. Each
+    part is checked, because wrappers such as peft's do not call the model itself.
+    """
+    for module in model.modules():
+        if module._modules:
+            before_next_forward(module, _refuse_uninitialized)
+
+
+def _refuse_uninitialized(module: nn.Module) -> None:
+    known: set[tuple[int, str]] = set()
+    for part in module.modules():
+        for hook in offloading_hooks(part):
+            if hook.execution_device is not None and hook.execution_device.type == "meta":
+                return  # no tensor has values there
+            known |= hook.places(part)
+    found: list[str] = []
+    for path, part in module.named_modules():
+        for table in (part._parameters, part._buffers):
+            names = [name for name, tensor in table.items() if tensor is not None and tensor.is_meta]
+            found += [f"{path}.{name}".lstrip(".") for name in names if (id(table), name) not in known]
+    if found:
+        raise ConfigurationError(
+            f"{len(found)} weights in {type(module).__name__} are on the meta device and have no values, {found[0]!r} "
+            "first: they were added to the model, or moved, after it was offloaded. Add an adapter before "
+            "dispatch_model, cpu_offload or disk_offload, or train the model with strategy='offload'."
+        )
 
 
 def innermost(name: str, entries: Collection[str]) -> str | None:
-    """Return the entry of a device map that a module or tensor belongs to: its own, or the nearest one around it."""
+    """Return the entry of a device map for a module or tensor: its own, or that of the closest outer module."""
     while name not in entries:
         if not name:
             return None

@@ -1,34 +1,28 @@
-"""Spread a model over devices, the CPU's memory and the disk, so that it can be called as if it lay in one place."""
+"""Distribute a model over devices, host memory and the disk, so that it can be called like any other model."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from trainwright.bigmodels.dispatch.align import AlignDevicesHook, has_offloaded_params
+from trainwright.bigmodels.dispatch.align import has_offloaded_params
 from trainwright.bigmodels.dispatch.attach import (
-    attach_align_device_hook,
     attach_align_device_hook_on_blocks,
+    check_first_forward,
     innermost,
 )
-from trainwright.bigmodels.dispatch.left_on_disk import left_on_disk
-from trainwright.bigmodels.dispatch.model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, refuse_moves
-from trainwright.bigmodels.dispatch.strays import look_at_first_forward
-from trainwright.bigmodels.dispatch.taking_back import TakenBack, take_back
-from trainwright.bigmodels.dispatch.undoing import restored_on_failure
+from trainwright.bigmodels.dispatch.model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
+from trainwright.bigmodels.dispatch.moves import left_on_disk, refuse_moves
+from trainwright.bigmodels.dispatch.undo import restored_on_failure, take_back
 from trainwright.bigmodels.maps.device_map import check_device_map, resolve_device_map
 from trainwright.bigmodels.weights.filling import fill_empty, with_tied_names
 from trainwright.bigmodels.weights.moving import Device, check_present, default_device, present_device, to_device
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
-from trainwright.bigmodels.weights.weights_map import (
-    OffloadedWeightsLoader,
-    offload_state_dict,
-    read_offload_index,
-)
+from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.offload.prefetch import Prefetcher
 
@@ -50,68 +44,118 @@ def dispatch_model(
     strict: bool = False,
     prefetch_bytes: int | None = None,
 ) -> nn.Module:
-    """Place each part of a model where a map says, and make the model run across these places.
+    """Move each part of a model to its place in a device map, and add the hooks that run it there.
 
     Args:
-        model: is changed. One that is dispatched or offloaded is placed anew, its weights taken from where they are.
-            Parts on the meta device must be on the disk: left there by a load, in `offload_dir`, or in `state_dict`.
-        device_map: module name → device, `"cpu"` or `"disk"`; covers the model, except for the parameters in its
-            `_no_placement_params`, which stay where they are. `{"": "disk"}` is fine. Or
-            `"auto"` (which None means too), `"balanced"`, `"balanced_low_0"`, `"sequential"`: a map by what is free
-            now, with the classes in the model's `_no_split_modules` kept whole.
-        main_device: where parts on the CPU or the disk run, and where outputs go that no input says a place for; the
-            first accelerator of the map unless told, else the CPU.
-        state_dict: the values of what is offloaded, and of what is on the meta device; the model's own unless given.
-        offload_dir: a folder that parts on the disk are written to, unless they lie on the disk already: in a
-            safetensors checkpoint that was loaded, in an earlier call's folder, or in this folder.
-        offload_index: where they lie, in place of the folder's `index.json`.
-        offload_buffers: offload buffers too.
-        skip_keys: names of arguments that are not moved between devices, such as a cache's.
-        preload_module_classes: see `attach_align_device_hook`.
-        force_hooks: put hooks on even where the whole model is on one device.
-        strict: raise where the map has a name that the model has not. Otherwise a warning names it.
-        prefetch_bytes: how much may be read ahead of its use, 0 for nothing; see `Prefetcher`.
+        model: Is changed. The previous placement of a dispatched or offloaded model is removed first. Parts on the meta
+            device must be on the disk, where a load has left them or in `offload_dir`, or in `state_dict`.
+        device_map: Module name → device, `"cpu"` or `"disk"`, such as `{"": "disk"}`. It covers the model, except for
+            the parameters in its `_no_placement_params`, which stay where they are. Or `"auto"`, `"balanced"`,
+            `"balanced_low_0"`, `"sequential"`: a map for the memory that is free now, which does not divide the
+            classes in the model's `_no_split_modules`. Default: `"auto"`.
+        main_device: The device that runs parts on the CPU and the disk, and that gets an output if no input has a
+            device. Default: the first accelerator of the map, or the CPU.
+        state_dict: Values of offloaded weights and of tensors on the meta device. Default: the model's own.
+        offload_dir: Folder for parts on the disk that are not there yet. Not needed for a safetensors checkpoint that
+            was loaded to the disk, nor for weights that a previous call has written.
+        offload_index: Replaces the `index.json` of the folder.
+        offload_buffers: Offload buffers too.
+        skip_keys: Names of arguments that are not moved between devices, such as a cache.
+        preload_module_classes: See `attach_align_device_hook`.
+        force_hooks: Add hooks even if the full model is on one device.
+        strict: Raise an error if the map has a name that the model does not have. Default: a warning names it.
+        prefetch_bytes: Bytes that may be loaded before their use; 0 disables prefetching. See `Prefetcher`.
 
     Returns:
-        The model, with `hf_device_map`. A failed call leaves weights and files as they were.
+        The model, with `hf_device_map`. After an error weights and files are as before.
 
     Raises:
-        ConfigurationError: the map does not cover the model, a device is none or not here, or a folder is needed and
-            not given.
-        CheckpointError: offloaded weights are not found or cannot be written.
+        ConfigurationError: The map does not cover the model, a device is unknown or not on this machine, or a folder
+            is required.
+        CheckpointError: Tensors have no values, or offloaded weights cannot be found or written.
     """
     places = _places(model, device_map, offload_buffers, strict)
-    state_dict = None if state_dict is None else with_tied_names(model, state_dict)
-    devices = set(places.values())
+    main = _main_device(list(places.values()), main_device)
+    needs_hooks = force_hooks or len(set(places.values())) > 1 or "disk" in places.values()
+    away = {"disk"} if main.type in ("cpu", "mps") else {"cpu", "disk"}
+    source = _Source(state_dict, offload_dir, offload_index, offload_buffers)
     with restored_on_failure(model):
-        taken = take_back(model)
-        if len(devices) == 1 and "disk" not in devices and not force_hooks:
-            return _on_one_device(model, places, state_dict, offload_dir, offload_index)
-        main = _main_device(list(places.values()), main_device)
-        _fill_staying(model, places, _away(main), offload_buffers, state_dict, offload_dir, offload_index)
-        _fill_kept(model, places, _away(main) - {"disk"}, state_dict)
-        weights = _weights_away(model, places, main, state_dict, offload_dir, offload_index, offload_buffers, taken)
-        runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in places.items()}
-        runs_on.setdefault("", main)
-        _separate_tied(model, places, runs_on)
-        away = _away(main)
-        attach_align_device_hook_on_blocks(
-            model,
-            execution_device=runs_on,
-            offload={name: device in away for name, device in places.items()},
-            weights_map=weights,
-            offload_buffers=offload_buffers,
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            prefetcher=Prefetcher(prefetch_bytes),
-        )
-        return _dispatched(model, places)
+        if needs_hooks:
+            _place(model, places, main, away, source, skip_keys, preload_module_classes, prefetch_bytes)
+        else:
+            take_back(model)
+            _fill(model, places, set(), source.with_tied_names(model))
+            model.to(to_device(next(iter(places.values()))))
+    model.hf_device_map = places  # type: ignore[assignment]  # modules type attributes as tensors
+    return model
+
+
+class _Source(NamedTuple):
+    """Values of weights that the model does not have, and the folder for weights on the disk."""
+
+    state_dict: Mapping[str, torch.Tensor] | None = None
+    folder: PathLike | None = None
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None
+    offload_buffers: bool = False
+
+    def with_tied_names(self, model: nn.Module) -> _Source:
+        """Return the source with the values of tied weights under each of their names."""
+        state = self.state_dict
+        return self if state is None else self._replace(state_dict=with_tied_names(model, state))
+
+    def stored(self, model: nn.Module) -> OffloadedWeightsLoader:
+        """Return the weights that are on disk: in files where they were left, or in the folder."""
+        return OffloadedWeightsLoader(left_on_disk(model), self.folder, self.offload_index)
+
+
+def _place(
+    model: nn.Module,
+    places: Mapping[str, Device],
+    main: torch.device,
+    away: set[str],
+    source: _Source,
+    skip_keys: str | list[str] | None,
+    preload_module_classes: list[str] | None,
+    prefetch_bytes: int | None,
+) -> None:
+    """Add hooks to a model, and offload what the map puts in `away`. Call this inside `restored_on_failure`.
+
+    Args:
+        model: Is changed. Its previous placement is removed.
+        places: Covers the model.
+        main: The device where parts on the CPU and the disk run.
+        away: Places whose weights are offloaded: `"cpu"`, `"disk"`.
+        source: Values of weights.
+        skip_keys: See `dispatch_model`.
+        preload_module_classes: See `dispatch_model`.
+        prefetch_bytes: See `dispatch_model`.
+    """
+    take_back(model)
+    source = source.with_tied_names(model)
+    _fill(model, places, away, source)
+    weights = _offloaded_weights(model, places, away, source)
+    runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in places.items()}
+    runs_on.setdefault("", main)
+    _separate_tied(model, places, runs_on)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device=runs_on,
+        offload={name: device in away for name, device in places.items()},
+        weights_map=weights,
+        offload_buffers=source.offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        prefetcher=Prefetcher(prefetch_bytes),
+    )
+    if any(has_offloaded_params(module) for module in model.modules()):
+        refuse_moves(model)
+        check_first_forward(model)
 
 
 def _places(
     model: nn.Module, device_map: str | Mapping[str, Device] | None, offload_buffers: bool, strict: bool
 ) -> dict[str, Device]:
-    """Return a map that covers the model and whose devices are here."""
+    """Return a map that covers the model and whose devices are on this machine."""
     if device_map is None or isinstance(device_map, str):
         kept_whole: Any = getattr(model, "_no_split_modules", None)
         return resolve_device_map(
@@ -120,7 +164,7 @@ def _places(
             no_split_module_classes=list(kept_whole or ()),
             offload_buffers=offload_buffers,
         )
-    unplaced: Any = getattr(model, "_no_placement_params", None)  # of transformers: they stay where they are
+    unplaced: Any = getattr(model, "_no_placement_params", None)  # defined by models of transformers
     ends = tuple(unplaced or ())
     staying = {name: "cpu" for name, _ in model.named_parameters() if ends and name.endswith(ends)}
     check_device_map(model, staying | dict(device_map), strict=strict)
@@ -128,88 +172,72 @@ def _places(
     return dict(device_map)
 
 
-def _away(main: torch.device) -> set[str]:
-    """Return the places from which weights have to be brought where they are needed."""
-    return {"disk"} if main.type in ("cpu", "mps") else {"cpu", "disk"}
+def _fill(model: nn.Module, device_map: Mapping[str, Device], away: set[str], source: _Source) -> None:
+    """Load tensors that are on the meta device, unless the map puts them on the disk or on the meta device."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
+    saved = model.state_dict().keys() if source.offload_buffers else ()
+    on_disk = {
+        name for name in _in_places(tensors, device_map, away & {"disk"}) if name not in buffers or name in saved
+    }
+    others = on_disk | _in_places(tensors, device_map, {"meta"}).keys()
+    names = [name for name in tensors if name not in others]
+    fill_empty(model, names, source.state_dict or {}, source.stored(model))
 
 
-def _weights_away(
-    model: nn.Module,
-    device_map: Mapping[str, Device],
-    main: torch.device,
-    state_dict: Mapping[str, torch.Tensor] | None,
-    folder: PathLike | None,
-    index: Mapping[str, Mapping[str, Any]] | None,
-    with_buffers: bool,
-    taken: TakenBack,
+def _offloaded_weights(
+    model: nn.Module, device_map: Mapping[str, Device], away: set[str], source: _Source
 ) -> StoredWeights:
-    """Return the weights that are not where they are needed, after writing those that belong to the disk."""
-    weights = StoredWeights()
-    values: Mapping[str, torch.Tensor] = model.state_dict() if state_dict is None else state_dict
-    for name, tensor in _in_places(values, device_map, _away(main) - {"disk"}).items():
-        weights.add(name, _on_host(name, tensor))
-    _add_from_disk(weights, model, device_map, values, folder, index, with_buffers, taken)
+    """Return the offloaded weights, after writing those that belong on the disk and are not there."""
+    weights, state = StoredWeights(), model.state_dict()
+    values = state if source.state_dict is None else source.state_dict
+    for name, tensor in _in_places(values, device_map, away - {"disk"}).items():
+        weights.add(name, tensor.detach().to("cpu"))
+    on_disk = _in_places(state, device_map, {"disk"})
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    in_memory = {id(tensor) for name, tensor in parameters.items() if name not in on_disk and not tensor.is_meta}
+    staying = () if source.offload_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    stored = source.stored(model)
+    new: dict[str, torch.Tensor] = {}
+    missing: list[str] = []
+    for name, tensor in on_disk.items():
+        value = values.get(name, tensor)
+        if name in staying:
+            continue
+        if id(parameters.get(name)) in in_memory:  # another module has it in memory
+            weights.add(name, parameters[name].detach())
+        elif not value.is_meta:
+            new[name] = value
+        elif name in stored:
+            weights.add(name, stored[name], stored.locate(name))
+        else:
+            missing.append(name)
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} offloaded weights are neither in the model nor on the disk: {', '.join(missing[:5])}"
+            f"{' …' if len(missing) > 5 else ''}. Load a checkpoint first, or pass their folder as offload_dir."
+        )
+    if new:
+        _write(new, source.folder, weights)
     return weights
 
 
-def _fill_staying(
-    model: nn.Module,
-    device_map: Mapping[str, Device],
-    away: set[str],
-    with_buffers: bool,
-    state_dict: Mapping[str, torch.Tensor] | None,
-    folder: PathLike | None = None,
-    index: Mapping[str, Mapping[str, Any]] | None = None,
-) -> None:
-    """Give empty tensors that are not offloaded their values, from the state dict or the folder."""
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
-    offloaded = _in_places(tensors, device_map, away)
-    lasting = model.state_dict().keys() if with_buffers else ()
-    staying = [name for name in tensors if name not in offloaded or (name in buffers and name not in lasting)]
-    virtual = _in_places(tensors, device_map, {"meta"})
-    stored = OffloadedWeightsLoader(left_on_disk(model), folder, index)
-    fill_empty(model, [name for name in staying if name not in virtual], state_dict or {}, stored)
-
-
-def _fill_kept(
-    model: nn.Module, device_map: Mapping[str, Device], places: set[str], state_dict: Mapping[str, torch.Tensor] | None
-) -> None:
-    """Give empty weights that are kept in some places what was left of them on the disk, if it was."""
-    left = left_on_disk(model)
-    names = [name for name in _in_places(model.state_dict(), device_map, places) if name in left]
-    fill_empty(model, names, state_dict or {}, left)
-
-
-def _on_one_device(
-    model: nn.Module,
-    device_map: Mapping[str, Device],
-    state_dict: Mapping[str, torch.Tensor] | None,
-    folder: PathLike | None,
-    index: Mapping[str, Mapping[str, Any]] | None,
-) -> nn.Module:
-    if state_dict is not None:
-        _fill_staying(model, device_map, set(), False, state_dict, folder, index)
-    elif torch.device(next(iter(device_map.values()))).type != "meta":
-        stored = OffloadedWeightsLoader(left_on_disk(model), folder, index)
-        fill_empty(model, [name for name in model.state_dict() if name in stored], stored)
-    empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    if empty and torch.device(next(iter(device_map.values()))).type != "meta":
+def _write(tensors: Mapping[str, torch.Tensor], folder: PathLike | None, weights: StoredWeights) -> None:
+    """Write tensors into the folder, each memory once, and add them to the offloaded weights."""
+    if folder is None:
         raise ConfigurationError(
-            f"{len(empty)} tensors of the model have no values, {empty[0]!r} first. Load a checkpoint before it is "
-            "dispatched, or use load_checkpoint_and_dispatch."
+            f"the device map puts {next(iter(tensors))!r} and {len(tensors) - 1} other weights on the disk, where they "
+            "are not yet: pass offload_dir, a folder to write them to."
         )
-    model.to(to_device(next(iter(device_map.values()))))
-    model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # modules type attributes as tensors
-    return model
-
-
-def _dispatched(model: nn.Module, device_map: Mapping[str, Device]) -> nn.Module:
-    model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # modules type attributes as tensors
-    if any(has_offloaded_params(module) for module in model.modules()):
-        refuse_moves(model)
-        look_at_first_forward(model)
-    return model
+    first: dict[tuple[Any, ...], str] = {}
+    written: dict[str, str] = {}  # by name, the name that the memory is written under
+    for name, tensor in tensors.items():
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        written[name] = first.setdefault(key, name)
+    offload_state_dict(folder, {name: tensors[name] for name in first.values()})
+    stored = OffloadedWeightsLoader(save_folder=folder)
+    for name, same in written.items():
+        weights.add(name, *stored.on_disk(same))
 
 
 def _main_device(devices: list[Device], asked: Device | None) -> torch.device:
@@ -221,97 +249,8 @@ def _main_device(devices: list[Device], asked: Device | None) -> torch.device:
     return default_device() if set(devices) == {"disk"} else torch.device("cpu")
 
 
-def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_meta:
-        raise CheckpointError(
-            f"{name!r} is to be kept on the CPU and has no values: it is on the meta device. Load a checkpoint first, "
-            "or pass a state_dict that holds it."
-        )
-    return tensor.detach().to("cpu")
-
-
-def _add_from_disk(
-    weights: StoredWeights,
-    model: nn.Module,
-    device_map: Mapping[str, Device],
-    values: Mapping[str, torch.Tensor],
-    folder: PathLike | None,
-    index: Mapping[str, Mapping[str, Any]] | None,
-    with_buffers: bool,
-    taken: TakenBack,
-) -> None:
-    """Add the weights of modules that are on the disk, after writing those that are not there yet."""
-    wanted = _offloaded_values(model, device_map, values, with_buffers)
-    for name, tensor in _shared_with_others(model, device_map, wanted).items():
-        weights.add(name, tensor)  # in memory anyway
-        del wanted[name]
-    for name, tensor in list(wanted.items()):
-        if (there := taken.find(tensor)) is not None:
-            weights.add(name, *there)
-            del wanted[name]
-    if not wanted:
-        return
-    left = left_on_disk(model)
-    folder_index = index if index is not None or folder is None else read_offload_index(folder)
-    stored = OffloadedWeightsLoader(left, folder, folder_index or {})
-    new = {name: tensor for name, tensor in wanted.items() if not tensor.is_meta}
-    missing = [name for name in wanted if name not in new and name not in stored]
-    if missing:
-        raise CheckpointError(
-            f"{len(missing)} offloaded weights are neither in the model nor on the disk: {', '.join(missing[:5])}"
-            f"{' …' if len(missing) > 5 else ''}. Load a checkpoint first, or name their folder as offload_dir."
-        )
-    if new and folder is None:
-        raise ConfigurationError(
-            f"the map puts {next(iter(new))!r} and {len(new) - 1} other weights on the disk, where they are not yet: "
-            "pass offload_dir, a folder to write them to."
-        )
-    aliases = _aliases(new)
-    if new and folder is not None:
-        offload_state_dict(folder, {name: tensor for name, tensor in new.items() if name not in aliases})
-        stored = OffloadedWeightsLoader(left, folder, {**(folder_index or {}), **read_offload_index(folder)})
-    for name in wanted:
-        if name not in aliases:
-            if name in new:
-                weights.add(name, *stored.on_disk(name))  # whatever a checkpoint loaded before says about it
-            else:
-                weights.add(name, stored[name], stored.locate(name))
-    for name, same in aliases.items():
-        weights.add_alias(name, same)
-
-
-def _offloaded_values(
-    model: nn.Module, device_map: Mapping[str, Device], values: Mapping[str, torch.Tensor], with_buffers: bool
-) -> dict[str, torch.Tensor]:
-    buffers = set() if with_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    names = _in_places(model.state_dict(), device_map, {"disk"})
-    return {name: values.get(name, tensor) for name, tensor in names.items() if name not in buffers}
-
-
-def _shared_with_others(
-    model: nn.Module, device_map: Mapping[str, Device], wanted: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return those of the wanted tensors that a module which is not on the disk has too."""
-    everything = dict(model.named_parameters(remove_duplicate=False))
-    inside = _in_places(everything, device_map, {"disk"})
-    outside = {id(tensor) for name, tensor in everything.items() if name not in inside and not tensor.is_meta}
-    return {name: tensor.detach() for name, tensor in inside.items() if name in wanted and id(tensor) in outside}
-
-
-def _aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the names of tensors that are the same memory as one before, with the name of that one."""
-    first: dict[tuple[Any, ...], str] = {}
-    found: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            same = first.setdefault((tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()), name)
-            if same != name:
-                found[name] = same
-    return found
-
-
 def _separate_tied(model: nn.Module, device_map: Mapping[str, Device], runs_on: Mapping[str, torch.device]) -> None:
-    """Give modules on different devices a parameter each where they share one: it cannot be in two places."""
+    """Give modules on different devices a parameter each if they share one."""
     places: dict[int, torch.device] = {}
     for path, module in model.named_modules():
         block = innermost(path, device_map)
@@ -325,7 +264,7 @@ def _separate_tied(model: nn.Module, device_map: Mapping[str, Device], runs_on: 
 def _in_places(
     tensors: Mapping[str, torch.Tensor], device_map: Mapping[str, Device], places: set[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that the map puts into one of some places."""
+    """Return the tensors that the map puts into one of the places."""
     found = {}
     for name, tensor in tensors.items():
         entry = innermost(name, device_map)
@@ -350,33 +289,28 @@ def cpu_offload(
     *,
     prefetch_bytes: int | None = None,
 ) -> nn.Module:
-    """Keep a model's weights in the CPU's memory, and bring each module's to a device for the time of its forward.
+    """Offload a model's weights to host memory, and load those of each module to a device during its forward.
 
     Args:
-        model: is changed.
-        execution_device: where it runs; unless told, the accelerator that it is on, or the present one.
-        offload_buffers: offload buffers too.
-        state_dict: the weights, on the CPU, and buffers that are on the meta device; the model's own unless given.
-        preload_module_classes: see `attach_align_device_hook`.
-        prefetch_bytes: how much may be brought ahead of its use, 0 for nothing; see `Prefetcher`.
+        model: Is changed.
+        execution_device: The device that runs it. Default: the accelerator that it is on, or the current one.
+        offload_buffers: Offload buffers too.
+        state_dict: Weights on the CPU, and values of tensors on the meta device. Default: the model's own.
+        preload_module_classes: See `attach_align_device_hook`.
+        prefetch_bytes: Bytes that may be loaded before their use; 0 disables prefetching. See `Prefetcher`.
 
     Returns:
         The model.
 
     Raises:
-        CheckpointError: a weight has no values, or `state_dict` lacks it. The model is as before.
-        ConfigurationError: the device is not here.
+        CheckpointError: A weight has no values, or is not in `state_dict`. The model is as before.
+        ConfigurationError: The device is not on this machine.
     """
     device = _execution_device(model, execution_device)
-    state_dict = None if state_dict is None else with_tied_names(model, state_dict)
-    weights = StoredWeights()
+    source = _Source(state_dict, offload_buffers=offload_buffers)
     with restored_on_failure(model):
-        take_back(model)
-        _fill_kept(model, {"": "cpu"}, {"cpu"}, state_dict)
-        for name, tensor in (model.state_dict() if state_dict is None else state_dict).items():
-            weights.add(name, _on_host(name, tensor))
-        _fill_staying(model, {"": "cpu"}, {"cpu"}, offload_buffers, state_dict)
-        return _offloaded(model, weights, device, offload_buffers, preload_module_classes, prefetch_bytes)
+        _place(model, {"": "cpu"}, device, {"cpu"}, source, None, preload_module_classes, prefetch_bytes)
+    return model
 
 
 def disk_offload(
@@ -388,53 +322,28 @@ def disk_offload(
     *,
     prefetch_bytes: int | None = None,
 ) -> nn.Module:
-    """Keep a model's weights on the disk, and bring each module's to a device for the time of its forward.
+    """Offload a model's weights to the disk, and load those of each module to a device during its forward.
 
     Args:
-        model: is changed. Weights on the meta device must lie in `offload_dir` already; others are written there.
-        offload_dir: a folder; made where it is missing.
-        execution_device: see `cpu_offload`.
-        offload_buffers: offload buffers too.
-        preload_module_classes: see `attach_align_device_hook`.
-        prefetch_bytes: how much may be read ahead of its use, 0 for nothing; see `Prefetcher`.
+        model: Is changed. Weights on the meta device must be in `offload_dir`. Others are written there.
+        offload_dir: A folder; created if it does not exist.
+        execution_device: See `cpu_offload`.
+        offload_buffers: Offload buffers too.
+        preload_module_classes: See `attach_align_device_hook`.
+        prefetch_bytes: Bytes that may be loaded before their use; 0 disables prefetching. See `Prefetcher`.
 
     Returns:
         The model.
 
     Raises:
-        CheckpointError: a weight is neither in the model nor in the folder, or it cannot be written. The model and
-            the files are as before.
-        ConfigurationError: the device is not here.
+        CheckpointError: A weight is neither in the model nor in the folder, or cannot be written. The model and the
+            files are as before.
+        ConfigurationError: The device is not on this machine.
     """
     device = _execution_device(model, execution_device)
-    weights = StoredWeights()
+    source = _Source(folder=offload_dir, offload_buffers=offload_buffers)
     with restored_on_failure(model):
-        taken = take_back(model)
-        _fill_staying(model, {"": "disk"}, {"disk"}, offload_buffers, None, offload_dir)
-        _add_from_disk(weights, model, {"": "disk"}, model.state_dict(), offload_dir, None, offload_buffers, taken)
-        return _offloaded(model, weights, device, offload_buffers, preload_module_classes, prefetch_bytes)
-
-
-def _offloaded(
-    model: nn.Module,
-    weights: StoredWeights,
-    device: torch.device,
-    offload_buffers: bool,
-    preload: list[str] | None,
-    prefetch_bytes: int | None,
-) -> nn.Module:
-    add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True), append=True)
-    attach_align_device_hook(
-        model,
-        execution_device=device,
-        offload=True,
-        weights_map=weights,
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload,
-        prefetcher=Prefetcher(prefetch_bytes),
-    )
-    refuse_moves(model)
-    look_at_first_forward(model)
+        _place(model, {"": "disk"}, device, {"disk"}, source, None, preload_module_classes, prefetch_bytes)
     return model
 
 
@@ -443,21 +352,21 @@ def cpu_offload_with_hook(
     execution_device: Device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model on the CPU, move it to a device when it is called, and leave it there until it is told.
+    """Store a model on the CPU, move it to a device when it is called, and keep it there until it is offloaded.
 
-    Faster than `cpu_offload` where a model runs in a loop, and needs room for all of it.
+    Faster than `cpu_offload` for a model that runs in a loop. The device must have enough memory for the full model.
 
     Args:
-        model: is changed.
-        execution_device: where it runs; the present accelerator unless told, or the CPU where there is none.
-        prev_module_hook: what this function returned for the model that runs before this one in a pipeline; calling
-            this model sends that one back to the CPU.
+        model: Is changed.
+        execution_device: The device that runs it. Default: the current accelerator, or the CPU.
+        prev_module_hook: The hook that this function returned for the previous model of a pipeline. Calling this model
+            moves that one back to the CPU.
 
     Returns:
-        The model, and the hook whose `offload()` sends it to the CPU and whose `remove()` ends all this.
+        The model, and its hook: `offload()` moves the model to the CPU, `remove()` removes the hook.
 
     Raises:
-        ConfigurationError: the device is not here.
+        ConfigurationError: The device is not on this machine.
     """
     hook = CpuOffload(None if execution_device is None else present_device(execution_device), prev_module_hook)
     add_hook_to_module(model, hook, append=True)

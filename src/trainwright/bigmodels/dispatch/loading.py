@@ -14,7 +14,7 @@ from torch import nn
 
 from trainwright.bigmodels.dispatch.attach import innermost
 from trainwright.bigmodels.dispatch.dispatch import dispatch_model
-from trainwright.bigmodels.dispatch.left_on_disk import add_left_on_disk
+from trainwright.bigmodels.dispatch.moves import add_left_on_disk
 from trainwright.bigmodels.dispatch.targets import (
     Target,
     assign,
@@ -24,7 +24,7 @@ from trainwright.bigmodels.dispatch.targets import (
     lies_in_a_file,
     new_value,
 )
-from trainwright.bigmodels.dispatch.undoing import restored_on_failure
+from trainwright.bigmodels.dispatch.undo import restored_on_failure
 from trainwright.bigmodels.maps.device_map import check_devices, resolve_device_map
 from trainwright.bigmodels.weights.moving import Device, check_present, to_device
 from trainwright.bigmodels.weights.stored_weights import StoredWeights, read_checkpoint

@@ -13,7 +13,7 @@ from torch import nn
 from trainwright.bigmodels.dispatch.attach import innermost
 from trainwright.bigmodels.dispatch.dispatch import dispatch_model
 from trainwright.bigmodels.dispatch.loading import PathLike, load_stored_weights
-from trainwright.bigmodels.dispatch.undoing import restored_on_failure
+from trainwright.bigmodels.dispatch.undo import restored_on_failure
 from trainwright.bigmodels.maps.device_map import resolve_device_map
 from trainwright.bigmodels.maps.sizes import DType, find_tied_parameters
 from trainwright.bigmodels.quantization.quantized_layers import (

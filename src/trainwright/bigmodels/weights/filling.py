@@ -1,4 +1,4 @@
-"""Values for those tensors of an empty model that stay at hand, while others are kept away."""
+"""Load values into tensors of a model that are on the meta device."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from trainwright.bigmodels.weights.slots import like, put
+from trainwright.bigmodels.weights.slots import put, restored
 from trainwright.core.errors import CheckpointError
 
 _SHOWN = 5  # names in a message
 
 
 def with_tied_names(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return values by all names of each parameter: files of safetensors hold tied ones under one of them."""
+    """Add the values of tied parameters under all of their names; safetensors files have them under one."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -27,17 +27,17 @@ def with_tied_names(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Map
 
 
 def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, torch.Tensor]) -> None:
-    """Give tensors of a model that are on the meta device the values of a mapping, which they share, on the CPU.
+    """Replace meta tensors of a model by tensors on the CPU that share the memory of a source.
 
     Tied parameters stay tied. Tensors that have values keep them.
 
     Args:
-        model: is changed.
-        names: of parameters and buffers that must have values afterwards.
-        sources: the first that has the name of a tensor, or of one that is tied to it, gives its values.
+        model: Is changed.
+        names: Parameters and buffers that must have values.
+        sources: Values by name. The first source with a name of the tensor is used.
 
     Raises:
-        CheckpointError: none of them has, or has it in another shape. Some tensors may have been filled.
+        CheckpointError: No source has a tensor, or its shape differs. Other tensors may have been replaced.
     """
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     tied: dict[int, list[str]] = {}
@@ -56,17 +56,18 @@ def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, to
             continue
         if value.shape != tensor.shape:
             raise CheckpointError(
-                f"{name!r} has shape {tuple(value.shape)} in what is given and {tuple(tensor.shape)} in the model."
+                f"{name!r} has shape {tuple(value.shape)} in the given values and {tuple(tensor.shape)} in the model."
             )
-        new = like(tensor, value.detach().to("cpu", tensor.dtype))
+        new = restored(tensor, value.detach().to("cpu", tensor.dtype))
         for same in tied[id(tensor)]:
             put(model, same, new)
         filled.add(id(tensor))
     if missing:
         shown = ", ".join(map(repr, missing[:_SHOWN])) + (" …" if len(missing) > _SHOWN else "")
         raise CheckpointError(
-            f"{len(missing)} tensors that are not offloaded have no values: {shown}. They are on the meta device. "
-            "Load a checkpoint first, pass a state_dict that holds them, or offload buffers too (offload_buffers=True)."
+            f"{len(missing)} tensors have no values: {shown}. They are on the meta device, and the device map does not "
+            "put them on the disk. Load a checkpoint first (load_checkpoint_and_dispatch), pass a state_dict that "
+            "contains them, or offload buffers too (offload_buffers=True)."
         )
 
 

@@ -1,7 +1,7 @@
-"""A file of weights mapped into memory: its tensors are views of the page cache, read when they are touched.
+"""A file of weights that is mapped into memory. Its tensors are views of the page cache, read on first access.
 
-Mapped privately: a write to such a tensor stays in this process and never reaches the file. The file must keep its
-length while it is mapped, since touching a page beyond its end kills the process (SIGBUS): `load` asks first.
+The mapping is private: a write to a tensor stays in this process and never reaches the file. The file must keep its
+length while it is mapped, because access to a page beyond its end kills the process (SIGBUS). `load` checks this first.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 
 from trainwright.checkpoint.disk.untrusted import check_regular
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.offload.advice import changed_pages, populate
+from trainwright.strategies.offload.advice import populate
 
 # Not in Python's mmap module. NORESERVE: without it, Linux refuses a private mapping that is larger than the memory.
 _MAP_NORESERVE = 0x4000
-_PIECE_BYTES = 8 * 2**20  # read between two looks at whether somebody waits for another part
-_PROBE_BYTES = 2**20  # between two bytes that are asked for, to see whether all of a part is in memory
-_GAP_BYTES = 64 * 2**10  # reading so much in vain is cheaper than asking twice
+_PIECE_BYTES = 8 * 2**20  # read at once
+_PROBE_BYTES = 2**20  # distance of the bytes that are probed to check whether a part is in memory
+_GAP_BYTES = 64 * 2**10  # reading so much more is cheaper than a second request
 
 
 class FileSpan(NamedTuple):
-    """Where a tensor's bytes lie in a mapped file."""
+    """Location of a tensor's bytes in a mapped file."""
 
     file: MappedFile
     start: int
@@ -40,13 +40,13 @@ class FileSpan(NamedTuple):
 
 
 class MappedFile:
-    """A file mapped as a whole. Nothing is read here.
+    """A file that is mapped completely. Nothing is read here.
 
     Args:
-        path: must not be empty.
+        path: A file that is not empty.
 
     Raises:
-        CheckpointError: it cannot be opened or mapped.
+        CheckpointError: It cannot be opened or mapped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,34 +62,27 @@ class MappedFile:
         weakref.finalize(self, os.close, self._descriptor)
         self.num_bytes = os.fstat(self._descriptor).st_size
         self._bytes = _map(self._descriptor, self.num_bytes, self.path)
-        self._mapped: set[tuple[int, int]] = set()  # parts whose pages are in this process's tables, if in memory
+        self._mapped: set[tuple[int, int]] = set()  # parts that were loaded before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MappedFile:
-        """Return a mapping of its own of the same file, in which only those pages take memory that were written to."""
+        """Map the same file again. Changes that were made to its tensors in memory are not copied."""
         self.check()
         twin = copy.copy(self)
-        twin._use(os.dup(self._descriptor))  # past the path, where another file may lie by now
-        for start in changed_pages(self._bytes.data_ptr(), self.num_bytes):
-            self._copy_changed(twin, start)
+        twin._use(os.dup(self._descriptor))  # the path may name another file by now
         return twin
 
-    def _copy_changed(self, twin: MappedFile, start: int) -> None:
-        piece = slice(start, start + mmap.PAGESIZE)
-        if not torch.equal(twin._bytes[piece], self._bytes[piece]):
-            twin._bytes[piece] = self._bytes[piece]
-
     def counterpart(self, tensor: torch.Tensor, other: MappedFile) -> torch.Tensor | None:
-        """Return the same part of this file, which is a copy of `other`, as `tensor` is of that; None if it is none."""
+        """Return the part of this file that `tensor` is of `other`, of which this is a copy. None if it is not one."""
         start = tensor.data_ptr() - other._bytes.data_ptr()
         if not 0 <= start < other.num_bytes or not tensor.is_contiguous():
             return None
         return self.tensor(start, tensor.dtype, tensor.shape)
 
     def tensor(self, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return the tensor that begins at byte `start`: a view, or a copy where `start` splits an element's width.
+        """Return the tensor that begins at byte `start`: a view, or a copy if it is not aligned.
 
         Raises:
-            CheckpointError: it would reach beyond the file.
+            CheckpointError: It ends beyond the file.
         """
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if start < 0 or start + num_bytes > self.num_bytes:
@@ -103,10 +96,10 @@ class MappedFile:
         return piece.view(dtype).view(tuple(shape))
 
     def check(self) -> None:
-        """Ask whether the file still has its length; costs a system call.
+        """Check that the file still has its length; one system call.
 
         Raises:
-            CheckpointError: it has become shorter.
+            CheckpointError: It is shorter.
         """
         size = os.fstat(self._descriptor).st_size
         if size < self.num_bytes:
@@ -119,7 +112,7 @@ class MappedFile:
         """Fill `buffer` (uint8 on the CPU, contiguous) with the bytes from `start` on, in one copy.
 
         Raises:
-            CheckpointError: the file ends before, or cannot be read.
+            CheckpointError: The file is too short, or cannot be read.
         """
         bytes_: Any = buffer.numpy()
         view = memoryview(bytes_)
@@ -135,12 +128,12 @@ class MappedFile:
             done += count
 
     def load(self, start: int, num_bytes: int) -> None:
-        """Read a part of the file into memory, and wait for it; quick where it is there already.
+        """Read a part of the file into memory. Blocks; returns quickly if it is in memory.
 
-        Runs without Python's lock, so that other threads compute meanwhile.
+        Releases Python's lock, so that other threads can compute.
 
         Raises:
-            CheckpointError: the file has become shorter.
+            CheckpointError: The file is shorter than before.
         """
         self.check()
         if (start, num_bytes) in self._mapped and self._is_in_memory(start, num_bytes):
@@ -158,19 +151,19 @@ class MappedFile:
         self._mapped.add((start, num_bytes))
 
     def _is_in_memory(self, start: int, num_bytes: int) -> bool:
-        """Say whether a part seems to be in the page cache. What is not is read when it is touched, only later."""
+        """Return whether a part seems to be in the page cache. Other parts are read on first access."""
         flag, byte = getattr(os, "RWF_NOWAIT", None), [bytearray(1)]
         if flag is None or not num_bytes:
             return False
         last = start + num_bytes - 1
         try:
             return all(os.preadv(self._descriptor, byte, at, flag) for at in (*range(start, last, _PROBE_BYTES), last))
-        except OSError:  # it would have to be read, or the file system cannot say
+        except OSError:  # it is not in memory, or the file system cannot tell
             return False
 
 
 def load_spans(spans: Iterable[FileSpan]) -> None:
-    """Read parts of files into memory, those that adjoin at once; see `MappedFile.load`."""
+    """Read parts of files into memory, adjacent ones together. See `MappedFile.load`."""
     runs: list[FileSpan] = []
     for span in sorted(spans, key=lambda span: (str(span.file.path), span.start)):
         run = runs[-1] if runs else None

@@ -1,8 +1,7 @@
-"""What stands in a module in the place of a weight that is away, and what is put there while it is used.
+"""Offloaded tensors: the placeholder between two forwards, the tensor during one, and the original afterwards.
 
-What the module shows is the truth: a weight comes with the dtype and `requires_grad` of the tensor that stands in its
-place when it is needed, and where somebody has put a tensor with values there, that one is used. Gradients of weights
-that are away are dropped as soon as they are there: nothing shows them, and they would take a model's memory.
+The placeholder in the module defines the dtype and `requires_grad` of the weight that replaces it. A tensor with values
+that a user assigns instead is used. Gradients of offloaded weights are dropped as soon as they are computed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,26 +17,32 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from trainwright.bigmodels.weights.away import AwayParameter, unguard
 
-# Modules that share a parameter share what stands in its place, and what is put back in the end. Entries go with
-# their keys: with the parameter when nobody has it any more, with the placeholder when it is no longer used.
-_PLACEHOLDERS: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
-_RESTORED: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
-
 _META = torch.device("meta")
+
+
+class _Origin(NamedTuple):
+    """The tensor that a placeholder replaces, if someone still holds it, and its device."""
+
+    device: torch.device
+    tensor: TensorWeakRef | None = None
+
+
+# Modules that share a parameter share its placeholder, and share the parameter again when it is restored.
+_PLACEHOLDERS: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+_ORIGINS: MutableMapping[torch.Tensor, _Origin] = WeakTensorKeyDictionary()
 
 
 @dataclass(slots=True)
 class Slot:
-    """A parameter or buffer whose value is away between two forwards.
+    """A parameter or buffer that is offloaded between two forwards.
 
     Attributes:
-        name: within the hook's module: `path`, a dot, and `leaf`; the path is empty for the module's own.
-        placeholder: what was put in its place, on the meta device.
-        device: where it was before.
-        former: what stood there before, kept where its memory is what the weights map hands out anyway.
-        original: what stood there before, where it is not kept: an optimizer may hold it still.
-        is_shared: a module that is not offloaded has `former` too. Then gradients are its own, and are not dropped.
-        kept: what is put in its place, where that is a view of a file or of host memory and can be used again.
+        name: Within the hook's module: `path`, a dot, and `leaf`. The path is empty for the module's own tensors.
+        placeholder: The meta tensor that replaced it.
+        origin: The tensor before, and its device.
+        former: The tensor before, if the weights map returns its memory.
+        is_shared: A module that is not offloaded has `former` too, so that its gradients are not dropped.
+        kept: The tensor of the last forward, if it is a view of a file or of host memory and can be used again.
     """
 
     name: str
@@ -45,52 +50,53 @@ class Slot:
     leaf: str
     is_buffer: bool
     placeholder: torch.Tensor
-    device: torch.device
+    origin: _Origin
     former: torch.Tensor | None = None
-    original: TensorWeakRef | None = None
     is_shared: bool = False
     kept: torch.Tensor | None = None
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, is_buffer: bool, value: torch.Tensor) -> Slot:
-        """Return the slot of a module's present `tensor`, whose value the weights map gives as `value`."""
+        """Return the slot of a module's `tensor`, for which the weights map returns `value`."""
         path, _, leaf = name.rpartition(".")
         if tensor.is_meta:
-            return cls(name, path, leaf, is_buffer, tensor, tensor.device)
-        slot = cls(name, path, leaf, is_buffer, _placeholder_of(tensor), tensor.device)
-        if tensor.device == value.device and tensor.data_ptr() == value.data_ptr():
-            slot.former = tensor
-        else:
-            slot.original = TensorWeakRef(tensor)
-        return slot
+            return cls(name, path, leaf, is_buffer, tensor, _ORIGINS.get(tensor, _Origin(_META)))
+        placeholder, origin = _placeholder_of(tensor), _Origin(tensor.device, TensorWeakRef(tensor))
+        _ORIGINS[placeholder] = origin
+        is_same = tensor.device == value.device and tensor.data_ptr() == value.data_ptr()
+        return cls(name, path, leaf, is_buffer, placeholder, origin, tensor if is_same else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         placeholder, former = copy.deepcopy((self.placeholder, self.former), memo)
-        # Kept anew, not read into memory; and nobody holds a copy of what the module had before.
-        return replace(self, placeholder=placeholder, former=former, original=None, kept=None)
+        return replace(self, placeholder=placeholder, origin=_Origin(self.origin.device), former=former, kept=None)
 
     def table(self, module: nn.Module) -> dict[str, Any]:
-        """Return the table of the hook's module, or of one within, that the tensor stands in."""
+        """Return the dict of parameters or buffers that contains the tensor."""
         owner = module.get_submodule(self.path) if self.path else module
         return owner._buffers if self.is_buffer else owner._parameters
 
     def replaced(self, module: nn.Module, value: torch.Tensor, span: Any) -> Slot:
-        """Return the slot for another value, whose placeholder stands in the module; `span` says where it lies in a
-        file, and is None for one in memory, which is put back into memory in the end.
-        """
-        former = self.original if self.former is None else TensorWeakRef(self.former)
-        shown = self.table(module)[self.leaf]
-        new = replace(self, placeholder=shown, former=None, original=former, is_shared=False, kept=None)
-        return new if span is not None else replace(new, device=value.device)
-
-    def weight(self, shown: torch.Tensor, value: torch.Tensor, *, records: bool, by_hand: bool) -> torch.Tensor:
-        """Return what is put in the place of `shown`; called outside of inference mode, where nothing is recorded.
+        """Return the slot for another value, whose placeholder is in the module already.
 
         Args:
-            shown: what stands there, on the meta device.
-            value: on the device where it is used.
-            records: the use may be recorded for a backward.
-            by_hand: not for a forward, but for a user who may look at the gradient.
+            module: The hook's.
+            value: The new value.
+            span: The location of the value in a file. None: the value is in memory, and is restored there.
+        """
+        device = self.origin.device if span is not None else value.device
+        origin = _Origin(device, self.origin.tensor)
+        shown = self.table(module)[self.leaf]
+        _ORIGINS[shown] = origin
+        return replace(self, placeholder=shown, origin=origin, former=None, is_shared=False, kept=None)
+
+    def weight(self, shown: torch.Tensor, value: torch.Tensor, *, records: bool, by_hand: bool) -> torch.Tensor:
+        """Return the tensor for the module. Call it outside of inference mode and with gradients disabled.
+
+        Args:
+            shown: The meta tensor in the module.
+            value: On the device where it is used.
+            records: The use may be recorded for a backward.
+            by_hand: For a user, who may read the gradient, and not for a forward.
         """
         former = self.former
         if (
@@ -107,49 +113,63 @@ class Slot:
         return weight
 
     def kept_as(self, shown: torch.Tensor) -> torch.Tensor | None:
-        """Return what is kept, if it is as the module shows it now."""
+        """Return the kept tensor, if it has the dtype and `requires_grad` of the meta tensor in the module."""
         kept = self.kept
         fits = kept is not None and kept.dtype == shown.dtype and kept.requires_grad == shown.requires_grad
         return kept if fits else None
 
     def keep(self, weight: torch.Tensor, is_lasting: bool) -> None:
-        """Keep what `weight` returned for the next forward, if its memory costs nothing and it will be the same."""
+        """Keep the result of `weight` for the next forward, if it takes no memory and stays the same."""
         self.kept = weight if is_lasting and (weight is self.former or not self.is_shared) else None
 
-    def taken_back(self, shown: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-        """Return what stood in the module before, as it shows it now, or its like. Its memory is that of `stored`,
-        unless the dtype differs.
-        """
-        original = None if self.original is None else self.original()
-        restored: torch.Tensor | None = self.former if self.former is not None else original
-        if restored is None:
-            return like(shown, stored.detach().to(shown.dtype))
-        _follow(restored, shown)
-        if restored is not self.former:
-            restored.data = stored.to(shown.dtype)
-        return restored
+    def restore(self, module: nn.Module, stored: torch.Tensor, *, copies: bool = True) -> None:
+        """Put the tensor back into the module. A value that a user has assigned stays.
 
-    def put_back(self, module: nn.Module, stored: torch.Tensor) -> None:
-        """Put back what stood in the module before, with the values `stored`, as what the module shows now. Tensors
-        that were on the meta device stay there, and values that somebody has put there stay too.
+        Args:
+            module: The hook's.
+            stored: The values.
+            copies: Copy them to the device where the tensor was. One that was on the meta device stays there. False:
+                the tensor gets the memory of `stored`.
         """
         table = self.table(module)
         shown = table.get(self.leaf)
         if shown is None or not shown.is_meta:
             return
-        if self.former is None and self.device == _META:
+        if self.former is None and copies and self.origin.device == _META:
             unguard(shown)
             return
-        original = None if self.original is None else self.original()
-        restored = self.former if self.former is not None else _RESTORED.get(shown)
-        if restored is None and original is not None:
+        original = original_of(self.placeholder) if self.former is None else self.former
+        if original is None:
+            value = _copied_as(shown, stored, self.origin.device) if copies else stored.detach().to(shown.dtype)
+            original = like(shown, value)
+            _ORIGINS[self.placeholder] = _Origin(self.origin.device, TensorWeakRef(original))
+        else:
             _follow(original, shown)
-            original.data.copy_(stored)
-            restored = original
-        elif restored is None:
-            restored = _RESTORED[shown] = like(shown, _copied_as(shown, stored, self.device))
-        _follow(restored, shown)
-        table[self.leaf] = restored
+            if original is not self.former and copies:
+                original.data.copy_(stored)
+            elif original is not self.former:
+                original.data = stored.to(shown.dtype)
+        table[self.leaf] = original
+
+    def leave(self) -> None:
+        """Record what the placeholder replaces. It stays in the module until `restored` is called."""
+        _ORIGINS.setdefault(self.placeholder, self.origin)
+
+
+def original_of(placeholder: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that a placeholder replaces, if someone still holds it."""
+    origin = _ORIGINS.get(placeholder)
+    return None if origin is None or origin.tensor is None else origin.tensor()
+
+
+def restored(placeholder: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a placeholder replaces, with the memory of `value`; a new one if nobody holds it."""
+    original = original_of(placeholder)
+    if original is None:
+        return like(placeholder, value)
+    _follow(original, placeholder)
+    original.data = value
+    return original
 
 
 def _drop_gradient(weight: torch.Tensor) -> None:
@@ -168,7 +188,7 @@ def _placeholder_of(tensor: torch.Tensor) -> torch.Tensor:
     found = _PLACEHOLDERS.get(tensor)
     if found is None or found.shape != tensor.shape:
         found = _PLACEHOLDERS[tensor] = like(tensor, torch.empty_like(tensor, device=_META))
-    _follow(found, tensor)  # it may be of a former time
+    _follow(found, tensor)  # it may have been made for an earlier offload
     return found
 
 
@@ -231,5 +251,5 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return what stands in a parameter's place in those modules that share it and are offloaded."""
+    """Return the placeholder of a parameter, in modules that share it and are offloaded."""
     return _PLACEHOLDERS.get(tensor)

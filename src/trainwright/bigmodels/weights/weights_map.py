@@ -1,7 +1,8 @@
-"""Where offloaded weights lie: in a state dict, in a folder that they were written to, or in a checkpoint as it is.
+"""Offloaded weights by name, in a state dict, in a folder to which they were written, or in a checkpoint.
 
-A folder holds one raw file a tensor, `NAME.dat`, and an `index.json` of `{name: {"dtype": …, "shape": …}}`; an entry
-`{"safetensors_file": …, "weight_name": …, "dtype": …}` stands for a tensor in a safetensors file elsewhere.
+A folder contains one raw file for each tensor, `NAME.dat`, and an `index.json` of
+`{name: {"dtype": …, "shape": …}}`. An entry `{"safetensors_file": …, "weight_name": …, "dtype": …}` refers to a tensor
+in a safetensors file elsewhere.
 """
 
 from __future__ import annotations
@@ -34,46 +35,55 @@ PathLike = str | os.PathLike[str]
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: PathLike, index: Index | None = None
 ) -> Index:
-    """Write one tensor to `NAME.dat` in a folder, beside its final name first.
+    """Write one tensor to `NAME.dat` in a folder, under a temporary name first. Blocks.
 
     Args:
-        weight: on any device but meta; waited for.
-        weight_name: dots and all.
-        offload_folder: exists.
-        index: gets the tensor's entry; a new one unless given.
+        weight: On any device except meta.
+        weight_name: The full name, with dots.
+        offload_folder: An existing folder.
+        index: Receives the entry of the tensor. Default: a new index.
 
     Returns:
         The index. `save_offload_index` writes it.
 
     Raises:
-        CheckpointError: it cannot be written; the folder is as before.
+        CheckpointError: It cannot be written. The folder is as before.
     """
     partial, target = _write_beside(weight, weight_name, Path(offload_folder))
-    os.replace(partial, target)  # whoever has the former file mapped keeps it
+    os.replace(partial, target)  # existing mappings keep the former file
     index = {} if index is None else index
     index[weight_name] = _entry(weight)
     return index
 
 
 def _write_beside(weight: torch.Tensor, name: str, folder: Path) -> tuple[Path, Path]:
-    """Write a tensor under a passing name; return that and the final one."""
+    """Write a tensor under a temporary name; return that and the final one."""
     if weight.is_meta:
         raise CheckpointError(f"{name!r} is on the meta device: it has no values that could be written.")
     target = folder / (check_relative(name, "the model") + _SUFFIX)
-    partial = target.with_name(target.name + ".partial")
     try:
-        with open(partial, "wb") as file:
-            file.write(memoryview(host_bytes(weight)) if weight.numel() else b"")
+        return _write_bytes(target, memoryview(host_bytes(weight)) if weight.numel() else b""), target
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise CheckpointError(
             f"{name!r} ({weight.nbytes} bytes) could not be written to {folder}: {error.strerror}. "
             f"{_free_bytes(folder)} bytes are free there."
         ) from error
+
+
+def _write_bytes(target: Path, content: bytes | memoryview) -> Path:
+    """Write a file under a temporary name and return it. No file is left after an error."""
+    partial = target.with_name(target.name + ".partial")
+    try:
+        partial.write_bytes(content)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    return partial, target
+    return partial
+
+
+def _write_index_beside(index: Index, folder: Path) -> tuple[Path, Path]:
+    """Write an index under a temporary name; return that and the final one."""
+    return _write_bytes(folder / INDEX, json.dumps(index, indent=2).encode()), folder / INDEX
 
 
 def _entry(weight: torch.Tensor) -> dict[str, Any]:
@@ -85,14 +95,14 @@ def _free_bytes(folder: Path) -> int:
 
 
 def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Return a tensor that `offload_weight` wrote, mapped: read when it is touched.
+    """Return a tensor that `offload_weight` wrote, mapped into memory: it is read on first access.
 
     Args:
-        weight_file: its file.
-        weight_info: its entry in the index.
+        weight_file: Its file.
+        weight_info: Its entry in the index.
 
     Raises:
-        CheckpointError: the file is missing or too short, or the entry is none.
+        CheckpointError: The file is missing or too short, or the entry has no dtype or shape.
     """
     return _mapped(Path(weight_file), weight_info)[0]
 
@@ -109,39 +119,28 @@ def _mapped(path: Path, info: Mapping[str, Any]) -> tuple[torch.Tensor, FileSpan
 
 
 def save_offload_index(index: Index, offload_folder: PathLike) -> None:
-    """Write `index.json` into a folder, replacing one that is there; nothing is written for an empty index."""
+    """Write or replace `index.json` in a folder. An empty index is not written."""
     if not index:
         return
     partial, target = _write_index_beside(index, Path(offload_folder))
     os.replace(partial, target)
 
 
-def _write_index_beside(index: Index, folder: Path) -> tuple[Path, Path]:
-    """Write an index under a passing name; return that and the final one."""
-    partial = folder / (INDEX + ".partial")
-    try:
-        partial.write_text(json.dumps(index, indent=2), encoding="utf-8")
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    return partial, folder / INDEX
-
-
 def offload_state_dict(
     save_dir: PathLike, state_dict: Mapping[str, torch.Tensor], *, origin: str | None = None
 ) -> None:
-    """Write tensors into a folder, one file each, and the index that names them beside those that it named before.
+    """Write tensors into a folder, one file each, and add them to its index.
 
-    Former files of these names are replaced when all new ones are complete, so that both need room for a moment.
+    Existing files of these names are replaced after all new ones are complete, so that both need disk space.
 
     Args:
-        save_dir: made where it is missing.
-        state_dict: on any device but meta. Tensors that share memory are written each.
-        origin: where they come from, kept in the index.
+        save_dir: A folder; created if it does not exist.
+        state_dict: On any device except meta. Tensors that share memory are each written.
+        origin: The source of the tensors, stored in the index.
 
     Raises:
-        CheckpointError: they do not fit on the disk (asked beforehand), or cannot be written. Files and folders are
-            as before.
+        CheckpointError: They do not fit on the disk, which is checked first, or cannot be written. Files and folders
+            are as before.
     """
     folder = Path(save_dir).absolute()
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -172,7 +171,7 @@ def offload_state_dict(
 
 
 def _remove(files: list[Path], folders: list[Path]) -> None:
-    with contextlib.suppress(OSError):  # what matters is the first error
+    with contextlib.suppress(OSError):  # the first error is reported
         for file in files:
             file.unlink(missing_ok=True)
         for folder in folders:
@@ -180,7 +179,7 @@ def _remove(files: list[Path], folders: list[Path]) -> None:
 
 
 def read_offload_index(folder: PathLike) -> Index:
-    """Return the index of a folder of offloaded weights; an empty one where there is none."""
+    """Return the index of a folder of offloaded weights; an empty one if there is none."""
     path = Path(folder) / INDEX
     if not path.is_file():
         return {}
@@ -191,17 +190,17 @@ def read_offload_index(folder: PathLike) -> Index:
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """Tensors by name, from a state dict first and from the disk otherwise; those on the disk are mapped, not read.
+    """Tensors by name, from a state dict or else from the disk. Tensors on the disk are mapped, not read.
 
     Args:
-        state_dict: tensors in memory.
-        save_folder: a folder that `offload_state_dict` wrote.
-        index: in place of the folder's own index.
-        device: where tensors are handed out; where they are unless told.
+        state_dict: Tensors in memory.
+        save_folder: A folder that `offload_state_dict` wrote.
+        index: Replaces the folder's own index.
+        device: The device of returned tensors. Default: they are not moved.
 
     Raises:
-        ConfigurationError: none of the three is given.
-        CheckpointError: in a look-up: a file is missing or too short. An unknown name is a KeyError.
+        ConfigurationError: None of the first three is given.
+        CheckpointError: On access, a file is missing or too short. An unknown name is a KeyError.
     """
 
     def __init__(
@@ -246,17 +245,17 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return len(self.state_dict) + sum(name not in self.state_dict for name in self.index)
 
     def locate(self, name: str) -> FileSpan | None:
-        """Return where a tensor lies in a file, None for one that lies in memory."""
+        """Return the location of a tensor in a file; None for one in memory."""
         if name in self.state_dict:
             locate = getattr(self.state_dict, "locate", None)
             return None if locate is None else locate(name)
         return self.on_disk(name)[1]
 
     def on_disk(self, name: str) -> tuple[torch.Tensor, FileSpan | None]:
-        """Return what the index says, past the state dict: the tensor, mapped, and where it lies.
+        """Return a tensor of the index, mapped, and its location in a file. Ignores the state dict.
 
         Raises:
-            KeyError: the index does not hold it.
+            KeyError: It is not in the index.
         """
         found = self._mapped.get(name)
         if found is None:
@@ -282,10 +281,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """A mapping seen from inside a module: look-ups put `prefix` before the name, and only such names are listed.
+    """A mapping with the names of one module: a look-up adds `prefix` to the name, and only such names are listed.
 
     Args:
-        dataset: the mapping of the whole model.
+        dataset: The mapping of the full model.
         prefix: `"block.linear."`, with its dot.
     """
 
@@ -304,7 +303,7 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         return sum(1 for _ in self)
 
     def locate(self, key: str) -> FileSpan | None:
-        """Return where a tensor lies in a file, None for one that lies in memory."""
+        """Return the location of a tensor in a file; None for one in memory."""
         locate = getattr(self.dataset, "locate", None)
         return None if locate is None else locate(self.prefix + key)
 
@@ -312,7 +311,7 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: list[str]
 ) -> MutableMapping[str, torch.Tensor]:
-    """Return the entries of some submodules, under their full names; `""` stands for the whole model."""
+    """Return the entries of some submodules, under their full names; `""` is the full model."""
     return {
         name: tensor
         for name, tensor in state_dict.items()
