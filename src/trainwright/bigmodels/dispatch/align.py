@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, hooks_of
 from trainwright.bigmodels.weights.away import guard, without_guard
-from trainwright.bigmodels.weights.mapped_file import FileSpan, load_spans
+from trainwright.bigmodels.weights.mapped_file import FileSpan, MappedFile, load_spans
 from trainwright.bigmodels.weights.moving import Device, find_device, move_inputs, to_device
 from trainwright.bigmodels.weights.slots import Slot, owner_of, place, put, tensors_of
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
@@ -78,6 +78,7 @@ class AlignDevicesHook(ModelHook):
         self._present: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
         self._took = False  # from the prefetcher
         self._spans: dict[str, FileSpan] = {}
+        self._files: tuple[MappedFile, ...] = ()
         self._number = -1
         self._lock = threading.RLock()
         self._users: dict[int, int] = {}  # number of running calls, by thread
@@ -171,6 +172,7 @@ class AlignDevicesHook(ModelHook):
             span = None if locate is None else locate(slot.name)
             if span is not None:
                 self._spans[slot.name] = span
+        self._files = tuple({span.file for span in self._spans.values()})
         self.num_bytes = sum(slot.placeholder.nbytes for slot in self._slots)
         if self.prefetcher is not None and self._slots and (self._spans or self.execution_device != _CPU):
             self._number = self.prefetcher.add(self)
@@ -300,14 +302,15 @@ class AlignDevicesHook(ModelHook):
             device: A user's device, outside of a forward. Default: the execution device, for a forward.
         """
         thread = threading.get_ident()
+        users = self._users
         with self._lock:  # a second thread waits until the weights are loaded
-            if not self._users and self._slots:
+            if not users and self._slots:
                 try:
                     self._put_weights(module, device)
                 except BaseException:
                     self._end_use()
                     raise
-            self._users[thread] = self._users.get(thread, 0) + 1
+            users[thread] = users.get(thread, 0) + 1
 
     def _put_weights(self, module: nn.Module, device: torch.device | None) -> None:
         target, by_hand = (self.execution_device, False) if device is None else (device, True)
@@ -317,16 +320,19 @@ class AlignDevicesHook(ModelHook):
         weights: list[torch.Tensor | None] = []  # of the offloaded tensors, if kept
         there: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         keeps, records = target == _CPU and not by_hand, torch.is_grad_enabled()
+        is_kept = keeps
         with without_guard():
             for slot in self._slots:
                 table = slot.table(module)
                 shown = table.get(slot.leaf)
                 if shown is not None and shown.is_meta:
+                    weight = slot.kept_as(shown) if keeps else None
+                    is_kept = is_kept and weight is not None
                     away.append((slot, table, shown))
-                    weights.append(slot.kept_as(shown) if keeps else None)
+                    weights.append(weight)
                 elif shown is not None:  # None: the user has removed it
                     there.append((table, slot.leaf, shown))
-        if self._must_read(weights):
+        if away and not (is_kept and self._is_cached()):
             # Outside of inference mode, even if the forward runs in it: kept tensors are used in later calls.
             with torch.inference_mode(False), torch.no_grad():
                 tensors = self._take(target).use()
@@ -346,14 +352,13 @@ class AlignDevicesHook(ModelHook):
         for table, leaf, _, brought in self._present:
             table[leaf] = brought
 
-    def _must_read(self, weights: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether a weight is not kept, or its file may not be in the page cache."""
-        is_small = self.prefetcher is None or self.prefetcher.total_bytes <= _STAYS_CACHED_BYTES
-        if not is_small or any(weight is None for weight in weights):
-            return bool(weights)
-        for file in {span.file for span in self._spans.values()}:
+    def _is_cached(self) -> bool:
+        """Return whether the files of kept weights stay in the page cache, and check that they are whole."""
+        if self.prefetcher is not None and self.prefetcher.total_bytes > _STAYS_CACHED_BYTES:
+            return False
+        for file in self._files:
             file.check()
-        return False
+        return True
 
     def _take(self, device: torch.device) -> Fetched:
         if self._number < 0 or self.prefetcher is None or device != self.execution_device:

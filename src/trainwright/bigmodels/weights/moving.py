@@ -109,8 +109,11 @@ def _has_foreign(values: Any, device: torch.device, skip_keys: Collection[str]) 
     if isinstance(values, _PLAIN):
         return False
     if isinstance(values, (list, tuple)):
-        for value in values:  # noqa: SIM110 -- plain loops: this runs at every call of every module
-            if _has_foreign(value, device, skip_keys):
+        for value in values:  # plain loops: this runs at every call of every module
+            if type(value) is torch.Tensor:
+                if value.device != device:
+                    return True
+            elif _has_foreign(value, device, skip_keys):
                 return True
         return False
     if isinstance(values, Mapping):
