@@ -10,7 +10,7 @@ full gradients, optimizers of `torch.optim`. Other engines override what they do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -109,6 +109,7 @@ class Engine(LightningMembers):
         self._eval_call: Callable[..., Any] | None = None
         self._context: AbstractContextManager[Any] | None = None
         self._had_begun = False
+        self._conversions = ExitStack()
 
     # Where it runs
 
@@ -153,6 +154,7 @@ class Engine(LightningMembers):
             self.when_built()
         if self.precision.param_dtype is not None:
             task.to(self.precision.param_dtype)
+        self.convert_layers([task])
         self._place(task)
         self.optimizers = make_optimizers() if make_optimizers is not None else []
         self._context = self.precision.forward_context(self.device.type)
@@ -167,6 +169,10 @@ class Engine(LightningMembers):
         """Have the task build what it builds in `configure_model`."""
         with self.precision.default_dtype():
             task.configure_model()
+
+    def convert_layers(self, models: Sequence[nn.Module]) -> None:
+        """Convert layers of models as the precision says, until `close`. Not collective."""
+        self.precision.convert(models, self.device, self._conversions)
 
     def _place(self, task: TaskModule) -> None:
         """Bring the task's parameters and buffers to where they are trained."""
@@ -446,6 +452,7 @@ class Engine(LightningMembers):
             vars(task).pop("log", None)
         self._drop_step()
         self._training_call = self._eval_call = None
+        self._conversions.close()
         self.processes.close()
         if self.settings.device_type == "cpu":
             keep_freed_memory(False)

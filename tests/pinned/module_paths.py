@@ -51,6 +51,9 @@ _HOMES = {
     ),
     "launch.config_file": "write_basic_config",
     "processes.random_states": "set_seed synchronize_rng_state synchronize_rng_states",
+    "strategies.fp8": (
+        "AORecipeKwargs convert_model_to_fp8_ao filter_linear_layers find_first_last_linear_layers has_ao_layers"
+    ),
     "strategies.precision": "get_grad_scaler",
 }
 _CONSTANTS = " ".join(name for name in _HOMES["core.names.constants"].split() if name.isupper())
@@ -61,10 +64,11 @@ _HOOKS = (
     "remove_hook_from_submodules"
 )
 _UTILS = {
+    "ao": "convert_model_to_fp8_ao filter_linear_layers find_first_last_linear_layers has_ao_layers",
     "bnb": "BnbQuantizationConfig load_and_quantize_model",
     "constants": _CONSTANTS,
     "dataclasses": (
-        f"{_CHOICES} AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType "
+        f"{_CHOICES} AORecipeKwargs AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType "
         "DataLoaderConfiguration DeepSpeedPlugin get_module_class_from_name "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs "
         "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration "

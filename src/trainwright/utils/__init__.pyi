@@ -149,6 +149,11 @@ from trainwright.strategies.deepspeed.hf_config import HfDeepSpeedConfig as HfDe
 from trainwright.strategies.deepspeed.placeholders import DummyOptim as DummyOptim
 from trainwright.strategies.deepspeed.placeholders import DummyScheduler as DummyScheduler
 from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from trainwright.strategies.fp8 import AORecipeKwargs as AORecipeKwargs
+from trainwright.strategies.fp8 import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+from trainwright.strategies.fp8 import filter_linear_layers as filter_linear_layers
+from trainwright.strategies.fp8 import find_first_last_linear_layers as find_first_last_linear_layers
+from trainwright.strategies.fp8 import has_ao_layers as has_ao_layers
 from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainwright.strategies.launched import DynamoBackend as DynamoBackend
