@@ -72,6 +72,7 @@ class Language(TaskModule):
         super().__init__()
         self.model = TinyGPT()
         self.losses: list[torch.Tensor] = []
+        self.batches: list[torch.Tensor] = []
         self.seen = False
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -79,6 +80,7 @@ class Language(TaskModule):
         self.seen = has_ao_layers(self)
         loss: torch.Tensor = self.model(batch[0])
         self.losses.append(loss.detach().clone())
+        self.batches.append(batch[0])
         return loss
 
     def shard_units(self) -> Any:
@@ -114,7 +116,7 @@ def _is_inner(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and not name.endswith(("blocks.0.qkv", "head"))
 
 
-def by_hand(wrap: Callable[[nn.Module], nn.Module] = lambda model: model, rank: int = 0, world: int = 1) -> Any:
+def by_hand(batches: Any, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Any:
     """Train with torchao alone; return the losses and the weights."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -124,7 +126,7 @@ def by_hand(wrap: Callable[[nn.Module], nn.Module] = lambda model: model, rank: 
     called = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = []
-    for batch in tokens()[rank::world].split(2):
+    for batch in batches:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = called(batch)
         loss.backward()
@@ -146,7 +148,7 @@ def test_the_loss_is_close_to_that_of_bf16_and_layers_are_restored_afterwards() 
 
 
 def test_each_step_equals_one_of_torchao_alone() -> None:
-    losses, weights = by_hand()
+    losses, weights = by_hand(tokens().split(2))
     task = fit("fp8")
     assert torch.equal(torch.stack(task.losses), torch.stack(losses))
     assert_equal_weights(weights_of(task.model), weights)
@@ -154,8 +156,9 @@ def test_each_step_equals_one_of_torchao_alone() -> None:
 
 def _ddp_by_hand() -> None:
     task = fit("fp8", strategy="ddp", devices=2)
-    losses, weights = by_hand(DistributedDataParallel, dist.get_rank(), 2)
+    losses, weights = by_hand(task.batches, DistributedDataParallel)
     assert len(losses) == _STEPS // 2
+    assert dist.get_world_size() == 2
     assert torch.equal(torch.stack(task.losses), torch.stack(losses))
     assert_equal_weights(weights_of(task.model), weights)
 
@@ -199,7 +202,7 @@ def _loop(precision: str, handlers: list[Any] | None = None) -> tuple[list[torch
 
 
 def test_an_own_loop_equals_torchao_alone() -> None:
-    losses, weights = by_hand()
+    losses, weights = by_hand(tokens().split(2))
     found, model, accelerator = _loop("fp8")
     assert (accelerator.mixed_precision, accelerator.fp8_backend) == ("fp8", "AO")
     assert has_ao_layers(model)
