@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -47,7 +48,7 @@ class Fp8(Precision):
     autocast_dtype: torch.dtype | None = field(default=torch.bfloat16, init=False)
     scaled: bool = field(default=False, init=False)
     recipe: Any = "tensorwise"
-    skip: tuple[str, ...] = ()
+    skip: str | tuple[str, ...] = ()
     min_features: int = 0
     module_filter: ModuleFilter | None = None
 
@@ -91,12 +92,10 @@ class Fp8(Precision):
 
     def _config(self, device: torch.device) -> Any:
         """Return torchao's configuration for a device, which is emulated if it has no float8 matrix products."""
-        from torchao.float8 import Float8LinearConfig
-
         config = self.recipe
         if isinstance(config, str):
             # Padding lets micro-batches have any number of rows.
-            config = replace(Float8LinearConfig.from_recipe_name(config), pad_inner_dim=True)
+            config = replace(_torchao().Float8LinearConfig.from_recipe_name(config), pad_inner_dim=True)
         if config.enable_fsdp_float8_all_gather:
             raise ConfigurationError(
                 "enable_fsdp_float8_all_gather=True is not supported: parameters are gathered in bf16. Use False."
@@ -162,20 +161,22 @@ class AORecipeKwargs(KwargsHandler):
         recipe = "tensorwise" if self.config is None else self.config
         if self.config is None and self.pad_inner_dim is False:
             Fp8().check_device("cpu")
-            from torchao.float8 import Float8LinearConfig
-
-            recipe = Float8LinearConfig()
+            recipe = _torchao().Float8LinearConfig()
         return Fp8(recipe=recipe, module_filter=self.module_filter_func)
+
+
+def _torchao() -> Any:
+    return importlib.import_module("torchao.float8")  # takes a second
 
 
 def has_float8_products(device: torch.device) -> bool:
     """Return whether a device multiplies matrices in float8."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (8, 9))
 
 
 def _keeps_an_operand(config: Any) -> bool:
     """Return whether some product has operands of full precision, whose dtypes torchao only casts on CUDA."""
-    return config.cast_config_input_for_grad_weight.scaling_type.name == "DISABLED"
+    return bool(config.cast_config_input_for_grad_weight.scaling_type.name == "DISABLED")
 
 
 def _listed(left: Sequence[str]) -> str:
@@ -201,10 +202,8 @@ def convert_layer(layer: nn.Linear, config: Any) -> Callable[[], None]:
     Returns:
         A function that undoes it.
     """
-    from torchao.float8 import convert_to_float8_training
-
     before, own = type(layer), set(vars(layer))
-    made = convert_to_float8_training(layer, config=config)
+    made = _torchao().convert_to_float8_training(layer, config=config)
     added = {name: value for name, value in vars(made).items() if name not in own}
     vars(layer).update(added)
     layer.__class__ = type(made)

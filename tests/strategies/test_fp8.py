@@ -251,7 +251,7 @@ class _Layers(nn.Module):
     [
         (Fp8(), ["second", "third"]),
         (Fp8(skip=("third",)), ["second"]),
-        (Fp8(skip="second"), ["third"]),  # type: ignore[arg-type]
+        (Fp8(skip="second"), ["third"]),
         (Fp8(min_features=32), ["second"]),
         (Fp8(module_filter=lambda module, name: name in ("first", "odd")), ["first"]),
     ],
