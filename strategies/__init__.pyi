@@ -21,7 +21,6 @@ from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeed
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
 from trainwright.strategies.engine import Engine as Engine
 from trainwright.strategies.engine_settings import EngineSettings as EngineSettings
-from trainwright.strategies.fp8 import Fp8 as Fp8
 from trainwright.strategies.fsdp.layers.plan import need_divisible as need_divisible
 from trainwright.strategies.fsdp.layers.ready import ready_plan as ready_plan
 from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
@@ -32,6 +31,7 @@ from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy a
 from trainwright.strategies.offload.training import OffloadStrategy as OffloadStrategy
 from trainwright.strategies.precision import Precision as Precision
 from trainwright.strategies.registry import STRATEGIES as STRATEGIES
+from trainwright.strategies.steps.fp8 import Fp8 as Fp8
 from trainwright.strategies.strategy import DataParallel as DataParallel
 from trainwright.strategies.strategy import ParallelEngine as ParallelEngine
 from trainwright.strategies.strategy import SingleDeviceStrategy as SingleDeviceStrategy

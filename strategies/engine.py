@@ -86,6 +86,7 @@ class Engine(LightningMembers):
         scaler: of the loss, with 16-bit mixed precision, once there are optimizers; None otherwise.
         state: the task's state by its own names, once it is prepared.
         step: runs its steps, once `attach` was called.
+        conversions: undoes what the precision has converted.
         when_built: called in `prepare` after the task is built, before anything else.
     """
 
@@ -109,7 +110,7 @@ class Engine(LightningMembers):
         self._eval_call: Callable[..., Any] | None = None
         self._context: AbstractContextManager[Any] | None = None
         self._had_begun = False
-        self._conversions = ExitStack()
+        self.conversions = ExitStack()
 
     # Where it runs
 
@@ -154,7 +155,7 @@ class Engine(LightningMembers):
             self.when_built()
         if self.precision.param_dtype is not None:
             task.to(self.precision.param_dtype)
-        self.convert_layers([task])
+        self.precision.convert([task], self.device, self.conversions)
         self._place(task)
         self.optimizers = make_optimizers() if make_optimizers is not None else []
         self._context = self.precision.forward_context(self.device.type)
@@ -169,10 +170,6 @@ class Engine(LightningMembers):
         """Have the task build what it builds in `configure_model`."""
         with self.precision.default_dtype():
             task.configure_model()
-
-    def convert_layers(self, models: Sequence[nn.Module]) -> None:
-        """Convert layers of models as the precision says, until `close`. Not collective."""
-        self.precision.convert(models, self.device, self._conversions)
 
     def _place(self, task: TaskModule) -> None:
         """Bring the task's parameters and buffers to where they are trained."""
@@ -452,7 +449,7 @@ class Engine(LightningMembers):
             vars(task).pop("log", None)
         self._drop_step()
         self._training_call = self._eval_call = None
-        self._conversions.close()
+        self.conversions.close()
         self.processes.close()
         if self.settings.device_type == "cpu":
             keep_freed_memory(False)

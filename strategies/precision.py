@@ -44,7 +44,7 @@ class Precision:
         if isinstance(spec, Precision):
             return spec
         if spec == "fp8":
-            from trainwright.strategies.fp8 import Fp8
+            from trainwright.strategies.steps.fp8 import Fp8
 
             return Fp8()
         found = _KNOWN.get(str(spec))

@@ -65,8 +65,7 @@ class Trainer(LightningNames):
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or a vendor's name.
         strategy: `"auto"`, a name (see `trainwright.strategies.STRATEGIES`) or a Strategy object.
-        devices: the number of processes on this node, one device each: a count, indices, `-1` or `"auto"`. If there is
-            no launcher, the Trainer starts the other processes.
+        devices: processes on this node: a count, indices, `-1` or `"auto"`. Without a launcher the Trainer starts them.
         num_nodes: nodes of the run; more than one needs a launcher.
         precision: `"32-true"` (default), `"64-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"`, `"bf16-mixed"`,
             `"fp8"`, Lightning's and Accelerate's names for them (`32`, `"fp16"`), or an `Fp8(…)` with options.

@@ -328,7 +328,7 @@ def test_other_backends_name_the_replacement(name: str) -> None:
 
 
 def test_it_needs_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.strategies.fp8.is_torchao_available", lambda: False)
+    monkeypatch.setattr("trainwright.strategies.steps.fp8.is_torchao_available", lambda: False)
     with pytest.raises(ConfigurationError, match="pip install"):
         quiet_trainer(precision="fp8", max_steps=1).fit(Language(), loader())
 

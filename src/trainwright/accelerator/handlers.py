@@ -12,7 +12,7 @@ from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.names.kwargs_handler import KwargsHandler
 from trainwright.profilers.profile_kwargs import ProfileKwargs
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
-from trainwright.strategies.fp8 import AORecipeKwargs
+from trainwright.strategies.steps.fp8 import AORecipeKwargs
 
 
 @dataclass(slots=True)

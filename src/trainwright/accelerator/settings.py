@@ -24,7 +24,6 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning, near
 from trainwright.core.names.foreign_names import check_class
 from trainwright.core.names.stand_in import is_active
 from trainwright.core.process import detect
-from trainwright.strategies.fp8 import AORecipeKwargs
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin, read_dynamo, read_launched
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import (
@@ -34,6 +33,7 @@ from trainwright.strategies.select import (
     choose_for_loop,
     select_for_loop,
 )
+from trainwright.strategies.steps.fp8 import AORecipeKwargs
 from trainwright.strategies.steps.gradients import Gradients
 from trainwright.strategies.strategy import Strategy
 

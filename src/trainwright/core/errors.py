@@ -123,3 +123,8 @@ def require_package(module: str, *, purpose: str, install: str | None = None) ->
 def visible(text: str) -> str:
     """Return `text` with control characters escaped, such as those of a file's name, which a terminal would obey."""
     return "".join(char if char == "\n" or char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def load_torchao(purpose: str) -> Any:
+    """Import torchao on first use; see `require_package`."""
+    return require_package("torchao", purpose=purpose)

@@ -18,8 +18,8 @@ from trainwright.profilers.profile_kwargs import ProfileKwargs as ProfileKwargs
 from trainwright.strategies.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
-from trainwright.strategies.fp8 import AORecipeKwargs as AORecipeKwargs
 from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainwright.strategies.launched import DynamoBackend as DynamoBackend
 from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin
+from trainwright.strategies.steps.fp8 import AORecipeKwargs as AORecipeKwargs

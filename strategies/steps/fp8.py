@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, load_torchao, nearest
 from trainwright.core.host.rank_zero import rank_zero_info, rank_zero_warn
 from trainwright.core.names.kwargs_handler import KwargsHandler
 from trainwright.core.names.packages import is_torchao_available
@@ -166,7 +165,7 @@ class AORecipeKwargs(KwargsHandler):
 
 
 def _torchao() -> Any:
-    return importlib.import_module("torchao.float8")  # takes a second
+    return load_torchao("precision='fp8'").float8  # takes a second
 
 
 def has_float8_products(device: torch.device) -> bool:

@@ -1,4 +1,0 @@
-from trainwright.strategies.fp8 import convert_model_to_fp8_ao as convert_model_to_fp8_ao
-from trainwright.strategies.fp8 import filter_linear_layers as filter_linear_layers
-from trainwright.strategies.fp8 import find_first_last_linear_layers as find_first_last_linear_layers
-from trainwright.strategies.fp8 import has_ao_layers as has_ao_layers
