@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 PREEMPTED = 143  # exit code: 128 + SIGTERM, whatever the signal
 
