@@ -31,6 +31,7 @@ from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy a
 from trainwright.strategies.offload.training import OffloadStrategy as OffloadStrategy
 from trainwright.strategies.precision import Precision as Precision
 from trainwright.strategies.registry import STRATEGIES as STRATEGIES
+from trainwright.strategies.steps.fp8 import Fp8 as Fp8
 from trainwright.strategies.strategy import DataParallel as DataParallel
 from trainwright.strategies.strategy import ParallelEngine as ParallelEngine
 from trainwright.strategies.strategy import SingleDeviceStrategy as SingleDeviceStrategy

@@ -31,6 +31,7 @@ class Capabilities:
         state_rests: between the steps of `torch.optim.Optimizer`s nothing changes or moves their state, so that a save
             may copy it while the next step computes.
         late_groups: optimizers may get parameter groups during training.
+        converted_layers: precisions may convert layers, as fp8 does.
     """
 
     gradients: str = "full"
@@ -46,6 +47,7 @@ class Capabilities:
     caches_casts: bool = True
     state_rests: bool = True
     late_groups: bool = True
+    converted_layers: bool = True
 
 
 REFUSALS = {

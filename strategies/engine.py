@@ -10,7 +10,7 @@ full gradients, optimizers of `torch.optim`. Other engines override what they do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -86,6 +86,7 @@ class Engine(LightningMembers):
         scaler: of the loss, with 16-bit mixed precision, once there are optimizers; None otherwise.
         state: the task's state by its own names, once it is prepared.
         step: runs its steps, once `attach` was called.
+        conversions: undoes what the precision has converted.
         when_built: called in `prepare` after the task is built, before anything else.
     """
 
@@ -109,6 +110,7 @@ class Engine(LightningMembers):
         self._eval_call: Callable[..., Any] | None = None
         self._context: AbstractContextManager[Any] | None = None
         self._had_begun = False
+        self.conversions = ExitStack()
 
     # Where it runs
 
@@ -153,6 +155,7 @@ class Engine(LightningMembers):
             self.when_built()
         if self.precision.param_dtype is not None:
             task.to(self.precision.param_dtype)
+        self.precision.convert([task], self.device, self.conversions)
         self._place(task)
         self.optimizers = make_optimizers() if make_optimizers is not None else []
         self._context = self.precision.forward_context(self.device.type)
@@ -446,6 +449,7 @@ class Engine(LightningMembers):
             vars(task).pop("log", None)
         self._drop_step()
         self._training_call = self._eval_call = None
+        self.conversions.close()
         self.processes.close()
         if self.settings.device_type == "cpu":
             keep_freed_memory(False)

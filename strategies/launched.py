@@ -43,7 +43,7 @@ class Launched:
     """What the launcher's variables set.
 
     Attributes:
-        mixed_precision: `"fp16"` or `"bf16"`; None: not set.
+        mixed_precision: `"fp16"`, `"bf16"` or `"fp8"`; None: not set.
         accumulation: micro-batches of one optimizer step; 1: not set.
         cpu: use the CPU although there is an accelerator.
         not_read: a text for each variable that is set and that nothing reads.
@@ -81,8 +81,8 @@ def read_launched(argument: str | None) -> Launched:
     """
     found = variables(_PREFIX)
     precision = found.pop(_PRECISION, "no").lower()
-    if precision not in ("no", "fp16", "bf16"):
-        raise ConfigurationError(f"{_PRECISION}={precision!r}: expected 'no', 'fp16' or 'bf16'.")
+    if precision not in ("no", "fp16", "bf16", "fp8"):
+        raise ConfigurationError(f"{_PRECISION}={precision!r}: expected 'no', 'fp16', 'bf16' or 'fp8'.")
     steps = found.pop(_STEPS, "1")
     if not steps.isdecimal() or int(steps) < 1:
         raise ConfigurationError(f"{_STEPS}={steps!r}: expected a whole number of at least 1.")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.processes.devices import DistributedType
@@ -18,16 +20,19 @@ class Precision:
     """A precision by Lightning's names.
 
     Attributes:
-        name: `"32-true"`, `"64-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"` or `"bf16-mixed"`.
+        name: `"32-true"`, `"64-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"`, `"bf16-mixed"` or `"fp8"`.
         param_dtype: dtype of parameters, buffers and floating-point inputs; None: as the task made them.
         autocast_dtype: dtype that matrix products are cast to while parameters stay float32; None: no autocast.
         scaled: the loss is scaled so that small float16 gradients do not vanish.
+        converts_layers: `convert` changes layers of models.
     """
 
     name: str
     param_dtype: torch.dtype | None = None
     autocast_dtype: torch.dtype | None = None
     scaled: bool = False
+
+    converts_layers: ClassVar[bool] = False
 
     @classmethod
     def parse(cls, spec: str | int | Precision) -> Precision:
@@ -38,10 +43,15 @@ class Precision:
         """
         if isinstance(spec, Precision):
             return spec
+        if spec == "fp8":
+            from trainwright.strategies.steps.fp8 import Fp8
+
+            return Fp8()
         found = _KNOWN.get(str(spec))
         if found is None:
-            names = ", ".join(dict.fromkeys(p.name for p in _KNOWN.values()))
-            raise ConfigurationError(f"precision={spec!r} is unknown.{nearest(str(spec), _KNOWN)} Known: {names}.")
+            names = ", ".join([*dict.fromkeys(p.name for p in _KNOWN.values()), "fp8"])
+            near = nearest(str(spec), [*_KNOWN, "fp8"])
+            raise ConfigurationError(f"precision={spec!r} is unknown.{near} Known: {names}.")
         return found
 
     def check_device(self, device_type: str) -> None:
@@ -55,6 +65,18 @@ class Precision:
                 f"precision={self.name!r}, but the accelerator 'mps' has no float64. Use precision='32-true', or "
                 "accelerator='cpu'."
             )
+
+    def convert(self, models: Sequence[nn.Module], device: torch.device, undo: ExitStack) -> None:
+        """Convert layers of models in place. Not collective.
+
+        Args:
+            models: prepared together.
+            device: where they compute.
+            undo: receives the functions that undo it.
+
+        Raises:
+            ConfigurationError: No layer can be converted, or not for this device.
+        """
 
     def default_dtype(self) -> AbstractContextManager[None]:
         """Return a context that creates floating-point tensors in `param_dtype`, so that `torch.zeros(n)` fits the

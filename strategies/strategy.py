@@ -49,10 +49,23 @@ class Strategy:
             ConfigurationError: It does not.
         """
         settings.precision.check_device(settings.device_type)
+        self.check_converts(settings, self.capabilities.converted_layers)
         if settings.num_processes > 1 and not self.is_distributed:
             raise ConfigurationError(
                 f"devices={len(settings.device_indices)}, num_nodes={settings.num_nodes} with {type(self).__name__}, "
                 "which runs one process. Use strategy='ddp', or devices=1."
+            )
+
+    def check_converts(self, settings: EngineSettings, able: bool) -> None:
+        """Check that the engine trains converted layers if the precision has some.
+
+        Raises:
+            ConfigurationError: It does not.
+        """
+        if settings.precision.converts_layers and not able:
+            raise ConfigurationError(
+                f"precision={settings.precision.name!r} is not supported by {self!r}. Use strategy='ddp' or 'fsdp', or "
+                "precision='bf16-mixed'."
             )
 
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:

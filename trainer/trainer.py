@@ -27,6 +27,7 @@ from trainwright.loggers import resolve_loggers
 from trainwright.loggers.logger import Logger
 from trainwright.processes.launcher import run_in_processes
 from trainwright.profilers.profiler import Profiler
+from trainwright.strategies.precision import Precision
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.checkpoints import capture, safe_point
 from trainwright.trainer.checkpoints.load_request import CkptPath, Default, LoadRequest
@@ -64,11 +65,10 @@ class Trainer(LightningNames):
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or a vendor's name.
         strategy: `"auto"`, a name (see `trainwright.strategies.STRATEGIES`) or a Strategy object.
-        devices: the number of processes on this node, one device each: a count, indices, `-1` or `"auto"`. If there is
-            no launcher, the Trainer starts the other processes.
+        devices: processes on this node: a count, indices, `-1` or `"auto"`. Without a launcher the Trainer starts them.
         num_nodes: nodes of the run; more than one needs a launcher.
-        precision: `"32-true"` (default), `"64-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"`, `"bf16-mixed"`, or
-            Lightning's and Accelerate's names for them (`32`, `"fp16"`).
+        precision: `"32-true"` (default), `"64-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"`, `"bf16-mixed"`,
+            `"fp8"`, Lightning's and Accelerate's names for them (`32`, `"fp16"`), or an `Fp8(…)` with options.
         logger: True (TensorBoard), False, a name, a Logger or several.
         callbacks: a callback or several.
         fast_dev_run: run this many batches (True: 1) of everything once, without loggers and checkpoints.
@@ -132,7 +132,7 @@ class Trainer(LightningNames):
         strategy: str | Strategy = "auto",
         devices: list[int] | str | int = "auto",
         num_nodes: int = 1,
-        precision: str | int | None = None,
+        precision: Precision | str | int | None = None,
         logger: Logger | Iterable[Logger] | bool | str | None = None,
         callbacks: list[Callback] | Callback | None = None,
         fast_dev_run: int | bool = False,

@@ -144,6 +144,7 @@ class DeepSpeedStrategy(DataParallel):
             owns_optimizer_step=True,
             trials=stage == 0,
             state_rests=False,
+            converted_layers=False,
         )
 
     @classmethod

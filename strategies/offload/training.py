@@ -56,7 +56,9 @@ class OffloadStrategy(Strategy):
         ConfigurationError: a place that there is not.
     """
 
-    capabilities = Capabilities(manual_optimization=False, state_rests=False, caches_casts=False)
+    capabilities = Capabilities(
+        manual_optimization=False, state_rests=False, caches_casts=False, converted_layers=False
+    )
 
     def __init__(
         self,

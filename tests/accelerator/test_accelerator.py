@@ -332,7 +332,6 @@ def test_a_step_adds_few_calls_to_one_by_hand() -> None:
     ("arguments", "text"),
     [
         ({"mixed_precision": "fp61"}, "Did you mean 'fp16'"),
-        ({"mixed_precision": "fp8"}, "not served"),
         ({"gradient_accumulation_steps": 0}, "at least 1"),
         ({"log_with": "wandbb"}, "Did you mean 'wandb'"),
         ({"megatron_lm_plugin": 1}, r"Trainer\(strategy='tp'\)"),

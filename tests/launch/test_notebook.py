@@ -195,7 +195,6 @@ def test_what_this_process_has_initialized_is_named(monkeypatch: pytest.MonkeyPa
     [
         ({"num_processes": 0}, "at least 1"),
         ({"num_processes": 2, "mixed_precision": "bf61"}, "bf16"),
-        ({"num_processes": 2, "mixed_precision": "fp8"}, "not supported"),
         ({"num_processes": 2, "num_nodes": 2, "node_rank": 2}, "ranks are 0 to 1"),
         ({"num_processes": 2, "use_port": "http"}, "whole number"),
         ({"num_processes": 2, "args": ((_ for _ in ()),)}, "cannot be sent"),

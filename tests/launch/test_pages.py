@@ -332,7 +332,7 @@ def test_files_of_other_systems_are_refused(text: str, says: str) -> None:
         _options("--config_file my_config.yaml")
 
 
-@pytest.mark.parametrize("arguments", ["--tpu", "--use_megatron_lm", "--fp8_backend=msamp", "--mixed_precision fp8"])
+@pytest.mark.parametrize("arguments", ["--tpu", "--use_megatron_lm", "--fp8_backend=msamp", "--fp8_backend te"])
 def test_commands_of_other_systems_are_refused(arguments: str) -> None:
     with pytest.raises(ConfigurationError, match="supported"):
         _options(arguments)

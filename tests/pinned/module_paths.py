@@ -51,6 +51,9 @@ _HOMES = {
     ),
     "launch.config_file": "write_basic_config",
     "processes.random_states": "set_seed synchronize_rng_state synchronize_rng_states",
+    "strategies.steps.fp8": (
+        "AORecipeKwargs convert_model_to_fp8_ao filter_linear_layers find_first_last_linear_layers has_ao_layers"
+    ),
     "strategies.precision": "get_grad_scaler",
 }
 _CONSTANTS = " ".join(name for name in _HOMES["core.names.constants"].split() if name.isupper())
@@ -64,7 +67,7 @@ _UTILS = {
     "bnb": "BnbQuantizationConfig load_and_quantize_model",
     "constants": _CONSTANTS,
     "dataclasses": (
-        f"{_CHOICES} AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType "
+        f"{_CHOICES} AORecipeKwargs AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType "
         "DataLoaderConfiguration DeepSpeedPlugin get_module_class_from_name "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs "
         "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration "
@@ -99,6 +102,7 @@ _UTILS = {
         "listify pad_across_processes recursively_apply reduce send_to_device slice_tensors"
     ),
     "other": (
+        "convert_model_to_fp8_ao filter_linear_layers find_first_last_linear_layers has_ao_layers "
         "clear_environment convert_file_size_to_int extract_model_from_parallel is_peft_model load "
         "patch_environment save wait_for_everyone write_basic_config"
     ),

@@ -103,5 +103,5 @@ def test_what_is_not_used_is_told(
 
 def test_a_value_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp61")
-    with pytest.raises(ConfigurationError, match="expected 'no', 'fp16' or 'bf16'"):
+    with pytest.raises(ConfigurationError, match="expected 'no', 'fp16', 'bf16' or 'fp8'"):
         _settings()

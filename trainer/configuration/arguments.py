@@ -12,6 +12,7 @@ from trainwright.callbacks.callback import Callback
 from trainwright.core.duration import Duration
 from trainwright.loggers.logger import Logger
 from trainwright.profilers.profiler import Profiler
+from trainwright.strategies.precision import Precision
 from trainwright.strategies.strategy import Strategy
 
 
@@ -26,7 +27,7 @@ class TrainerArguments:
     strategy: str | Strategy
     devices: list[int] | str | int
     num_nodes: int
-    precision: str | int | None
+    precision: Precision | str | int | None
     logger: Logger | Iterable[Logger] | bool | str | None
     callbacks: list[Callback] | Callback | None
     fast_dev_run: int | bool

@@ -11,7 +11,7 @@ from trainwright.strategies.launched import TorchDynamoPlugin, read_launched
 from trainwright.strategies.select import choose_for_loop
 from trainwright.trainer.configuration.arguments import TrainerArguments
 
-_PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+_PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 
 
 def with_launched(arguments: TrainerArguments) -> TrainerArguments:

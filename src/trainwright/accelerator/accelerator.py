@@ -95,7 +95,7 @@ class Accelerator:
         device_placement: move models and batches to this process's device.
         split_batches: the batch size of a prepared DataLoader is that of all processes, which get equal parts of each
             batch. Default: False, which is the batch size of one process.
-        mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
         gradient_accumulation_steps: micro-batches of one optimizer step.
         gradient_accumulation_plugin: a `GradientAccumulationPlugin` instead of the number of steps.
         cpu: use the CPU even if the machine has an accelerator.
@@ -104,7 +104,7 @@ class Accelerator:
             as in Accelerate, unless `split_batches`. Default: None, which is `"per_process"` after
             `trainwright.as_accelerate()`, and otherwise `"once"`, with a warning on several processes.
         kwargs_handlers: a list with at most one each of `DistributedDataParallelKwargs`, `GradScalerKwargs`,
-            `AutocastKwargs` and `InitProcessGroupKwargs`.
+            `AutocastKwargs`, `InitProcessGroupKwargs` and `AORecipeKwargs`.
         fsdp_plugin: a `FullyShardedDataParallelPlugin`, instead of `strategy=FSDPStrategy(…)`.
         deepspeed_plugin: a `DeepSpeedPlugin`, instead of `strategy=DeepSpeedStrategy(…)`; or a dict of several with
             their names, of which `state.select_deepspeed_plugin(name)` selects the one for the next `prepare`. The
@@ -295,7 +295,9 @@ class Accelerator:
 
     @property
     def mixed_precision(self) -> str:
-        """`"no"`, `"fp16"` or `"bf16"`."""
+        """`"no"`, `"fp16"`, `"bf16"` or `"fp8"`."""
+        if self._settings.precision.converts_layers:
+            return "fp8"
         names: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
         return names.get(self._settings.precision.autocast_dtype, "no")
 
@@ -372,8 +374,8 @@ class Accelerator:
 
     @property
     def fp8_backend(self) -> str:
-        """`"NO"`: nothing is computed in 8 bits."""
-        return "NO"
+        """`"AO"` (torchao) with `mixed_precision="fp8"`; otherwise `"NO"`."""
+        return "AO" if self._settings.precision.converts_layers else "NO"
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

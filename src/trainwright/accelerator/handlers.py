@@ -12,6 +12,7 @@ from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.names.kwargs_handler import KwargsHandler
 from trainwright.profilers.profile_kwargs import ProfileKwargs
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
+from trainwright.strategies.steps.fp8 import AORecipeKwargs
 
 
 @dataclass(slots=True)
@@ -99,9 +100,17 @@ class Handlers:
     autocast: AutocastKwargs | None = None
     processes: InitProcessGroupKwargs | None = None
     profile: ProfileKwargs | None = None
+    float8: AORecipeKwargs | None = None
 
 
-_KINDS = (DistributedDataParallelKwargs, GradScalerKwargs, AutocastKwargs, InitProcessGroupKwargs, ProfileKwargs)
+_KINDS = (
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    AutocastKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    AORecipeKwargs,
+)
 
 
 def sort_handlers(handlers: Sequence[Any]) -> Handlers:

@@ -33,6 +33,7 @@ from trainwright.strategies.select import (
     choose_for_loop,
     select_for_loop,
 )
+from trainwright.strategies.steps.fp8 import AORecipeKwargs
 from trainwright.strategies.steps.gradients import Gradients
 from trainwright.strategies.strategy import Strategy
 
@@ -156,7 +157,7 @@ def read_settings(
     dynamo = read_dynamo(dynamo_backend, dynamo_plugin)
     origin = "dynamo_backend" if dynamo_plugin is None else "dynamo_plugin"
     texts += [*choice.overridden, *dynamo.overridden(origin)]
-    precision = _precision(mixed_precision)
+    precision = _precision(mixed_precision, handlers.float8)
     casts = handlers.autocast is None or handlers.autocast.enabled
     select = partial(
         select_for_loop,
@@ -306,13 +307,18 @@ def refuse_unknown(name: str, value: object, known: Iterable[str]) -> None:
         raise ConfigurationError(f"Accelerator does not take {name}= . Instead: {ELSEWHERE[name]}.")
 
 
-def _precision(name: str | None) -> Precision:
+def _precision(name: str | None, float8: AORecipeKwargs | None) -> Precision:
+    if name == "fp8":
+        return (float8 or AORecipeKwargs()).precision()
+    if float8 is not None:
+        raise ConfigurationError(
+            f"kwargs_handlers holds AORecipeKwargs, but mixed_precision={name!r}. Use 'fp8', or leave it out."
+        )
     if name in (None, *_PRECISIONS):
         return Precision.parse(_PRECISIONS[name or "no"])
-    if name == "fp8":
-        raise ConfigurationError("mixed_precision='fp8' is not served. Use 'bf16'.")
     raise ConfigurationError(
-        f"mixed_precision={name!r} is unknown.{nearest(str(name), _PRECISIONS)} Write 'no', 'fp16' or 'bf16'."
+        f"mixed_precision={name!r} is unknown.{nearest(str(name), (*_PRECISIONS, 'fp8'))} Write 'no', 'fp16', 'bf16' "
+        "or 'fp8'."
     )
 
 

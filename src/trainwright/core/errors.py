@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 PREEMPTED = 143  # exit code: 128 + SIGTERM, whatever the signal
 
@@ -123,3 +124,8 @@ def require_package(module: str, *, purpose: str, install: str | None = None) ->
 def visible(text: str) -> str:
     """Return `text` with control characters escaped, such as those of a file's name, which a terminal would obey."""
     return "".join(char if char == "\n" or char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def load_torchao(purpose: str) -> Any:
+    """Import torchao on first use; see `require_package`."""
+    return require_package("torchao", purpose=purpose)

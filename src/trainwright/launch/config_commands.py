@@ -35,7 +35,7 @@ def config(argv: Sequence[str]) -> int:
     text = "the file. Default: default_config.yaml in the folder of `trainwright launch`"
     parser.add_argument("--config_file", "--config-file", type=Path, metavar="FILE", help=text)
     if name == "default":
-        parser.add_argument("--mixed_precision", "--mixed-precision", default="no", help="no, fp16 or bf16")
+        parser.add_argument("--mixed_precision", "--mixed-precision", default="no", help="no, fp16, bf16 or fp8")
     options = parser.parse_args(argv[1:] if name else argv)
     path = options.config_file
     if name == "update":

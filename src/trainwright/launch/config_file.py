@@ -111,7 +111,7 @@ def write_basic_config(
     """Write a configuration file with one process for each device of this machine.
 
     Args:
-        mixed_precision: `"no"`, `"fp16"` or `"bf16"`. Default: `"no"`.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`. Default: `"no"`.
         save_location: The file. Default: None, the file that `trainwright launch` reads by default.
 
     Returns:

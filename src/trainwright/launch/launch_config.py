@@ -106,7 +106,7 @@ _SEQUENCES = "splitting sequences is not supported; use --parallelism_config_tp_
 _SECRET = "SageMaker is not supported, and a secret does not belong on a command line; delete it"
 _IPEX = "intel_extension_for_pytorch ended with torch 2.8; bf16 works without it"
 _OFFLOAD = "inputs of recomputed layers stay on the device; use --fsdp_activation_checkpointing true alone"
-_FP8 = "training in 8 bits is not supported; use --mixed_precision bf16"
+_FP8 = "only torchao trains in fp8; use --fp8_backend ao, and AORecipeKwargs in the script"
 
 
 # Options of `accelerate launch` that have no effect, by the reason for which values are refused; without one they are
@@ -121,6 +121,7 @@ _REFUSED = {
     _MPI: "mpirun_hostfile mpirun_ccl=1",
     _OFFLOAD: "fsdp_activation_checkpointing_offload",
     _MEGATRON: "use_megatron_lm!",
+    _FP8: "fp8_backend=ao",
 }
 # The same for all options that begin so.
 REFUSED_BEGINNINGS = {"fp8_": _FP8, "megatron_lm_": _MEGATRON}

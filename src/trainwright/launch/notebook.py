@@ -71,7 +71,7 @@ def notebook_launcher(
         args: Its positional arguments. Default: `()`.
         num_processes: Processes of this machine. Without accelerators they run on the CPU. Default: None, which is one
             for each accelerator, or one without accelerators.
-        mixed_precision: `"no"`, `"fp16"` or `"bf16"`. Default: `"no"`.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`. Default: `"no"`.
         use_port: Port of the first machine. A port that is in use is an error with several machines; on one machine
             another one is chosen, and the default means any. Default: `"29500"`.
         master_addr: Address of the first machine. Default: `"127.0.0.1"`.

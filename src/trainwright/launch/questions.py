@@ -53,7 +53,7 @@ def ask(devices: int) -> LaunchConfig:
         for name in ("dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation"):
             questions.confirm(name, False)
     if "deepspeed_config_file" not in questions.answers:
-        questions.choose("mixed_precision", "no", "fp16", "bf16")
+        questions.choose("mixed_precision", "no", "fp16", "bf16", "fp8")
         questions.number("gradient_accumulation_steps", 1)
     # Answers that are not written: what is off anyway.
     off = [name for name, answer in questions.answers.items() if name.startswith("use_") and answer is False]

@@ -100,8 +100,6 @@ def check_supported(config: LaunchConfig) -> None:
         reason = option.refusal(getattr(config, option.name))
         if reason:
             raise ConfigurationError(f"--{option.name} is not supported: {reason}.")
-    if config.mixed_precision == "fp8":
-        raise ConfigurationError("--mixed_precision fp8 is not supported. Use bf16.")
 
 
 def split(
@@ -240,6 +238,8 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
         left["dynamo_config"] = {"dynamo_backend": left.pop("dynamo_backend")}
     if left.pop("fp16", None) is True:  # version 0.9
         left.setdefault("mixed_precision", "fp16")
+    if left.get("mixed_precision") == "fp8" and isinstance(left.get("fp8_config"), dict):
+        left["fp8_backend"] = left["fp8_config"].get("backend")
     for section in _SECTIONS:
         values = left.pop(section, None) or {}
         if not isinstance(values, dict):

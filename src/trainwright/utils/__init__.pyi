@@ -154,3 +154,8 @@ from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as Torc
 from trainwright.strategies.launched import DynamoBackend as DynamoBackend
 from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin
 from trainwright.strategies.precision import get_grad_scaler as get_grad_scaler
+from trainwright.strategies.steps.fp8 import AORecipeKwargs as AORecipeKwargs
+from trainwright.strategies.steps.fp8 import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+from trainwright.strategies.steps.fp8 import filter_linear_layers as filter_linear_layers
+from trainwright.strategies.steps.fp8 import find_first_last_linear_layers as find_first_last_linear_layers
+from trainwright.strategies.steps.fp8 import has_ao_layers as has_ao_layers

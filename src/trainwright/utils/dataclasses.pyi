@@ -22,3 +22,4 @@ from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as
 from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainwright.strategies.launched import DynamoBackend as DynamoBackend
 from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin
+from trainwright.strategies.steps.fp8 import AORecipeKwargs as AORecipeKwargs

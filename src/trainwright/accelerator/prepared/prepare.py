@@ -178,6 +178,8 @@ class PreparedObjects:
         trained = [model for _, model, placed in new if placed and not evaluation_mode]
         if trained and self._state.num_processes > 1:
             self._compare(trained)
+        if trained:
+            self._engine.precision.convert(trained, self._engine.device, self._engine.conversions)
         optimizers = [optimizer.given for optimizer in self.optimizers]
         engines = iter(self._engine.prepare_models(trained, optimizers, self._plan(schedules)))
         for i, model, placed in new:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainwright.bigmodels.maps.sizes import CustomDtype, DType
-from trainwright.core.errors import CheckpointError, ConfigurationError, require_package
+from trainwright.core.errors import CheckpointError, ConfigurationError, load_torchao, require_package
 
 TORCHAO_TYPES = ("int8_weight_only", "int8_dynamic", "float8_weight_only", "int4_weight_only")
 
@@ -241,7 +241,7 @@ class Torchao:
         self.quant_type, self.group_size = quant_type, group_size
         self.width: DType = CustomDtype.INT4 if quant_type.startswith("int4") else torch.int8
         self.pieces = tuple(f"weight.{key}" for key in ("qdata", "scale", "zero_point"))
-        self.torchao: Any = require_package("torchao", purpose=f"quant_type={quant_type!r}")
+        self.torchao: Any = load_torchao(f"quant_type={quant_type!r}")
 
     def check(self, device: torch.device) -> None:
         """Int4 needs kernels that there are for CUDA and XPU only."""

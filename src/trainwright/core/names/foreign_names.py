@@ -128,9 +128,9 @@ _ACCELERATE = {
         "Megatron-LM is not supported; tensor parallelism is Trainer(strategy='tp').",
     ),
     **_each(
-        "FP8RecipeKwargs TERecipeKwargs AORecipeKwargs MSAMPRecipeKwargs apply_fp8_autowrap contextual_fp8_autocast "
-        "convert_model has_transformer_engine_layers",
-        "training in 8 bits is not supported; use mixed_precision='bf16'.",
+        "FP8RecipeKwargs TERecipeKwargs MSAMPRecipeKwargs apply_fp8_autowrap contextual_fp8_autocast convert_model "
+        "has_transformer_engine_layers",
+        "only torchao trains in fp8; install torchao and pass AORecipeKwargs with mixed_precision='fp8'.",
     ),
     "AimTracker": "Aim's own reader does not find what was written; sub-class GeneralTracker to use it.",
     **_each(

@@ -1,0 +1,258 @@
+"""Training in fp8: linear layers whose matrix products have operands of 8 bits, by torchao's float8 training."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, load_torchao, nearest
+from trainwright.core.host.rank_zero import rank_zero_info, rank_zero_warn
+from trainwright.core.names.kwargs_handler import KwargsHandler
+from trainwright.core.names.packages import is_torchao_available
+from trainwright.strategies.precision import Precision
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+
+_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+_MULTIPLE = 16  # of the sizes of float8 matrix products
+_MOST_NAMES = 10
+
+
+@dataclass(frozen=True)
+class Fp8(Precision):
+    """The precision `"fp8"` with options: matrix products of linear layers in fp8, everything else as in `bf16-mixed`.
+
+    Parameters, gradients and optimizers stay in float32. Linear layers whose sizes are multiples of 16 are converted,
+    but not the first and the last linear layer of the model.
+
+    Attributes:
+        recipe: torchao's recipe of scaling: `"tensorwise"`, `"rowwise"` or `"rowwise_with_gw_hp"`, or a
+            `torchao.float8.Float8LinearConfig`. Default: `"tensorwise"`.
+        skip: names of layers, or of modules that contain them, that are not converted.
+        min_features: layers with fewer input or output features are not converted. Default: 0.
+        module_filter: a function of a module and its name that returns True for layers to be converted. It replaces
+            the rule for the first and the last layer. Default: None.
+
+    Raises:
+        ConfigurationError: The recipe is unknown.
+    """
+
+    name: str = field(default="fp8", init=False)
+    param_dtype: torch.dtype | None = field(default=None, init=False)
+    autocast_dtype: torch.dtype | None = field(default=torch.bfloat16, init=False)
+    scaled: bool = field(default=False, init=False)
+    recipe: Any = "tensorwise"
+    skip: str | tuple[str, ...] = ()
+    min_features: int = 0
+    module_filter: ModuleFilter | None = None
+
+    converts_layers: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.skip, str):
+            object.__setattr__(self, "skip", (self.skip,))
+        if isinstance(self.recipe, str) and self.recipe not in _RECIPES:
+            raise ConfigurationError(
+                f"recipe={self.recipe!r} is unknown.{nearest(self.recipe, _RECIPES)} Known: {', '.join(_RECIPES)}."
+            )
+
+    def check_device(self, device_type: str) -> None:
+        if not is_torchao_available():
+            raise ConfigurationError(
+                "precision='fp8' needs torchao. Install it: pip install 'trainwright[quantization]'."
+            )
+
+    def convert(self, models: Sequence[nn.Module], device: torch.device, undo: contextlib.ExitStack) -> None:
+        config = self._config(device)
+        converted, left = [], []
+        for model in models:
+            for name, layer in linear_layers(model):
+                reason = "" if is_converted(layer) else self._reason_against(model, name, layer)
+                if reason:
+                    left.append(
+                        f"{name or type(layer).__name__} ({layer.in_features} × {layer.out_features}: {reason})"
+                    )
+                    continue
+                converted.append(name)
+                if not is_converted(layer):
+                    undo.callback(convert_layer(layer, config))
+        if not converted and models:
+            raise ConfigurationError(
+                f"precision='fp8', but no linear layer of {', '.join(type(model).__name__ for model in models)} can be "
+                f"converted. {_listed(left) or 'It has none'}. Use precision='bf16-mixed', or larger layers."
+            )
+        if converted:
+            rank_zero_info(f"fp8: {len(converted)} linear layers compute in float8. Left in bf16: {_listed(left)}.")
+
+    def _config(self, device: torch.device) -> Any:
+        """Return torchao's configuration for a device, which is emulated if it has no float8 matrix products."""
+        config = self.recipe
+        if isinstance(config, str):
+            # Padding lets micro-batches have any number of rows.
+            config = replace(_torchao().Float8LinearConfig.from_recipe_name(config), pad_inner_dim=True)
+        if config.enable_fsdp_float8_all_gather:
+            raise ConfigurationError(
+                "enable_fsdp_float8_all_gather=True is not supported: parameters are gathered in bf16. Use False."
+            )
+        if config.emulate or has_float8_products(device):
+            return config
+        if device.type != "cuda" and _keeps_an_operand(config):
+            raise ConfigurationError(
+                "the recipe 'rowwise_with_gw_hp' needs a CUDA device. Use 'rowwise', or precision='bf16-mixed'."
+            )
+        rank_zero_warn(
+            f"{device.type} has no float8 matrix products. They are emulated, which is slower than bf16: use "
+            "precision='bf16-mixed' unless you test a model for other devices.",
+            category=TrainwrightWarning,
+        )
+        return replace(config, emulate=True)
+
+    def _reason_against(self, model: nn.Module, name: str, layer: nn.Linear) -> str:
+        sizes = (layer.in_features, layer.out_features)
+        if type(layer) is not nn.Linear:
+            return f"a {type(layer).__name__}"
+        if any(size % _MULTIPLE for size in sizes):
+            return f"not multiples of {_MULTIPLE}"
+        if min(sizes) < self.min_features:
+            return f"smaller than min_features={self.min_features}"
+        if any(name == skipped or name.startswith(f"{skipped}.") for skipped in self.skip):
+            return "in skip"
+        if self.module_filter is not None:
+            return "" if self.module_filter(layer, name) else "by module_filter"
+        first, last = find_first_last_linear_layers(model)
+        return "first" if name == first else "last" if name == last else ""
+
+
+@dataclass(frozen=True)
+class AORecipeKwargs(KwargsHandler):
+    """Options of `mixed_precision="fp8"`, by Accelerate's names.
+
+    Attributes:
+        config: A `torchao.float8.Float8LinearConfig`. Default: None, which is the recipe `"tensorwise"`.
+        module_filter_func: A function of a module and its name that returns True for layers to be converted. Default:
+            None, which are all but the first and the last linear layer. Layers whose sizes are not multiples of 16 are
+            never converted.
+        pad_inner_dim: Pad micro-batches to a multiple of 16 rows, if `config` is None. Default: None, which is True.
+        enable_fsdp_float8_all_gather: Only False: FSDP gathers parameters in bf16. Default: None.
+    """
+
+    config: Any = None
+    module_filter_func: ModuleFilter | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def precision(self) -> Fp8:
+        """Return the precision that these options describe.
+
+        Raises:
+            ConfigurationError: An option is not supported, or torchao is not installed.
+        """
+        if self.enable_fsdp_float8_all_gather:
+            raise ConfigurationError(
+                "AORecipeKwargs(enable_fsdp_float8_all_gather=True) is not supported: parameters are gathered in bf16. "
+                "Leave it out."
+            )
+        recipe = "tensorwise" if self.config is None else self.config
+        if self.config is None and self.pad_inner_dim is False:
+            Fp8().check_device("cpu")
+            recipe = _torchao().Float8LinearConfig()
+        return Fp8(recipe=recipe, module_filter=self.module_filter_func)
+
+
+def _torchao() -> Any:
+    return load_torchao("precision='fp8'").float8  # takes a second
+
+
+def has_float8_products(device: torch.device) -> bool:
+    """Return whether a device multiplies matrices in float8."""
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (8, 9))
+
+
+def _keeps_an_operand(config: Any) -> bool:
+    """Return whether some product has operands of full precision, whose dtypes torchao only casts on CUDA."""
+    return bool(config.cast_config_input_for_grad_weight.scaling_type.name == "DISABLED")
+
+
+def _listed(left: Sequence[str]) -> str:
+    more = f" and {len(left) - _MOST_NAMES} more" if len(left) > _MOST_NAMES else ""
+    return (", ".join(left[:_MOST_NAMES]) or "none") + more
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers of a model with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Return whether a layer computes in float8."""
+    return any(kind.__module__.startswith("torchao.float8") for kind in type(module).__mro__)
+
+
+def convert_layer(layer: nn.Linear, config: Any) -> Callable[[], None]:
+    """Convert one layer in place: it stays the same object with the same parameters and hooks.
+
+    Returns:
+        A function that undoes it.
+    """
+    before, own = type(layer), set(vars(layer))
+    made = _torchao().convert_to_float8_training(layer, config=config)
+    added = {name: value for name, value in vars(made).items() if name not in own}
+    vars(layer).update(added)
+    layer.__class__ = type(made)
+
+    def undo() -> None:
+        layer.__class__ = before
+        for name in added:
+            vars(layer).pop(name, None)
+
+    return undo
+
+
+def has_ao_layers(model: nn.Module) -> bool:
+    """Return whether layers of a model were converted to torchao's float8 training."""
+    return any(map(is_converted, model.modules()))
+
+
+def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
+    """Return the names of the first and the last linear layer of a model; None if it has none."""
+    names = [name for name, _ in linear_layers(model)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable[str | None]) -> bool:
+    """Return whether a layer can be converted: its sizes are multiples of 16, and its name is not in the list.
+
+    Args:
+        module: the layer.
+        fqn: its name in the model.
+        layers_to_filter: names of layers that are not converted.
+    """
+    if isinstance(module, nn.Linear) and (module.in_features % _MULTIPLE or module.out_features % _MULTIPLE):
+        return False
+    return fqn not in layers_to_filter
+
+
+def convert_model_to_fp8_ao(
+    model: nn.Module, config: Any = None, module_filter_func: ModuleFilter | None = None
+) -> None:
+    """Convert linear layers of a model in place, for loops without an Accelerator. It cannot be undone.
+
+    Args:
+        model: the model.
+        config: A `torchao.float8.Float8LinearConfig`. Default: None, which is torchao's.
+        module_filter_func: See `AORecipeKwargs`.
+    """
+    edges = find_first_last_linear_layers(model)
+    for name, layer in list(linear_layers(model)):
+        chosen = (
+            filter_linear_layers(layer, name, edges) if module_filter_func is None else module_filter_func(layer, name)
+        )
+        if chosen and not is_converted(layer):
+            convert_layer(layer, config)

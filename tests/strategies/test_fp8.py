@@ -1,0 +1,354 @@
+"""Training in fp8: which layers are converted, and that steps equal those of torchao alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from trainwright import Accelerator
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.task import TaskModule
+from trainwright.strategies import Fp8, FSDPStrategy, Precision
+from trainwright.utils import AORecipeKwargs, convert_model_to_fp8_ao, has_ao_layers
+
+pytestmark = [
+    pytest.mark.requires("torchao", reason="it converts the layers"),
+    pytest.mark.filterwarnings("ignore:cpu has no float8 matrix products"),
+]
+_STEPS, _VOCABULARY, _LENGTH = 20, 32, 16
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return hidden states."""
+        query, key, value = self.qkv(self.norm_1(x)).unsqueeze(1).chunk(3, dim=-1)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1))
+        return x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
+
+
+class TinyGPT(nn.Module):
+    """A language model of two blocks."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(_VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, _VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the loss of predicting each next token."""
+        hidden = self.embedding(tokens[:, :-1])
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Language(TaskModule):
+    """Trains the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TinyGPT()
+        self.losses: list[torch.Tensor] = []
+        self.batches: list[torch.Tensor] = []
+        self.seen = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the loss."""
+        self.seen = has_ao_layers(self)
+        loss: torch.Tensor = self.model(batch[0])
+        self.losses.append(loss.detach().clone())
+        self.batches.append(batch[0])
+        return loss
+
+    def shard_units(self) -> Any:
+        """Gather blocks one by one."""
+        return list(self.model.blocks)
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer with a state."""
+        return torch.optim.AdamW(self.parameters(), lr=2e-3)
+
+
+def tokens() -> torch.Tensor:
+    """Return counting sequences: twice as many as the steps of two."""
+    starts = torch.randint(0, _VOCABULARY, (2 * _STEPS, 1), generator=torch.Generator().manual_seed(1))
+    return (starts + torch.arange(_LENGTH + 1)) % _VOCABULARY
+
+
+def loader() -> DataLoader[Any]:
+    """Return batches of two sequences: one, or one for each of two ranks."""
+    return DataLoader(TensorDataset(tokens()), batch_size=2)
+
+
+def fit(precision: Any, **arguments: Any) -> Language:
+    """Train a task for all steps."""
+    task = Language()
+    arguments = {"max_epochs": 1, "precision": precision, **arguments}
+    quiet_trainer(**arguments).fit(task, loader())
+    return task
+
+
+def _is_inner(module: nn.Module, name: str) -> bool:
+    """Return the rule of the first and last layer, written out for the model of these tests."""
+    return isinstance(module, nn.Linear) and not name.endswith(("blocks.0.qkv", "head"))
+
+
+def by_hand(batches: Any, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Any:
+    """Train with torchao alone; return the losses and the weights."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = TinyGPT()
+    config = Float8LinearConfig(emulate=True, pad_inner_dim=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=_is_inner)
+    called = wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses = []
+    for batch in batches:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = called(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, weights_of(model)
+
+
+def test_the_loss_is_close_to_that_of_bf16_and_layers_are_restored_afterwards() -> None:
+    wide, narrow = fit("bf16-mixed"), fit("fp8")
+    assert not wide.seen
+    assert narrow.seen
+    assert not has_ao_layers(narrow)
+    assert len(narrow.losses) == _STEPS
+    assert torch.stack(narrow.losses) != pytest.approx(torch.stack(wide.losses), rel=1e-6)
+    assert torch.stack(narrow.losses).numpy() == pytest.approx(torch.stack(wide.losses).numpy(), rel=0.02)
+    assert narrow.losses[-1] < 0.7 * narrow.losses[0]
+
+
+def test_each_step_equals_one_of_torchao_alone() -> None:
+    losses, weights = by_hand(tokens().split(2))
+    task = fit("fp8")
+    assert torch.equal(torch.stack(task.losses), torch.stack(losses))
+    assert_equal_weights(weights_of(task.model), weights)
+
+
+def _ddp_by_hand() -> None:
+    task = fit("fp8", strategy="ddp", devices=2)
+    losses, weights = by_hand(task.batches, DistributedDataParallel)
+    assert len(losses) == _STEPS // 2
+    assert dist.get_world_size() == 2
+    assert torch.equal(torch.stack(task.losses), torch.stack(losses))
+    assert_equal_weights(weights_of(task.model), weights)
+
+
+def test_each_step_of_two_replicas_equals_one_of_torchao_alone() -> None:
+    run_distributed(_ddp_by_hand, 2)
+
+
+def _fsdp() -> list[float]:
+    task = fit("fp8", strategy=FSDPStrategy(weights_after_stage="all"), devices=2)
+    assert task.seen
+    assert not has_ao_layers(task)
+    assert {p.dtype for p in task.parameters()} == {torch.float32}
+    other = fit("bf16-mixed", strategy=FSDPStrategy(weights_after_stage="all"), devices=2)
+    assert not torch.equal(torch.stack(task.losses), torch.stack(other.losses))
+    assert torch.stack(task.losses).numpy() == pytest.approx(torch.stack(other.losses).numpy(), rel=0.02)
+    return [loss.item() for loss in task.losses]
+
+
+def test_shards_train_as_replicas_do() -> None:
+    first, second = run_distributed(_fsdp, 2)
+    assert len(first) == len(second) == _STEPS // 2
+
+
+def _loop(precision: str, handlers: list[Any] | None = None) -> tuple[list[torch.Tensor], nn.Module, Accelerator]:
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, cpu=True)
+    model = TinyGPT()
+    parameters = [id(p) for p in model.parameters()]
+    names = list(model.state_dict())
+    prepared, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=2e-3), loader())
+    assert [id(p) for p in model.parameters()] == parameters
+    assert list(model.state_dict()) == names
+    losses = []
+    for (batch,) in data:
+        loss = prepared(batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, model, accelerator
+
+
+def test_an_own_loop_equals_torchao_alone() -> None:
+    losses, weights = by_hand(tokens().split(2))
+    found, model, accelerator = _loop("fp8")
+    assert (accelerator.mixed_precision, accelerator.fp8_backend) == ("fp8", "AO")
+    assert has_ao_layers(model)
+    assert torch.equal(torch.stack(found), torch.stack(losses))
+    assert_equal_weights(weights_of(model), weights)
+    accelerator.end_training()
+    assert not has_ao_layers(model)
+
+
+def test_a_loops_recipe_and_filter_are_those_of_accelerate() -> None:
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+    handler = AORecipeKwargs(config=config, module_filter_func=lambda module, name: name.endswith("up"))
+    _, model, accelerator = _loop("fp8", [handler])
+    converted = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    assert list(converted) == ["blocks.0.up", "blocks.1.up"]
+    assert all(module.config == config for module in converted.values())
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(("first", "second"), [("fp8", "bf16-mixed"), ("bf16-mixed", "fp8")])
+def test_a_checkpoint_continues_in_the_other_precision(first: str, second: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    task = Language()
+    trainer = quiet_trainer(max_steps=10, precision=first)
+    trainer.fit(task, loader())
+    trainer.save_checkpoint(path)
+    whole = Language()
+    quiet_trainer(max_steps=_STEPS, max_epochs=1, precision=second).fit(whole, loader(), ckpt_path=path)
+    assert len(whole.losses) == _STEPS - 10
+    assert whole.losses[-1] < task.losses[-1]
+    assert list(whole.state_dict()) == list(task.state_dict())
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(16, 32), nn.Linear(32, 48), nn.Linear(48, 16)
+        self.odd, self.last = nn.Linear(16, 10), nn.Linear(10, 1)
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        (Fp8(), ["second", "third"]),
+        (Fp8(skip=("third",)), ["second"]),
+        (Fp8(skip="second"), ["third"]),
+        (Fp8(min_features=32), ["second"]),
+        (Fp8(module_filter=lambda module, name: name in ("first", "odd")), ["first"]),
+    ],
+)
+def test_what_is_converted(precision: Fp8, expected: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    from contextlib import ExitStack
+
+    model = _Layers()
+    before = copy.deepcopy(dict(vars(model.second)))
+    with caplog.at_level(logging.INFO, "trainwright"), ExitStack() as undo:
+        precision.convert([model], torch.device("cpu"), undo)
+        assert [name for name, layer in model.named_children() if has_ao_layers(layer)] == expected
+        (text,) = [record.getMessage() for record in caplog.records if "fp8:" in record.getMessage()]
+        assert text.startswith(f"fp8: {len(expected)} linear layers")
+        assert "odd (16 × 10: not multiples of 16)" in text
+    assert not has_ao_layers(model)
+    assert vars(model.second).keys() == before.keys()
+
+
+def test_a_model_is_converted_for_a_loop_without_an_accelerator() -> None:
+    model = _Layers()
+    convert_model_to_fp8_ao(model)
+    assert [name for name, layer in model.named_children() if has_ao_layers(layer)] == ["second", "third"]
+
+
+def test_the_name_is_that_of_the_default() -> None:
+    assert Precision.parse("fp8") == Fp8()
+    assert Fp8().name == "fp8"
+    assert Fp8().autocast_dtype is torch.bfloat16
+    with pytest.raises(ConfigurationError, match="Did you mean 'rowwise'"):
+        Fp8(recipe="rowwis")
+
+
+class _Small(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(16, 10)  # type: ignore[assignment]
+
+
+def test_a_model_without_layers_to_convert_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"no linear layer of _Small .* model \(16 × 10: not multiples of 16"):
+        quiet_trainer(precision="fp8", max_steps=1).fit(_Small(), loader())
+
+
+@pytest.mark.parametrize("strategy", ["tp", "deepspeed_stage_1", "offload", FSDPStrategy(tp=2)])
+def test_strategies_that_cannot_train_it_refuse_it(strategy: Any) -> None:
+    devices = 1 if strategy == "offload" else 2
+    with pytest.raises(ConfigurationError, match=r"precision='fp8' is not supported by .*Use strategy='ddp' or 'fsdp'"):
+        quiet_trainer(precision="fp8", strategy=strategy, devices=devices, max_steps=1).fit(Language(), loader())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"mixed_precision": "bf16", "kwargs_handlers": [AORecipeKwargs()]}, "Use 'fp8', or leave it out"),
+        (
+            {"mixed_precision": "fp8", "kwargs_handlers": [AORecipeKwargs(enable_fsdp_float8_all_gather=True)]},
+            "gathered in bf16",
+        ),
+        ({"mixed_precision": "fp9"}, "Did you mean 'fp8'"),
+    ],
+)
+def test_a_wrong_argument_of_an_accelerator_is_an_error(arguments: Any, expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=expected):
+        Accelerator(**arguments)
+
+
+@pytest.mark.parametrize("name", ["FP8RecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "apply_fp8_autowrap"])
+def test_other_backends_name_the_replacement(name: str) -> None:
+    import trainwright.utils
+
+    with pytest.raises(AttributeError, match="install torchao and pass AORecipeKwargs"):
+        getattr(trainwright.utils, name)
+
+
+def test_it_needs_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.strategies.steps.fp8.is_torchao_available", lambda: False)
+    with pytest.raises(ConfigurationError, match="pip install"):
+        quiet_trainer(precision="fp8", max_steps=1).fit(Language(), loader())
+
+
+def test_a_recipe_that_cannot_be_emulated_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"needs a CUDA device. Use 'rowwise'"):
+        fit(Fp8(recipe="rowwise_with_gw_hp"))
+
+
+@pytest.mark.filterwarnings("default:cpu has no float8 matrix products")
+def test_emulation_warns_once() -> None:
+    with pytest.warns(match="slower than bf16") as found:
+        fit("fp8", max_epochs=-1, max_steps=1)
+    assert len([one for one in found if "slower than bf16" in str(one.message)]) == 1
+
+
+@pytest.mark.requires("cuda", reason="float8 matrix products")
+def test_a_device_with_float8_products_does_not_emulate_them() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the device has none")
+    wide, narrow = (fit(precision, accelerator="gpu", devices=1) for precision in ("bf16-mixed", "fp8"))
+    assert narrow.seen
+    assert torch.stack(narrow.losses).cpu().numpy() == pytest.approx(torch.stack(wide.losses).cpu().numpy(), rel=0.05)
