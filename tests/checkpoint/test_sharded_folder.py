@@ -239,6 +239,16 @@ def test_merge_weights_writes_one_model(kind: str, tmp_path: Path, capsys: pytes
     assert folder.is_dir()
 
 
+@pytest.mark.usefixtures("fresh_state")
+def test_merge_weights_takes_what_save_state_wrote(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(sharded_runs.net())
+    accelerator.save_state(tmp_path / "state")
+    assert main(["merge-weights", str(tmp_path / "state"), str(tmp_path / "out")]) == 0
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    torch.testing.assert_close(weights, dict(model.state_dict()), rtol=0, atol=0)
+
+
 def test_merge_fsdp_weights_removes_the_shards_if_asked(tmp_path: Path) -> None:
     folder = _dcp_folder(tmp_path / "pytorch_model_fsdp_0")
     with pytest.raises(CheckpointError, match="would be removed"):

@@ -62,7 +62,7 @@ def test_show_names_the_origin_of_each_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", "show"]) == 0
-    assert capsys.readouterr().out == "none\n"
+    assert capsys.readouterr().out == "no configuration file\n"
     file = tmp_path / "a.yaml"
     file.write_text("num_processes: 2\nmixed_precision: no\n")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -83,7 +83,7 @@ def test_to_fsdp2_writes_another_file_or_replaces_one(tmp_path: Path, capsys: py
     command = ["to-fsdp2", "--config_file", str(before)]
     _fails(command, "pass --output_file with a path, or --overwrite", capsys)
     assert main([*command, "--output_file", str(after)]) == 0
-    assert "Omitted, because FSDP2 does not have them: fsdp_sharding_strategy" in capsys.readouterr().out
+    assert "Omitted, because FSDP2 does not have them: fsdp_use_orig_params" in capsys.readouterr().out
     assert before.read_text() == text
     assert yaml.safe_load(after.read_text())["fsdp_config"] == {
         "fsdp_version": 2,
@@ -102,7 +102,7 @@ def test_env_shows_the_configuration_or_what_is_wrong_with_it(
         found: list[str] = json.loads(capsys.readouterr().out)["configuration"]
         return found
 
-    assert shown() == ["none"]
+    assert shown() == ["no configuration file"]
     main(["config", "default"])
     capsys.readouterr()
     assert shown()[1] == f"cpu=True ({tmp_path}/cache/trainwright/default_config.yaml)"

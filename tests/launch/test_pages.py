@@ -57,9 +57,10 @@ with accelerator.accumulate(model):
     accelerator.backward(model(next(iter(loader))).mean())
     optimizer.step()
     optimizer.zero_grad()
-print("facts", accelerator.process_index, accelerator.num_processes, accelerator.mixed_precision,
-      str(accelerator.distributed_type).rpartition(".")[2], type(accelerator.engine).__name__, *sys.argv[1:],
-      flush=True)
+words = ["facts", accelerator.process_index, accelerator.num_processes, accelerator.mixed_precision,
+         str(accelerator.distributed_type).rpartition(".")[2], type(accelerator.engine).__name__, *sys.argv[1:]]
+sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: two processes write to one pipe
+sys.stdout.flush()
 """
 
 
@@ -348,11 +349,14 @@ _COMMANDS = [
 _MACHINES = [command for command in _COMMANDS if "--machine_rank" in command]
 _STARTS = [one for one in _COMMANDS if " launch " in one and one not in _MACHINES and "hostfile" not in one]
 _LIGHT = """
+import sys
 from trainwright import Accelerator
 
 accelerator = Accelerator()
-print("facts", accelerator.process_index, accelerator.num_processes, accelerator.mixed_precision,
-      str(accelerator.distributed_type).rpartition(".")[2], flush=True)
+words = ["facts", accelerator.process_index, accelerator.num_processes, accelerator.mixed_precision,
+         str(accelerator.distributed_type).rpartition(".")[2]]
+sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: two processes write to one pipe
+sys.stdout.flush()
 """
 
 

@@ -236,7 +236,9 @@ def merge_weights(argv: Sequence[str]) -> int:
         description="Merge the weights that FSDP (SHARDED_STATE_DICT) or DeepSpeed saved in shards into one model.",
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint_directory", type=Path, help="pytorch_model_fsdp_0, or a folder of DeepSpeed")
+    parser.add_argument(
+        "checkpoint_directory", type=Path, help="a checkpoint, pytorch_model_fsdp_0, or a folder of DeepSpeed"
+    )
     parser.add_argument("output_path", type=Path, help="the folder to write model.safetensors into")
     parser.add_argument(
         "--safe_serialization", action=argparse.BooleanOptionalAction, default=True, help="write safetensors"

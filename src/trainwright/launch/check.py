@@ -130,9 +130,8 @@ def _help() -> str:
     return (
         "usage: trainwright check [options of launch] [--run_folder FOLDER] [--json]\n\n"
         "Start processes as `trainwright launch` does with the same options, variables and files, and check that they\n"
-        f"can train: {', '.join(PARTS)}.\n"
-        "The exit code is 0 if nothing failed.\n\n"
+        f"can train: {', '.join(PARTS)}. The exit code is 0 if nothing failed.\n\n"
         "check:\n"
         "  --run_folder FOLDER\n        Existing folder, shared by all machines. Default: a temporary one.\n"
-        "  --json\n        Print the rows as JSON.\n\n" + options_help()
+        f"  --json\n        Print the rows as JSON.\n\n{options_help()}"
     )

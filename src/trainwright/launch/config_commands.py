@@ -80,7 +80,8 @@ def described(path: str | Path | None = None) -> list[str]:
     found, notes = reading.merged({}, variables, file)
     known = reading.known_options()
     origins = {name: f"the variable {known[name].variable}" if name in variables else file[0] for name in found}
-    return [file[0] or "none", *(f"{name}={value} ({origins[name]})" for name, value in found.items()), *notes]
+    lines = [f"{name}={value} ({origins[name]})" for name, value in found.items()]
+    return [file[0] or "no configuration file", *lines, *notes]
 
 
 def to_fsdp2(argv: Sequence[str]) -> int:

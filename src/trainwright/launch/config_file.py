@@ -158,5 +158,5 @@ def to_fsdp2(config: LaunchConfig, origin: str) -> tuple[LaunchConfig, list[str]
             f"{_AXES}_dp_replicate_size": machines,
             f"{_AXES}_dp_shard_size": config.num_processes // machines,
         }
-    removed = [name for name in _FSDP1 if getattr(config, name) is not None]
+    removed = [name for name in _FSDP1[1:] if getattr(config, name) is not None]  # the strategy is translated
     return replace(config, **values, **dict.fromkeys(_FSDP1)), removed

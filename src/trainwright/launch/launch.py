@@ -51,6 +51,8 @@ def launch(argv: Sequence[str]) -> int:
         print(f"trainwright launch: {note}", file=sys.stderr)
     if machines is not None:
         return start_machines(command, machines)
+    if (command.config.multi_gpu or command.config.gpu_ids) and not command.config.cpu and not device_count():
+        print("trainwright launch: this machine has no GPU, so it trains on the CPU.", file=sys.stderr)
     local, total = set_environment(command.config)
     if total == 1:
         program = _program(command)
@@ -73,7 +75,7 @@ def check(command: LaunchCommand) -> None:
     if command.kind == "script":
         _check_script(command.script)
     elif command.kind == "program" and shutil.which(command.script) is None:
-        raise ConfigurationError(f"the program {command.script!r} was not found. Give its path.")
+        raise ConfigurationError(f"the program {command.script!r} was not found, or is not executable.")
 
 
 def check_options(config: LaunchConfig) -> None:

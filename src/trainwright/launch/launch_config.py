@@ -70,9 +70,7 @@ class Option:
         try:
             found = self.read(text)
         except ValueError:
-            expected = {as_bool: "true or false", int: "a whole number", float: "a number"}.get(
-                self.read, "another text"
-            )
+            expected = {as_bool: "true or false", int: "a whole number"}.get(self.read, "a number")
             raise ConfigurationError(f"{origin}: {self.name}={text!r}, expected {expected}.") from None
         if self.choices and str(found) not in self.choices:
             raise ConfigurationError(
@@ -159,11 +157,11 @@ class LaunchConfig:
     rdzv_id: str | None = _nodes("Name of the job, the same on all machines.")
     max_restarts: int | None = _results("How often all processes start again after a failure. Default: 0.", int)
     monitor_interval: float | None = _results("Seconds between two looks at the processes. Default: 0.1.", float)
-    log_dir: str | None = _results("Folder for the output of processes, a file for each.")
+    log_dir: str | None = _results("Folder with a file for the output of each process but the first.")
     tee: str | None = _results("Which output is written to files and shown: 0 none, 1 stdout, 2 stderr, 3 both.")
     role: str | None = _results("Name of the processes in the output. Default: 'default'.")
     debug: bool | None = _results("Compare tensors of all processes in collectives.", as_bool, "ACCELERATE_DEBUG_MODE")
-    quiet: bool | None = _results("Accepted: the launcher has no traceback of its own.", as_bool)
+    quiet: bool | None = _results("Accepted; the launcher prints no traceback.", as_bool)
     mixed_precision: str | None = _training("Precision of models.", str.lower, choices=("no", "fp16", "bf16", "fp8"))
     gradient_accumulation_steps: int | None = _plugin("Micro-batches of one optimizer step.", int)
     use_fsdp: bool | None = _training("Shard models by FSDP.", as_bool)
@@ -191,7 +189,7 @@ class LaunchConfig:
     fsdp_sync_module_states: bool | None = _fsdp("Only true.", as_bool)
     fsdp_activation_checkpointing: bool | None = _fsdp("Recompute activations in backward.", as_bool)
     deepspeed_config_file: str | None = _plugin("DeepSpeed's own configuration.")
-    zero_stage: int | None = _deepspeed("Stage of ZeRO, 0 to 3.", int)
+    zero_stage: int | None = _deepspeed("Stage of ZeRO, 0 to 3.", int, choices=("0", "1", "2", "3"))
     offload_optimizer_device: str | None = _deepspeed("none, cpu or nvme.")
     offload_param_device: str | None = _deepspeed("none, cpu or nvme.")
     offload_optimizer_nvme_path: str | None = _deepspeed("Folder of offloaded optimizer states.")

@@ -144,14 +144,15 @@ def _config(**values: Any) -> LaunchConfig:
 def _check_unused() -> None:
     """Check that this process has not created an Accelerator or used CUDA."""
     found = PartialState._shared_state.get("_created")
-    problem = None if found is None else f"created an Accelerator or PartialState already, in {found}"
-    if problem is None and _cuda_is_initialized():
+    problem = f"created an Accelerator or PartialState already, in {found} (a single process is this one)"
+    if found is None and _cuda_is_initialized():
         problem = f"initialized CUDA already{''.join(_cuda_users[:1])}"
-    if problem is not None:
-        raise ConfigurationError(
-            f"notebook_launcher: this process has {problem}. Do it inside the function that is launched only, and "
-            "restart the notebook's kernel."
-        )
+    elif found is None:
+        return
+    raise ConfigurationError(
+        f"notebook_launcher: this process has {problem}. Do it inside the function that is launched only, and restart "
+        "the notebook's kernel."
+    )
 
 
 def _save(result: object, file: Path) -> None:

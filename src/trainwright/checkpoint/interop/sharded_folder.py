@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,12 @@ from typing import Any, Literal
 import torch
 
 from trainwright.checkpoint.disk.planned_file import Weight
+from trainwright.checkpoint.format.layout import MANIFEST
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES
 from trainwright.checkpoint.format.piece_files import SavedTensor, loaded
 from trainwright.checkpoint.interop.dcp_folder import METADATA, read_dcp
 from trainwright.checkpoint.interop.deepspeed_folder import find_deepspeed, read_deepspeed
+from trainwright.checkpoint.interop.export import stored_tensors
 from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.checkpoint.interop.weights_folder import replace_weights
 from trainwright.core.errors import CheckpointError
@@ -146,7 +148,8 @@ def merge_weights(
     One process calls it; it blocks on the disk. The extra memory is one tensor.
 
     Args:
-        source: a folder of torch.distributed.checkpoint, DeepSpeed, or Accelerate's `save_state` with such.
+        source: a checkpoint of Trainwright, or a folder of torch.distributed.checkpoint, DeepSpeed, or Accelerate's
+            `save_state` with such.
         target: a folder; a former model in it is replaced, other files are left alone.
         safe: safetensors; otherwise `pytorch_model.bin`.
         max_shard_bytes: of the tensors in one file.
@@ -164,11 +167,25 @@ def merge_weights(
         raise FileNotFoundError(f"there is no folder at {source}.")
     if remove_source and target.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"{target} is within {source}, which would be removed. Choose another folder.")
+    own = (source / MANIFEST).is_file()
+    weights, tied = _own_weights(source) if own else _foreign_weights(source)
+    files = replace_weights(target, weights, max_shard_bytes=max_shard_bytes, safe=safe, tied=tied)
+    if remove_source:
+        shutil.rmtree(source)
+    return files
+
+
+def _own_weights(source: Path) -> tuple[dict[str, Weight], dict[str, str]]:
+    tensors, tied = stored_tensors(source)
+    return {tensor.name: Weight(tensor.like, partial(_read, tensor.read)) for tensor in tensors}, tied
+
+
+def _foreign_weights(source: Path) -> tuple[dict[str, Weight], dict[str, str]]:
     sharded = read_sharded(source)
     if sharded is None:
         raise CheckpointError(
-            f"{source} has no shards: no {METADATA}, no {FSDP_MODEL}0 and no files of DeepSpeed. Pass the folder that "
-            "the ranks wrote. For a checkpoint of Trainwright run `trainwright checkpoint merge`."
+            f"{source} has no shards: no {MANIFEST}, no {METADATA}, no {FSDP_MODEL}0 and no files of DeepSpeed. Pass "
+            "the folder that the ranks wrote."
         )
     weights: dict[str, Weight] = {}
     tied: dict[str, str] = {}
@@ -181,14 +198,11 @@ def merge_weights(
             tied[name] = first[id(value)]
         elif isinstance(value, SavedTensor):
             like = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            weights[name] = Weight(like, partial(_read, value))
+            weights[name] = Weight(like, partial(_read, value.load))
         else:
             weights[name] = Weight.of(value)
-    files = replace_weights(target, weights, max_shard_bytes=max_shard_bytes, safe=safe, tied=tied)
-    if remove_source:
-        shutil.rmtree(source)
-    return files
+    return weights, tied
 
 
-def _read(tensor: SavedTensor) -> Iterator[torch.Tensor]:
-    yield tensor.load().reshape(-1)
+def _read(load: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
+    yield load().reshape(-1)
