@@ -13,15 +13,18 @@ from torch.nn import functional
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.optimizers.test_documented_optimizers import documented_table
 from tests.optimizers.test_optimizers import Autoencoder, batches
 from trainwright import Accelerator
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
-from trainwright.optimizers import create_optimizer
+from trainwright.optimizers import create_optimizer, optimizer_names
+from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.requires("deepspeed", reason="what DeepSpeed refuses"),
     pytest.mark.requires("bitsandbytes", reason="AdamW in 8 bits"),
     pytest.mark.requires("torchao", reason="AdamW in 8 and 4 bits"),
     pytest.mark.filterwarnings("ignore"),
@@ -100,10 +103,10 @@ def test_fsdp_trains_as_ddp_and_resumes_bit_for_bit_in_shards(tmp_path: Path) ->
     assert (state["quantized"], state["codes"].shape, state["scale"].shape) == ("OptimState8bit", (128, 64), (32,))
 
 
-def refusals(strategy: str) -> dict[str, str]:
-    """Return the messages of what cannot be trained."""
+def refusals(strategy: Any) -> dict[str, str]:
+    """Return the messages of what cannot be trained, by the optimizer's name."""
     found = {}
-    for name in [*QUANTIZED, "adamw_bnb_8bit", "adamw_low_rank", "adafactor"]:
+    for name in optimizer_names():
         try:
             fit(name, 1, strategy)
         except ConfigurationError as error:
@@ -111,15 +114,19 @@ def refusals(strategy: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_2"])
-def test_what_needs_full_parameters_is_refused_with_shards(strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "column"), [("fsdp", "FSDP"), ("deepspeed_stage_2", "DeepSpeed")])
+def test_what_needs_full_parameters_is_refused_as_documented(strategy: str, column: str) -> None:
+    expected = {name for name, row in documented_table().items() if row[column] == "refused"}
     for found in run_distributed(functools.partial(refusals, strategy), 2, init=False, timeout=300):
-        if strategy == "fsdp":
-            assert set(found) == {"adamw_bnb_8bit", "adamw_low_rank", "adafactor"}
-            assert "create_optimizer('adamw_8bit', …)" in found["adamw_bnb_8bit"]
-        else:
-            assert set(found) == {*QUANTIZED, "adamw_bnb_8bit", "adamw_low_rank", "adafactor"}
-            assert "quantizes its states in blocks" in found["adamw_8bit"]
+        assert set(found) == expected
+        advice = {"FSDP": "create_optimizer('adamw_8bit', …)", "DeepSpeed": "quantizes its states in blocks"}
+        assert advice[column] in found["adamw_bnb_8bit"]
+
+
+def test_deepspeed_at_stage_0_refuses_quantized_states_alone() -> None:
+    call = functools.partial(refusals, DeepSpeedStrategy(stage=0))
+    for found in run_distributed(call, 2, init=False, timeout=300):
+        assert set(found) == {*QUANTIZED, "adamw_bnb_8bit"}
 
 
 def prepare_uneven() -> str:

@@ -332,14 +332,16 @@ class _ClassRecipe(NamedTuple):
             return None
         if not isinstance(base, tuple):
             return cls(f"{base.__module__}.{base.__qualname__}", _as_dict(settings))
-        return cls(settings["class_path"], _as_dict(settings.get("init_args")))
+        options = _as_dict(settings.get("init_args")) | _as_dict(settings.get("dict_kwargs"))
+        return cls(settings["class_path"], options)
 
-    def make(self, first: object) -> Any:
-        """Create the object from its first argument: parameters, or an optimizer."""
+    def make(self, argument: str, value: object) -> Any:
+        """Create the object from parameters or an optimizer: the first argument of a class, that name of a function."""
         from trainwright.core.registry import import_object
 
         module, _, name = self.path.rpartition(".")
-        return import_object(f"{module}:{name}")(first, **self.arguments)
+        made = import_object(f"{module}:{name}")
+        return made(value, **self.arguments) if isinstance(made, type) else made(**{argument: value}, **self.arguments)
 
 
 class _ConfiguredOptimizers:
@@ -349,8 +351,9 @@ class _ConfiguredOptimizers:
         self.finish, self.optimizer, self.schedule = finish, optimizer, schedule
 
     def __call__(self, task: TaskModule) -> Any:
-        optimizer = self.optimizer.make(task.parameters())
-        return self.finish(task, optimizer, None if self.schedule is None else self.schedule.make(optimizer))
+        optimizer = self.optimizer.make("params", task.parameters())
+        schedule = None if self.schedule is None else self.schedule.make("optimizer", optimizer)
+        return self.finish(task, optimizer, schedule)
 
 
 def _as_dict(settings: object) -> dict[str, Any]:
