@@ -19,6 +19,7 @@ from trainwright import Accelerator
 from trainwright.core.errors import ConfigurationError, MissingPackageError
 from trainwright.core.task import TaskModule
 from trainwright.optimizers import LowRankAdamW, create_optimizer, optimizer_names
+from trainwright.strategies.offload.training import OffloadStrategy
 
 pytestmark = [
     pytest.mark.requires("bitsandbytes", reason="AdamW in 8 bits"),
@@ -217,6 +218,18 @@ def test_a_missing_package_is_an_error_with_the_command(
     monkeypatch.setattr(importlib.util, "find_spec", lambda root, *rest: None if root == package else find(root, *rest))
     with pytest.raises(MissingPackageError, match=f"'{name}' needs the package.*pip install {package}"):
         create_optimizer(name, nn.Linear(3, 3).parameters())
+
+
+@pytest.mark.parametrize("name", optimizer_names())
+def test_offloaded_training_is_that_of_one_device(name: str, tmp_path: Path) -> None:
+    alone, offloaded = Autoencoder(name), Autoencoder(name)
+    quiet_trainer(max_epochs=1).fit(alone, batches())
+    on_disk = OffloadStrategy(optimizer_state="disk", offload_folder=tmp_path)
+    if "torchao" in type(alone.configure_optimizers()).__module__:
+        with pytest.raises(ConfigurationError, match="cannot be stored on the disk. Use optimizer_state='cpu'"):
+            quiet_trainer(max_epochs=1, strategy=on_disk).fit(Autoencoder(name), batches())
+    quiet_trainer(max_epochs=1, strategy="offload").fit(offloaded, batches())
+    assert_equal_weights(weights_of(offloaded), weights_of(alone))
 
 
 def test_optimizer_names_are_those_that_can_be_created() -> None:
