@@ -18,8 +18,9 @@ from trainwright.strategies.steps.binding import need_closure
 from trainwright.strategies.units import check_no_shards, check_no_sparse
 
 _OWN_METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
-_WHOLE_MATRICES = ("Adafactor", "Muon", "LowRankAdamW")  # what they do to an element depends on the rows and columns around it
-_BLOCKWISE = ("torchao.", "bitsandbytes.")
+# What they do to an element depends on the rows and columns around it.
+_WHOLE_MATRICES = ("Adafactor", "Muon", "LowRankAdamW")
+_BLOCKWISE = ("torchao.", "bitsandbytes.")  # modules of optimizers that quantize states
 _CPU_OPTIMIZERS = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad", "ZenFlowCPUAdam")
 
 

@@ -59,7 +59,7 @@ class LowRankAdamW(Optimizer):
         super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch overloads it
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one step, and return the loss of `closure`.
 
         Args:
@@ -105,7 +105,7 @@ class LowRankAdamW(Optimizer):
 def _directions(grad: torch.Tensor, rank: int) -> torch.Tensor:
     """Return singular vectors of the shorter side, one in each row."""
     left, _, right = torch.linalg.svd(grad.float(), full_matrices=False)
-    chosen = right[:rank] if grad.shape[0] >= grad.shape[1] else left[:, :rank].T
+    chosen: torch.Tensor = right[:rank] if grad.shape[0] >= grad.shape[1] else left[:, :rank].T
     return chosen.to(grad.dtype).contiguous()
 
 

@@ -86,8 +86,8 @@ def _check_options(name: str, kind: Any, options: dict[str, Any]) -> None:
         if option == _STOCHASTIC_ROUNDING and option not in known:
             having = [repr(other) for other, entry in _TABLE.items() if entry.module == "torchao.optim"]
             raise ConfigurationError(
-                f"{option}={options[option]!r}: {name!r} has no stochastic rounding. Use {', '.join(having)}, or remove "
-                "the option."
+                f"{option}={options[option]!r}: {name!r} has no stochastic rounding. Use {', '.join(having)}, or "
+                "remove the option."
             )
         if option not in known:
             raise ConfigurationError(

@@ -75,8 +75,8 @@ def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[A
         full = flat[name]
         if (local * full.numel()) % numel or tuple(like.shape) != tuple(flat["shape"]) or not is_even(like):
             raise CheckpointError(
-                f"a quantized state of shape {tuple(flat['shape'])} has {flat['scale'].numel()} blocks, which cannot be "
-                f"divided between ranks as the parameter is. Use another number of ranks, or strategy='ddp'."
+                f"a quantized state of shape {tuple(flat['shape'])} has {flat['scale'].numel()} blocks, which cannot "
+                "be divided between ranks as the parameter is. Use another number of ranks, or strategy='ddp'."
             )
         own = torch.empty(local * full.numel() // numel, dtype=full.dtype, device=like.to_local().device)
         shape = None if full.dim() == 1 else tuple(full.shape)
