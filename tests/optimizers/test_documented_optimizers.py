@@ -41,7 +41,7 @@ def test_the_table_has_the_class_the_package_and_the_bytes_of_its_state(name: st
         parameter.grad = torch.ones_like(parameter)
     with torch.compiler.set_stance("force_eager"):
         optimizer.step()
-    names = {parameter: key for key, parameter in layer.named_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: key for key, parameter in layer.named_parameters()}
     tensors = iterate_tensors(named_optimizer_state(optimizer, names)["state"])
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     assert float(row["bytes"]) == pytest.approx(size / sum(p.numel() for p in layer.parameters()), abs=0.006)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import warnings
 from collections.abc import Iterator
@@ -81,13 +82,11 @@ def train_by_hand(task: Autoencoder, optimizer: torch.optim.Optimizer, data: lis
 
 def library_optimizer(name: str, task: Autoencoder) -> torch.optim.Optimizer:
     """Return the class of the library, created without the table."""
-    import bitsandbytes
-    import torchao.optim
-
+    bnb, ao = (importlib.import_module(name) for name in ("bitsandbytes.optim", "torchao.optim"))
     kinds: dict[str, Any] = {
         "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor,
-        "muon": torch.optim.Muon, "adamw_8bit": torchao.optim.AdamW8bit, "adamw_4bit": torchao.optim.AdamW4bit,
-        "adamw_fp8": torchao.optim.AdamWFp8, "adamw_bnb_8bit": bitsandbytes.optim.AdamW8bit,
+        "muon": torch.optim.Muon, "adamw_8bit": ao.AdamW8bit, "adamw_4bit": ao.AdamW4bit,
+        "adamw_fp8": ao.AdamWFp8, "adamw_bnb_8bit": bnb.AdamW8bit,
         "adamw_low_rank": LowRankAdamW,
     }  # fmt: skip
     made: torch.optim.Optimizer = kinds[name](list(task.parameters()), **task.options)
