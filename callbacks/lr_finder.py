@@ -269,7 +269,11 @@ class LearningRateFinder(Callback):
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 base = group.get("initial_lr")
-                group["lr"] = lr * group["lr"] / base if base else lr
+                rate = lr * group["lr"] / base if base else lr
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
                 if base is not None:
                     group["initial_lr"] = lr
         for config in trainer.lr_scheduler_configs:

@@ -7,6 +7,7 @@ from trainwright import core as core
 from trainwright import data as data
 from trainwright import launch as launch
 from trainwright import loggers as loggers
+from trainwright import optimizers as optimizers
 from trainwright import processes as processes
 from trainwright import profilers as profilers
 from trainwright import strategies as strategies

@@ -18,7 +18,9 @@ from trainwright.strategies.steps.binding import need_closure
 from trainwright.strategies.units import check_no_shards, check_no_sparse
 
 _OWN_METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
-_WHOLE_MATRICES = ("Adafactor", "Muon")  # what they do to an element depends on the rows and columns around it
+# What they do to an element depends on the rows and columns around it.
+_WHOLE_MATRICES = ("Adafactor", "Muon", "LowRankAdamW")
+_BLOCKWISE = ("torchao.", "bitsandbytes.")  # modules of optimizers that quantize states
 _CPU_OPTIMIZERS = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad", "ZenFlowCPUAdam")
 
 
@@ -89,6 +91,11 @@ def check_optimizers(
             f"{name} looks at whole matrices, and at stage={config.stage} DeepSpeed hands it pieces of flat vectors, "
             "which would train otherwise than in one process. Use an optimizer that works element by element, such as "
             "AdamW, or stage=0, or strategy='ddp'."
+        )
+    if any(kind.__module__.startswith(_BLOCKWISE) for kind in type(optimizer).__mro__):
+        raise ConfigurationError(
+            f"{name} quantizes its states in blocks of each parameter, and DeepSpeed steps flat vectors of "
+            "several. Use strategy='fsdp' with an optimizer of torchao, strategy='ddp', or an optimizer of DeepSpeed."
         )
     device, forced = config.offload("offload_optimizer"), config.content.get("zero_force_ds_cpu_optimizer", True)
     if device != "none" and not named and forced and name not in _CPU_OPTIMIZERS:

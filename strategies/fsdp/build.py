@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.format.quantized_state import build_quantized, flatten_quantized, is_quantized
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
@@ -111,7 +112,10 @@ def end_pieces(
         is_main: whether this rank is the main one.
     """
 
-    def of_state(tensor: torch.Tensor) -> torch.Tensor:
+    def of_state(tensor: torch.Tensor) -> Any:
+        if is_quantized(tensor):
+            full = map_tensors(of_state, flatten_quantized(tensor))
+            return build_quantized(full, full["codes"].device)
         return tensor.to("meta") if weights == "none" else whole(tensor, device, keep=is_main)
 
     # States first, and one after the other: when the weights are put together, their pieces are gone.

@@ -9,7 +9,9 @@ import torch
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.format.quantized_state import is_even
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.tree import is_cut
 from trainwright.strategies.capabilities import OF_LIGHTNING, REFUSALS
 from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.precision import Precision
@@ -234,6 +236,8 @@ def check_arguments(
         raise ConfigurationError(f"forward_prefetch={forward_prefetch!r}: write a number of units, such as 1.")
 
 
+_FULL_ONLY = ("bitsandbytes.", "trainwright.optimizers.")  # modules whose optimizers step full tensors only
+_SMALLEST_QUANTIZED = 4096  # elements on a rank; torchao quantizes no smaller states
 _IN_PLACE = (torch.optim.Adafactor, torch.optim.Rprop)  # steps that torch 2.13 has no form of for pieces
 
 
@@ -245,9 +249,28 @@ def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> N
                 f"{type(optimizer).__name__} of torch cannot step weights that lie in pieces. Use another optimizer, "
                 "such as AdamW, or strategy='ddp'."
             )
+        _check_quantized(optimizer)
     if need_closure(optimizers, precision):
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ConfigurationError(f"{names} {REFUSALS['closures'].format(strategy='a sharded strategy')}")
+
+
+def _check_quantized(optimizer: Optimizer) -> None:
+    """Check an optimizer whose states need full parameters, or blocks that lie on one rank."""
+    name, modules = type(optimizer).__name__, [kind.__module__ for kind in type(optimizer).__mro__]
+    sharded = [p for group in optimizer.param_groups for p in group["params"] if is_cut(p)]
+    if any(module.startswith(_FULL_ONLY) for module in modules):
+        raise ConfigurationError(
+            f"{name} steps full parameters, and a sharded strategy divides them between ranks. Use an "
+            "optimizer of torchao, such as create_optimizer('adamw_8bit', …), or strategy='ddp'."
+        )
+    for parameter in sharded if any(module.startswith("torchao.") for module in modules) else ():
+        if not is_even(parameter) and parameter.numel() >= _SMALLEST_QUANTIZED:
+            raise ConfigurationError(
+                f"{name} of torchao quantizes blocks of what a rank holds, and a parameter of shape "
+                f"{tuple(parameter.shape)} is not divided into as many rows for every rank. Use a number of rows "
+                "that the number of ranks divides, torch.optim.AdamW, or strategy='ddp'."
+            )
 
 
 def mesh_shape(

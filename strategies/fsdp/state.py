@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.format.quantized_state import is_flat, shard_quantized
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import map_tensors
@@ -81,7 +82,13 @@ class ShardedState(FullState):
         own = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
         pieces = {}
         for name, values in state.get("state", {}).items():
-            pieces[name] = {key: self.shard_like(value, own.get(plain_name(name))) for key, value in values.items()}
+            like = own.get(plain_name(name))
+            pieces[name] = {
+                key: shard_quantized(value, like, self.shard_like)
+                if like is not None and is_flat(value)
+                else self.shard_like(value, like)
+                for key, value in values.items()
+            }
         self._check_sharded(
             optimizer,
             pieces,

@@ -122,6 +122,8 @@ class OffloadEngine(Engine):
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
         """Build the model on the host, and have its units visit the device."""
         optimizers = super().prepare(task, make_optimizers, plan)
+        for optimizer in optimizers:
+            self._check_state(optimizer)
         if self.precision.autocast_dtype is not None:
             # Without a cache, which would keep a narrow copy of every weight on the device until the step is over.
             self._context = torch.autocast(self.device.type, dtype=self.precision.autocast_dtype, cache_enabled=False)
@@ -202,6 +204,7 @@ class OffloadEngine(Engine):
         home, own = self._state_home, optimizer.step
         if home is None or optimizer in self._own_steps:
             return optimizer
+        self._check_state(optimizer)
         home.take_state(optimizer)
 
         @functools.wraps(own)
@@ -222,6 +225,15 @@ class OffloadEngine(Engine):
         self._own_steps[optimizer] = vars(optimizer).get("step")
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # which schedulers wrap, too
         return optimizer
+
+    def _check_state(self, optimizer: Optimizer) -> None:
+        """Check that the optimizer's state can be stored where it is to be."""
+        quantizes = any(kind.__module__.startswith("torchao.") for kind in type(optimizer).__mro__)
+        if quantizes and self._state_home is not None:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} of torchao has quantized states, which cannot be stored on the disk. Use "
+                "optimizer_state='cpu', or an optimizer of torch."
+            )
 
     def weights_changed(self) -> None:
         """Record that copies on the device may be out of date; callbacks of evaluations and saves may write weights."""

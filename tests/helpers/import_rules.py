@@ -20,6 +20,7 @@ _MAY_IMPORT = {
     "data": {"core", "data"},
     "checkpoint": {"core", "checkpoint"},
     "processes": {"core", "processes"},
+    "optimizers": {"core", "optimizers"},
     "utilities": {"core", "data", "utilities"},
     "strategies": _BELOW_STRATEGIES | {"strategies"},
     "bigmodels": _BELOW_TRAINER,

@@ -23,6 +23,7 @@ PARTS = {
     "utilities": "src/trainwright/utilities",
     "utils": "src/trainwright/utils",
     "profilers": "src/trainwright/profilers",
+    "optimizers": "src/trainwright/optimizers",
     "callbacks": "callbacks",
     "loggers": "loggers",
     "strategies": "strategies",

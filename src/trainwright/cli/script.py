@@ -283,7 +283,7 @@ class CLI:
         """Set the task's `configure_optimizers` from the configuration, if it defines one."""
         if not self.auto_configure_optimizers:
             return
-        optimizer, schedule = (_ClassRecipe.of(group, self._built) for group in self.parser.automatic())
+        optimizer, schedule = (_ClassRecipe.of(group, self._built, self._settings) for group in self.parser.automatic())
         if optimizer is None:
             return
         if overrides(self.model, "configure_optimizers", TaskModule):
@@ -322,8 +322,14 @@ class _ClassRecipe(NamedTuple):
     arguments: dict[str, Any]
 
     @classmethod
-    def of(cls, group: tuple[str, Any] | None, built: Any) -> _ClassRecipe | None:
-        """Return the recipe of a group of arguments; None if it is empty."""
+    def of(cls, group: tuple[str, Any] | None, built: Any, given: Any) -> _ClassRecipe | None:
+        """Return the recipe of a group of arguments; None if it is empty.
+
+        Args:
+            group: Key and class, or bases, of the arguments.
+            built: The settings with objects in place of their descriptions.
+            given: The settings before; jsonargparse omits `dict_kwargs` in `built`.
+        """
         if group is None:
             return None
         key, base = group
@@ -332,14 +338,16 @@ class _ClassRecipe(NamedTuple):
             return None
         if not isinstance(base, tuple):
             return cls(f"{base.__module__}.{base.__qualname__}", _as_dict(settings))
-        return cls(settings["class_path"], _as_dict(settings.get("init_args")))
+        options = _as_dict(settings.get("init_args")) | _as_dict(given[key].get("dict_kwargs"))
+        return cls(settings["class_path"], options)
 
-    def make(self, first: object) -> Any:
-        """Create the object from its first argument: parameters, or an optimizer."""
+    def make(self, argument: str, value: object) -> Any:
+        """Create the object from parameters or an optimizer: the first argument of a class, that name of a function."""
         from trainwright.core.registry import import_object
 
         module, _, name = self.path.rpartition(".")
-        return import_object(f"{module}:{name}")(first, **self.arguments)
+        made = import_object(f"{module}:{name}")
+        return made(value, **self.arguments) if isinstance(made, type) else made(**{argument: value}, **self.arguments)
 
 
 class _ConfiguredOptimizers:
@@ -349,8 +357,9 @@ class _ConfiguredOptimizers:
         self.finish, self.optimizer, self.schedule = finish, optimizer, schedule
 
     def __call__(self, task: TaskModule) -> Any:
-        optimizer = self.optimizer.make(task.parameters())
-        return self.finish(task, optimizer, None if self.schedule is None else self.schedule.make(optimizer))
+        optimizer = self.optimizer.make("params", task.parameters())
+        schedule = None if self.schedule is None else self.schedule.make("optimizer", optimizer)
+        return self.finish(task, optimizer, schedule)
 
 
 def _as_dict(settings: object) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainwright.checkpoint.format.quantized_state import build_quantized, flatten_quantized, is_quantized
 from trainwright.core.errors import CheckpointError, nearest
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import iterate_tensors, map_tensors
@@ -28,7 +29,8 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
         `{"class": name, "groups": [{hyper-parameters..., "params": [names]}], "state": {name: {key: value}}}`, with
         `{}` as the state of a parameter that has none yet. State that belongs to no parameter stands under `"shared"`,
         further entries of the state dict under `"extra"`, and under `"dtypes"` the dtypes of those parameters whose
-        states have others. Tensors are the optimizer's own: copy them to keep them.
+        states have others. Tensors are the optimizer's own: copy them to keep them. Quantized states are dictionaries
+        of their tensors (see `flatten_quantized`).
 
     Raises:
         CheckpointError: a parameter has no name, or two have the same.
@@ -46,7 +48,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
     shared: dict[Any, Any] = {}
     for key, value in packed["state"].items():
         if key in names_of:
-            state[names_of[key]] = value
+            state[names_of[key]] = map_tensors(flatten_quantized, value)
         else:
             shared[key] = value
     tree: dict[str, Any] = {"class": type(optimizer).__qualname__, "groups": groups, "state": state}
@@ -122,7 +124,8 @@ def load_named_optimizer_state(
     parameters = dict(zip(names_of, _parameters(optimizer), strict=True))
     for index, name in names_of.items():
         if saved_state[name]:
-            state[index] = _own_copy(saved_state[name], parameters[index].device)
+            own = _own_copy(saved_state[name], parameters[index].device)
+            state[index] = build_quantized(own, parameters[index].device)
     extra = map_tensors(torch.clone, dict(tree.get("extra", {})))
     dtypes = {index: tree.get("dtypes", {}).get(name) for index, name in names_of.items()}
 
@@ -165,6 +168,8 @@ def _kept(value: Any, dtype: torch.dtype | None, device: torch.device, key: Any 
         key: of the value in its mapping.
     """
     if isinstance(value, torch.Tensor):
+        if is_quantized(value):
+            return _Kept(value)
         return value if key == "step" or dtype in (None, value.dtype) else _Kept(value.to(device))
     if type(value) is dict:
         return {name: _kept(item, dtype, device, name) for name, item in value.items()}

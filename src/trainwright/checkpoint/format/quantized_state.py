@@ -1,0 +1,145 @@
+"""Quantized optimizer states of torchao as plain tensors, and from them again.
+
+torchao keeps a state in a tensor subclass: codes of 8 or 4 bits, and a scale for each block of them. A checkpoint holds
+its tensors in a dictionary. Only the classes in this module are built when it is read.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainwright.core.errors import CheckpointError, require_package
+from trainwright.core.tree import is_cut
+
+KIND = "quantized"
+_MODULES = {
+    "OptimState8bit": "torchao.optim.subclass_8bit",
+    "OptimState4bit": "torchao.optim.subclass_4bit",
+    "OptimStateFp8": "torchao.optim.subclass_fp8",
+}
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor, or what this rank holds of it, is a quantized state of torchao."""
+    kind = type(tensor.to_local() if is_cut(tensor) else tensor)
+    return _MODULES.get(kind.__name__) == kind.__module__
+
+
+def flatten_quantized(tensor: torch.Tensor) -> Any:
+    """Return a quantized state as a dictionary of its tensors, which share its memory; other tensors unchanged.
+
+    The dictionary has the entries `"quantized"` (the name of the class), `"shape"`, `"dtype"` and `"signed"`, and the
+    tensors `"codes"` (in bytes), `"scale"` and, for codes of 8 and 4 bits, `"qmap"`. The tensors of a sharded state are
+    sharded in the same way.
+    """
+    if not is_quantized(tensor):
+        return tensor
+    local: Any = tensor.to_local() if is_cut(tensor) else tensor
+    shape = tuple(tensor.shape)
+    codes = local.codes.view(torch.uint8)
+    flat: dict[str, Any] = {KIND: type(local).__name__, "shape": tensor.shape, "dtype": local.dtype}
+    flat["signed"] = getattr(local, "signed", True)
+    flat["codes"] = _sharded_like(codes, tensor, None if codes.dim() == 1 else shape)
+    flat["scale"] = _sharded_like(local.scale, tensor, None)
+    if hasattr(local, "qmap"):
+        flat["qmap"] = local.qmap
+    return flat
+
+
+def is_flat(value: Any) -> bool:
+    """Return whether a value of a state is what `flatten_quantized` returns for a quantized one."""
+    return type(value) is dict and value.get(KIND) in _MODULES and "codes" in value
+
+
+def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Shard the full tensors of a flattened state as a parameter is sharded. Not collective.
+
+    Args:
+        flat: From `flatten_quantized`.
+        like: The parameter.
+        shard: Shards a full tensor like another one.
+
+    Raises:
+        CheckpointError: A block of codes would be divided between ranks.
+    """
+    if not is_cut(like):
+        return flat
+    numel, local = math.prod(flat["shape"]), like.to_local().numel()
+    sharded = dict(flat)
+    for name in ("codes", "scale"):
+        full = flat[name]
+        if (local * full.numel()) % numel or tuple(like.shape) != tuple(flat["shape"]) or not is_even(like):
+            raise CheckpointError(
+                f"a quantized state of shape {tuple(flat['shape'])} has {flat['scale'].numel()} blocks, which cannot "
+                "be divided between ranks as the parameter is. Use another number of ranks, or strategy='ddp'."
+            )
+        own = torch.empty(local * full.numel() // numel, dtype=full.dtype, device=like.to_local().device)
+        shape = None if full.dim() == 1 else tuple(full.shape)
+        sharded[name] = shard(full, _sharded_like(own if shape is None else own.view_as(like.to_local()), like, shape))
+    return sharded
+
+
+def is_even(tensor: torch.Tensor) -> bool:
+    """Return whether all ranks hold as many rows of a sharded tensor, and nothing else divides it."""
+    if not is_cut(tensor):
+        return True
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(axes) != 1:
+        return not axes
+    return tensor.placements[axes[0]].is_shard(0) and tensor.shape[0] % tensor.device_mesh.size(axes[0]) == 0
+
+
+def build_quantized(value: Any, device: torch.device) -> Any:
+    """Return a tree of state in which each flattened state is a quantized tensor again, on `device`.
+
+    Raises:
+        CheckpointError: The tensors do not belong together.
+    """
+    if not is_flat(value):
+        return {key: build_quantized(item, device) for key, item in value.items()} if type(value) is dict else value
+    try:
+        return _built(value, device)
+    except (AssertionError, KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise CheckpointError(f"the saved {value[KIND]} cannot be read: {error!r}.") from error
+
+
+def _built(flat: dict[str, Any], device: torch.device) -> torch.Tensor:
+    codes, scale, shape, name = flat["codes"], flat["scale"], tuple(flat["shape"]), flat[KIND]
+    kind: Any = getattr(require_package(_MODULES[name], purpose="The saved optimizer state"), name)
+    whole = codes
+    if is_cut(codes):
+        codes, scale = codes.to_local(), scale.to_local()
+    codes, scale = codes.to(device), scale.to(device)
+    if name == "OptimStateFp8":
+        return _sharded_like(kind(codes.view(torch.float8_e4m3fn), scale, flat["dtype"]), whole, shape)
+    parts = [codes, scale, flat["qmap"].to(device), flat["signed"]]
+    if name == "OptimState4bit":
+        rows = codes.numel() * 2 // (math.prod(shape[1:]) or 1)
+        parts.append((rows, *shape[1:]))
+    return _sharded_like(kind(*parts, flat["dtype"]), whole, shape)
+
+
+def _sharded_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
+    """Return a local tensor as the shard of one that is sharded as `like` is; as it is if `like` is full.
+
+    Args:
+        local: What this rank holds.
+        like: A tensor.
+        shape: The full shape; None: that of a vector, of which every rank holds as many elements.
+    """
+    if not is_cut(like):
+        return local
+    kind: Any = sys.modules["torch.distributed.tensor"].DTensor
+    if shape is None:
+        ranks = [like.device_mesh.size(axis) for axis, p in enumerate(like.placements) if not p.is_replicate()]
+        shape = (local.numel() * math.prod(ranks),)
+    stride = torch.empty(shape, device="meta").stride()
+    made: torch.Tensor = kind.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    return made

@@ -1,0 +1,107 @@
+"""The table of optimizers by name, and the function that creates them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainwright.core.errors import ConfigurationError, nearest, require_package, unknown
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Class of an optimizer: the module that defines it, and its name there."""
+
+    module: str
+    name: str
+
+    def load(self, chosen: str) -> Any:
+        module = require_package(self.module, purpose=f"The optimizer {chosen!r}")
+        found = getattr(module, self.name, None)
+        if found is None:
+            package = self.module.partition(".")[0]
+            raise ConfigurationError(
+                f"The optimizer {chosen!r} needs {self.module}.{self.name}, which the installed version of {package} "
+                f"does not have. Run: pip install --upgrade {package}"
+            )
+        return found
+
+
+_TABLE = {
+    "adamw": _Entry("torch.optim", "AdamW"),
+    "sgd": _Entry("torch.optim", "SGD"),
+    "adafactor": _Entry("torch.optim", "Adafactor"),
+    "muon": _Entry("torch.optim", "Muon"),
+    "adamw_8bit": _Entry("torchao.optim", "AdamW8bit"),
+    "adamw_4bit": _Entry("torchao.optim", "AdamW4bit"),
+    "adamw_fp8": _Entry("torchao.optim", "AdamWFp8"),
+    "adamw_bnb_8bit": _Entry("bitsandbytes.optim", "AdamW8bit"),
+    "adamw_low_rank": _Entry("trainwright.optimizers.low_rank", "LowRankAdamW"),
+}
+_STOCHASTIC_ROUNDING = "bf16_stochastic_round"
+
+
+def optimizer_names() -> list[str]:
+    """Return the names that `create_optimizer` accepts."""
+    return list(_TABLE)
+
+
+def create_optimizer(
+    name: str, params: Iterable[torch.Tensor] | Iterable[dict[str, Any]], lr: float | None = None, **options: Any
+) -> Optimizer:
+    """Create an optimizer by its name in the table.
+
+    Args:
+        name: One of `optimizer_names()`.
+        params: Parameters, or parameter groups.
+        lr: Learning rate. Default: None, which is the default of the optimizer's class.
+        **options: Further arguments of the optimizer's class, such as `weight_decay` or, for the optimizers of torchao,
+            `bf16_stochastic_round=True`, which rounds weights in bfloat16 up or down at random.
+
+    Raises:
+        ConfigurationError: The name or an option is unknown, or the optimizer does not take the parameters.
+        MissingPackageError: The optimizer's package is not installed.
+    """
+    if name not in _TABLE:
+        raise unknown("name", name, _TABLE)
+    kind = _TABLE[name].load(name)
+    _check_options(name, kind, options)
+    if lr is not None:
+        options["lr"] = lr
+    groups = list(params)
+    if name == "muon":
+        _check_matrices(groups)
+    created: Optimizer = kind(groups, **options)
+    return created
+
+
+def _check_options(name: str, kind: Any, options: dict[str, Any]) -> None:
+    known = [option for option in inspect.signature(kind).parameters if option not in ("self", "params", "lr")]
+    for option in options:
+        if option == _STOCHASTIC_ROUNDING and option not in known:
+            having = [repr(other) for other, entry in _TABLE.items() if entry.module == "torchao.optim"]
+            raise ConfigurationError(
+                f"{option}={options[option]!r}: {name!r} has no stochastic rounding. Use {', '.join(having)}, or "
+                "remove the option."
+            )
+        if option not in known:
+            raise ConfigurationError(
+                f"The optimizer {name!r} has no option {option!r}.{nearest(option, known)} It takes: lr, "
+                f"{', '.join(known)}."
+            )
+
+
+def _check_matrices(groups: list[Any]) -> None:
+    for group in groups:
+        members = group["params"] if isinstance(group, dict) else [group]
+        for parameter in [members] if isinstance(members, torch.Tensor) else members:
+            if parameter.dim() != 2:
+                raise ConfigurationError(
+                    f"The optimizer 'muon' takes matrices, and one parameter has the shape {tuple(parameter.shape)}. "
+                    "Give it parameters with p.dim() == 2, and the others to a second optimizer, such as 'adamw'."
+                )
