@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from trainwright import Accelerator
-from trainwright.core.errors import ConfigurationError, MissingPackageError
+from trainwright.checkpoint import load_named_optimizer_state, named_optimizer_state
+from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError
 from trainwright.core.task import TaskModule
 from trainwright.optimizers import LowRankAdamW, create_optimizer, optimizer_names
 from trainwright.strategies.offload.training import OffloadStrategy
@@ -217,6 +218,29 @@ def test_a_missing_package_is_an_error_with_the_command(
     monkeypatch.setattr(importlib.util, "find_spec", lambda root, *rest: None if root == package else find(root, *rest))
     with pytest.raises(MissingPackageError, match=f"'{name}' needs the package.*pip install {package}"):
         create_optimizer(name, nn.Linear(3, 3).parameters())
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit", "adamw_fp8"])
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("codes", torch.zeros(3, dtype=torch.uint8)), ("scale", torch.ones(3)), ("scale", torch.ones(0)),
+        ("qmap", torch.ones(3)), ("shape", [128, 64]), ("codes", None), ("dtype", "float"), ("nothing", None),
+    ],
+)  # fmt: skip
+def test_a_quantized_state_that_makes_no_sense_is_refused(name: str, entry: str, value: Any) -> None:
+    task = Autoencoder(name)
+    optimizer = task.configure_optimizers()
+    train_by_hand(task, optimizer, batches(1))
+    names: dict[torch.Tensor, str] = {parameter: key for key, parameter in task.named_parameters()}
+    tree = named_optimizer_state(optimizer, names)
+    state = tree["state"]["net.0.weight"]["exp_avg"]
+    if entry == "nothing" or (name == "adamw_fp8" and entry == "qmap"):
+        del state["dtype"]
+    else:
+        state[entry] = value
+    with pytest.raises(CheckpointError, match="OptimState"):
+        load_named_optimizer_state(task.configure_optimizers(), tree, names)
 
 
 @pytest.mark.parametrize("name", optimizer_names())

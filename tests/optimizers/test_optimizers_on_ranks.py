@@ -34,10 +34,17 @@ Weights = dict[str, torch.Tensor]
 
 
 def fit(
-    name: str, epochs: int, strategy: Any, *, save: Path | None = None, resume: Path | None = None, processes: int = 2
+    name: str,
+    epochs: int,
+    strategy: Any,
+    *,
+    save: Path | None = None,
+    resume: Path | None = None,
+    processes: int = 2,
+    compiles: bool = False,
 ) -> Weights:
     """Train on so many ranks; return the full weights."""
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("default" if compiles else "force_eager"):
         task = Autoencoder(name)
         trainer = quiet_trainer(
             devices="auto" if processes > 1 else 1, strategy=strategy, max_epochs=epochs,
@@ -101,6 +108,21 @@ def test_fsdp_trains_as_ddp_and_resumes_bit_for_bit_in_shards(tmp_path: Path) ->
                 torch.testing.assert_close(by_way[way], by_way["straight"], rtol=0, atol=1e-5)
     state = read_checkpoint(tmp_path / "adamw_8bit-sharded").optimizers[0]["state"]["net.0.weight"]["exp_avg"]
     assert (state["quantized"], state["codes"].shape, state["scale"].shape) == ("OptimState8bit", (128, 64), (32,))
+
+
+def fit_compiled(folder: Path) -> tuple[Weights, Weights]:
+    """Train with shards and compiled steps, at once and in two fits."""
+    straight = fit("adamw_8bit", 2, "fsdp", compiles=True)
+    fit("adamw_8bit", 1, "fsdp", save=folder / "saved", compiles=True)
+    return straight, fit("adamw_8bit", 2, "fsdp", resume=folder / "saved", compiles=True)
+
+
+@pytest.mark.slow
+def test_fsdp_resumes_compiled_steps_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
+    for straight, resumed in run_distributed(functools.partial(fit_compiled, tmp_path), 2, init=False, timeout=300):
+        assert_equal_weights(resumed, straight)
 
 
 def refusals(strategy: Any) -> dict[str, str]:

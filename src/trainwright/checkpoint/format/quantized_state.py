@@ -53,7 +53,22 @@ def flatten_quantized(tensor: torch.Tensor) -> Any:
 
 def is_flat(value: Any) -> bool:
     """Return whether a value of a state is what `flatten_quantized` returns for a quantized one."""
-    return type(value) is dict and value.get(KIND) in _MODULES and "codes" in value
+    return type(value) is dict and value.get(KIND) in list(_MODULES)
+
+
+def _check(flat: dict[str, Any]) -> None:
+    """Check that the tensors of a flattened state belong together, as far as the step relies on it."""
+    name, shape, codes, scale = (flat.get(key) for key in (KIND, "shape", "codes", "scale"))
+    if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor) or not isinstance(shape, torch.Size):
+        raise CheckpointError(f"a saved {name} lacks its shape, codes or scale.")
+    halves = name == "OptimState4bit"
+    fits = codes.numel() * 2 == shape.numel() and codes.dim() == 1 if halves else codes.shape == shape
+    blocks = scale.numel()
+    if not fits or codes.dtype != torch.uint8 or scale.dim() != 1 or not blocks or shape.numel() % blocks:
+        raise CheckpointError(f"a saved {name} of shape {tuple(shape)} has codes or a scale of another shape or dtype.")
+    qmap, values = flat.get("qmap"), 16 if halves else 256
+    if name != "OptimStateFp8" and not (isinstance(qmap, torch.Tensor) and qmap.shape == (values,)):
+        raise CheckpointError(f"a saved {name} lacks its table of {values} values.")
 
 
 def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[Any, Any], Any]) -> dict[str, Any]:
@@ -65,8 +80,9 @@ def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[A
         shard: Shards a full tensor like another one.
 
     Raises:
-        CheckpointError: A block of codes would be divided between ranks.
+        CheckpointError: A block of codes would be divided between ranks, or the tensors do not belong together.
     """
+    _check(flat)
     if not is_cut(like):
         return flat
     numel, local = math.prod(flat["shape"]), like.to_local().numel()
@@ -102,9 +118,10 @@ def build_quantized(value: Any, device: torch.device) -> Any:
     """
     if not is_flat(value):
         return {key: build_quantized(item, device) for key, item in value.items()} if type(value) is dict else value
+    _check(value)
     try:
         return _built(value, device)
-    except (AssertionError, KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+    except (AssertionError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the saved {value[KIND]} cannot be read: {error!r}.") from error
 
 
