@@ -34,7 +34,7 @@ class ExportMixin(nn.Module):
                 `example_input_array`.
 
         Raises:
-            ConfigurationError: there is no sample.
+            ConfigurationError: `input_sample` and `example_input_array` are both missing.
             MissingPackageError: onnxscript is not installed.
         """
         positional, named = self._example("to_onnx", "input_sample", input_sample)
@@ -52,7 +52,7 @@ class ExportMixin(nn.Module):
                 `example_input_array`.
 
         Raises:
-            ConfigurationError: there is no example.
+            ConfigurationError: `example_input` and `example_input_array` are both missing.
         """
         positional, named = self._example("export", "example_input", example_input)
         with evaluating(self):
@@ -74,7 +74,7 @@ class ExportMixin(nn.Module):
             kwargs: passed to `torch.jit.script` or `torch.jit.trace`.
 
         Raises:
-            ConfigurationError: the method is unknown, or there is no example to trace with.
+            ConfigurationError: the method is unknown, or tracing has no example inputs.
         """
         if method not in ("script", "trace"):
             raise ConfigurationError(f"to_torchscript(method={method!r}): expected 'script' or 'trace'.")

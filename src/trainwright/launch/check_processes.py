@@ -54,7 +54,7 @@ def _expect(condition: bool, problem: str) -> None:
 
 
 class Watch:
-    """Ends the processes of this machine when a part takes longer than `LIMIT_S`, or goes on after a rank failed."""
+    """Ends the processes of this machine if a part takes longer than `LIMIT_S` or continues after a rank failed."""
 
     def __init__(self, results: Path) -> None:
         self.store: Any = None

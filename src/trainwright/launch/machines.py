@@ -55,7 +55,7 @@ class MachineWatch:
     def _run(self) -> None:
         store: TCPStore | None = None
         while not self._finished.wait(_BEAT_S):
-            with contextlib.suppress(RuntimeError):  # torch's errors of the network: there is no store yet, or any more
+            with contextlib.suppress(RuntimeError):  # network errors: the store has not started, or has ended
                 store = store or self._connect()
                 self._exchange(store)
             silent = self._silent_machine()

@@ -142,7 +142,7 @@ class _Reader(pickle._Unpickler):
         return self.storages[-1]
 
     def call(self) -> None:
-        """Put a node in the place of a call."""
+        """Replace a call by another node."""
         args, target = self.stack.pop(), self.stack.pop()
         if type(target) is not Named or type(args) is not tuple:
             raise TypeError(f"a {type(target).__name__} is called with a {type(args).__name__}")
