@@ -93,7 +93,7 @@ class AsyncWriter:
     def prepare(self, num_bytes: int) -> None:
         """Have host memory for the first save of about so many bytes ready when it comes; returns at once.
 
-        A thread at a low priority fills it, until then or until the writer is closed.
+        A thread fills it, with pauses, until then or until the writer is closed.
         """
         if self._contents is not None or num_bytes < QUIET_FROM_BYTES:
             return

@@ -76,6 +76,7 @@ class AlignDevicesHook(ModelHook):
         self._slots: list[Slot] = []
         # Table, name, shown, weight.
         self._present: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
+        self._ready = self._present[:]  # the same of the last forward, if all its weights can be used again
         self._took = False  # from the prefetcher
         self._spans: dict[str, FileSpan] = {}
         self._files: tuple[MappedFile, ...] = ()
@@ -110,7 +111,9 @@ class AlignDevicesHook(ModelHook):
         return {key: value for key, value in self.__dict__.items() if key != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock(), _users={}, _input_devices={}, _present=[], _took=False)
+        self.__dict__.update(
+            state, _lock=threading.RLock(), _users={}, _input_devices={}, _present=[], _ready=[], _took=False
+        )
         if self.prefetcher is not None:
             self._number = self.prefetcher.add(self)
 
@@ -172,6 +175,7 @@ class AlignDevicesHook(ModelHook):
             span = None if locate is None else locate(slot.name)
             if span is not None:
                 self._spans[slot.name] = span
+        self._ready = []
         self._files = tuple({span.file for span in self._spans.values()})
         self.num_bytes = sum(slot.placeholder.nbytes for slot in self._slots)
         if self.prefetcher is not None and self._slots and (self._spans or self.execution_device != _CPU):
@@ -313,6 +317,11 @@ class AlignDevicesHook(ModelHook):
             users[thread] = users.get(thread, 0) + 1
 
     def _put_weights(self, module: nn.Module, device: torch.device | None) -> None:
+        if device is None and self._ready and self._is_still_ready() and self._is_cached():
+            self._present += self._ready
+            for table, leaf, _, weight in self._ready:
+                table[leaf] = weight
+            return
         target, by_hand = (self.execution_device, False) if device is None else (device, True)
         assert target is not None
         assert self.weights_map is not None
@@ -345,12 +354,24 @@ class AlignDevicesHook(ModelHook):
                         if keeps:
                             slot.keep(weight, self._is_lasting(slot, weight))
         self._present += [(table, slot.leaf, shown, w) for (slot, table, shown), w in zip(away, weights, strict=True)]
+        may_stay = is_kept and not there and not any(slot.path for slot in self._slots)
+        self._ready = self._present[:] if may_stay else []
         for table, leaf, shown in there:
             # Values of the user, for example by functional_call. A move of them is recorded for the backward.
             if shown.device != target:
                 self._present.append((table, leaf, shown, shown.to(target)))
         for table, leaf, _, brought in self._present:
             table[leaf] = brought
+
+    def _is_still_ready(self) -> bool:
+        """Return whether the module has the same meta tensors as in the last forward, unchanged."""
+        with without_guard():
+            for table, leaf, shown, weight in self._ready:
+                if table.get(leaf) is not shown or weight is None:
+                    return False
+                if weight.dtype != shown.dtype or weight.requires_grad != shown.requires_grad:
+                    return False
+        return True
 
     def _is_cached(self) -> bool:
         """Return whether the files of kept weights stay in the page cache, and check that they are whole."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 Work = Callable[[], Any]
 
-_NICENESS = 5  # of a preparation: a quarter of a core that others want, so that it is done after a few steps
+_PAUSE = 0.2  # between two pieces of a preparation, of the seconds that the last one took
 _LOOK_S = 0.1  # how often a waiting thread looks whether the interpreter has begun to exit
 
 
@@ -155,7 +156,7 @@ class QuietThread:
 
 
 class Preparation:
-    """Does work in a thread at a low priority that may as well never be done.
+    """Does work in a thread, with pauses, that may as well never be done.
 
     Args:
         work: done in order; the thread ends after the last one, between two of them once `end` is called, and when the
@@ -174,11 +175,11 @@ class Preparation:
         self._thread.join()
 
     def _run(self) -> None:
-        # At the lowest one a training that keeps all cores busy would leave it no time before the first save.
-        with contextlib.suppress(OSError):
-            if sys.platform == "linux":
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         for work in self._work:
             if self._ended or not threading.main_thread().is_alive():
                 return
+            began = time.perf_counter()
             work()
+            # A step waits for the slowest of its threads, so this bounds how long the work makes it. A niceness does
+            # not: on a virtual machine the host may stop the core until it has found the memory.
+            time.sleep(_PAUSE * (time.perf_counter() - began))
