@@ -103,6 +103,18 @@ def test_a_backend_of_another_device_is_refused_before_processes_start() -> None
         Trainer(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="nccl"))
 
 
+def test_the_page_has_the_table() -> None:
+    lines = (ROOT / "docs/hardware.md").read_text(encoding="utf-8").splitlines()
+    rows = {kind: line for line in lines for kind in NAMED if line.startswith(f'| `"{kind}"`')}
+    assert list(rows) == list(NAMED)
+    for kind, line in rows.items():
+        cells, found = [cell.strip(" `") for cell in line.strip("|").split("|")], DEVICE_TYPES[kind]
+        assert cells[1] == (found.module or "–")
+        assert cells[4] == ("yes" if found.has_float64 else "no")
+        if not found.is_unified:
+            assert (cells[2], cells[3], cells[5]) == (found.backend, found.visible, found.distributed_type)
+
+
 def test_the_default_backend_is_that_of_torch_or_of_the_table() -> None:
     assert default_backend(torch.device("cpu")) == "gloo"
     assert default_backend(torch.device("cuda")) == "nccl"
