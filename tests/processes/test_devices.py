@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers.sources import ROOT
 from trainwright.core.errors import ConfigurationError, MissingPackageError
@@ -115,9 +116,14 @@ def test_the_page_has_the_table() -> None:
             assert (cells[2], cells[3], cells[5]) == (found.backend, found.visible, found.distributed_type)
 
 
-def test_the_default_backend_is_that_of_torch_or_of_the_table() -> None:
+def test_the_default_backend_is_that_of_torch_or_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_backend(torch.device("cpu")) == "gloo"
     assert default_backend(torch.device("cuda")) == "nccl"
+
+    def none_registered(device: torch.device) -> str:
+        raise ValueError(device)
+
+    monkeypatch.setattr(dist, "get_default_backend_for_device", none_registered)
     assert default_backend(torch.device("hpu")) == "hccl"
 
 

@@ -149,7 +149,16 @@ def has_no_devices() -> bool:
     """
     if entry_points(group="torch.backends"):
         return False
-    files = "nvidia[0-9]* dri/renderD* davinci[0-9]* accel/accel* cambricon_dev* neuron[0-9]* kfd dxg".split()
+    files = [
+        "nvidia[0-9]*",
+        "dri/renderD*",
+        "davinci[0-9]*",
+        "accel/accel*",
+        "cambricon_dev*",
+        "neuron[0-9]*",
+        "kfd",
+        "dxg",
+    ]
     return sys.platform == "linux" and not any(found for pattern in files for found in Path("/dev").glob(pattern))
 
 
