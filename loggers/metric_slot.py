@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.host.device_types import properties
 
 FOLD_EVERY = 64
 """Number of pending values that are folded into the running aggregate at a time, with one stack on their device."""
@@ -105,7 +106,7 @@ def to_number(name: str, value: Any) -> float | Tensor:
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
     """Return the accumulation dtype: float64, or float32 if the device has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    return torch.float64 if properties(device.type).has_float64 else torch.float32
 
 
 def pick(values: Sequence[float], kind: str) -> float:

@@ -25,7 +25,7 @@ from trainwright.core.host.memory import keep_freed_memory
 from trainwright.core.process import Topology
 from trainwright.core.run import Run, SchedulerConfig
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import move
+from trainwright.core.tree import move, move_module
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.processes.process_group import AbsentOthers, Processes
 from trainwright.strategies.capabilities import REFUSALS, Capabilities
@@ -344,7 +344,7 @@ class Engine(LightningMembers):
         Raises:
             ConfigurationError: The engine cannot train these models with these optimizers.
         """
-        return [model.to(self.device) for model in models]
+        return [move_module(model, self.device) for model in models]
 
     def owner_of_attributes(self, model: nn.Module, prepared: Callable[..., Any]) -> object:
         """Return the object whose attributes a prepared model has: the model, or a library's engine around it."""

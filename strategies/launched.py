@@ -20,6 +20,7 @@ _PRECISION, _STEPS, _CPU = (_PREFIX + name for name in ("MIXED_PRECISION", "GRAD
 _EMPTY = ("", "0", "no", "none", "false", "default")
 _INSTEAD = {
     "USE_MEGATRON_LM": "set ACCELERATE_USE_PARALLELISM_CONFIG, which splits layers, or ACCELERATE_USE_FSDP",
+    "USE_IPEX": "remove it: Intel ended intel_extension_for_pytorch with torch 2.8, and its work is in torch",
     "TORCH_DEVICE": "choose devices by CUDA_VISIBLE_DEVICES",
     "USE_SAGEMAKER": "start the script with torchrun",
 }

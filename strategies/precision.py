@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.host.device_types import properties
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
 
@@ -60,10 +61,10 @@ class Precision:
         Raises:
             ConfigurationError: it has not; names a precision that it has.
         """
-        if device_type == "mps" and self.param_dtype is torch.float64:
+        if self.param_dtype is torch.float64 and not properties(device_type).has_float64:
             raise ConfigurationError(
-                f"precision={self.name!r}, but the accelerator 'mps' has no float64. Use precision='32-true', or "
-                "accelerator='cpu'."
+                f"precision={self.name!r}, but the accelerator {device_type!r} has no float64. Use "
+                "precision='32-true', or accelerator='cpu'."
             )
 
     def convert(self, models: Sequence[nn.Module], device: torch.device, undo: ExitStack) -> None:

@@ -12,7 +12,7 @@ from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
-from trainwright.processes.devices import DistributedType
+from trainwright.processes.devices import DistributedType, check_backend
 from trainwright.processes.process_group import DEFAULT_TIMEOUT, Processes, ProcessGroup, length_of_time
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.engine import Engine
@@ -129,7 +129,8 @@ class DataParallel(Strategy):
             None, which is torch's.
         hang_timeout: Time without progress on a rank after which the position of each rank is printed; `"auto"`: half
             of `timeout`, at most ten minutes; None: never. Default: `"auto"`.
-        process_group_backend: Default: None, which is gloo on the CPU and NCCL on CUDA.
+        process_group_backend: Backend of torch.distributed; `"ccl"` for oneCCL. Default: None, which is gloo on the CPU
+            and the vendor's library on accelerators (NCCL on CUDA).
     """
 
     is_distributed = True
@@ -144,6 +145,10 @@ class DataParallel(Strategy):
         self.timeout = None if timeout is None else length_of_time("timeout", timeout)
         self.hang_timeout = _hang_timeout(hang_timeout, self.timeout)
         self.process_group_backend = process_group_backend
+
+    def check(self, settings: EngineSettings) -> None:
+        super().check(settings)
+        check_backend(self.process_group_backend, settings.device_type)
 
     def engine(self, settings: EngineSettings) -> Engine:
         return ParallelEngine(self, settings)

@@ -23,6 +23,7 @@ from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import move_module
 from trainwright.strategies.capabilities import OF_LIGHTNING, refuse_removed
 from trainwright.strategies.ddp.comm_hooks import (
     CommHook,
@@ -192,7 +193,7 @@ class DDPEngine(ParallelEngine):
         return [self._replicate(model) for model in models]
 
     def _replicate(self, model: nn.Module) -> nn.Module:
-        model.to(self.device)
+        move_module(model, self.device)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             broadcast_from_main(model)
             return model

@@ -25,6 +25,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import move_module
 from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.deepspeed.checks import (
@@ -313,7 +314,7 @@ class DeepSpeedEngine(ParallelEngine):
 
     def _serve(self, model: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> Callable[..., Any]:
         if self.stage < 3:
-            model.to(self.device)
+            move_module(model, self.device)
         self._lay_out(model)
         if optimizer is None and self.stage < 3:
             for parameter in model.parameters():

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
+from trainwright.core.host.device_types import properties
+
 _BUFFER_BYTES = 32 * 2**20
-_WITHOUT_STREAM = ("cpu", "meta", "mps")
 
 
 class Readable(Protocol):
@@ -82,7 +83,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.is_beside = device.type not in _WITHOUT_STREAM
+        self.is_beside = properties(device.type).copies_beside
         self._stream = torch.Stream(device=device) if self.is_beside else None
         self._kept: list[torch.Tensor] = []
         self._last: Any = None

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError, TaskError, nearest
-from trainwright.core.tree import WAITED_FOR
+from trainwright.core.host.device_types import properties
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +197,8 @@ def stack_counts(counts: Sequence[Any], device: torch.device) -> torch.Tensor:
 
     float64 where the device has it, so that counts stay exact beyond 2²⁴.
     """
-    dtype = torch.float32 if device.type in ("mps", "xla") else torch.float64
-    beside = device.type not in WAITED_FOR
+    dtype = torch.float64 if properties(device.type).has_float64 else torch.float32
+    beside = properties(device.type).copies_beside
     if any(isinstance(count, torch.Tensor) and count.device.type == device.type for count in counts):
         parts = [torch.as_tensor(count).to(device=device, dtype=dtype, non_blocking=beside) for count in counts]
         return torch.stack([part.reshape(()) for part in parts])

@@ -12,7 +12,7 @@ import torch
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.signatures import arguments_of, bind, own_hook
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import move
+from trainwright.core.tree import move, move_module
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.binding import defines_itself
 
@@ -33,7 +33,7 @@ def move_task(task: TaskModule, device: torch.device) -> None:
             "dispatch_model keeps elsewhere cannot be used in a Trainer: give it the plain model, with "
             "strategy='offload', 'fsdp' or 'deepspeed_stage_3' if it is larger than the memory."
         )
-    task.to(device)
+    move_module(task, device)
 
 
 def make_transfer(

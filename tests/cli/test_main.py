@@ -182,6 +182,8 @@ def test_env_reports_versions_and_the_process_as_json(capsys: pytest.CaptureFixt
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     assert facts["accelerator"] == (accelerator and accelerator.type)
     assert facts["process"].startswith("rank 0 of 1")
+    assert ("avx512_bf16" in facts["cpu instructions"]) == torch.cpu._is_avx512_bf16_supported()
+    assert ("amx_tile" in facts["cpu instructions"]) == torch.cpu._is_amx_tile_supported()
 
 
 @pytest.mark.parametrize(

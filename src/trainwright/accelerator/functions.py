@@ -18,6 +18,7 @@ from trainwright.accelerator.prepared.accelerated_model import unwrapped
 from trainwright.bigmodels.saving import save_object
 from trainwright.checkpoint.interop.sharded_folder import merge_weights
 from trainwright.core.names.constants import PrecisionType
+from trainwright.core.tree import move_module
 from trainwright.processes.partial_state import PartialState
 
 
@@ -142,4 +143,4 @@ def get_parameters_from_modules(
     if isinstance(modules, str):
         pattern = re.compile(modules)
         modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
-    return {parameter for module in modules for parameter in module.to(device).parameters()}
+    return {parameter for module in modules for parameter in move_module(module, torch.device(device)).parameters()}

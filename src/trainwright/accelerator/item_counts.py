@@ -11,7 +11,7 @@ import torch
 
 from trainwright.accelerator.accumulation import Accumulation
 from trainwright.core.errors import TaskError, TrainwrightWarning
-from trainwright.core.tree import WAITED_FOR
+from trainwright.core.host.device_types import properties
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.gradients import stack_counts
 
@@ -130,7 +130,7 @@ class ItemCounts:
         if not isinstance(count, torch.Tensor):
             return count / unit
         dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
-        beside = loss.device.type not in WAITED_FOR
+        beside = properties(loss.device.type).copies_beside
         return count.to(device=loss.device, dtype=dtype, non_blocking=beside).reshape(()) / unit
 
     def _agreed_unit(self, count: float | torch.Tensor) -> float:

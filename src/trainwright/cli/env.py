@@ -24,6 +24,7 @@ _PACKAGES = (
     *("torch", "numpy", "safetensors", "jsonargparse", "torchmetrics"),
     *("tensorboard", "wandb", "deepspeed", "torch_xla"),
 )
+_CPU_INSTRUCTIONS = ("amx_tile", "amx_bf16", "amx_fp16", "amx_int8", "avx512_bf16", "avx512_fp16", "avx512_vnni")
 
 
 def env(argv: Sequence[str]) -> int:
@@ -56,6 +57,7 @@ def collect(config_file: str | None = None) -> dict[str, Any]:
     facts |= {name: _version(name) for name in _PACKAGES}
     facts["cuda"] = _cuda_version()
     facts["cpu cores"] = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    facts["cpu instructions"] = _cpu_instructions()
     facts["accelerator"], facts["devices"] = _devices()
     facts["process"] = str(detect())
     facts["configuration"] = _configuration(config_file)
@@ -89,7 +91,7 @@ def _cuda_version() -> str | None:
 
 def _devices() -> tuple[str | None, list[str]]:
     """Return the type of the accelerators of this machine, and their names."""
-    if has_no_devices():
+    if "torch" not in sys.modules and has_no_devices():
         return None, []
     import torch
 
@@ -97,6 +99,13 @@ def _devices() -> tuple[str | None, list[str]]:
     if accelerator is None:
         return None, []
     indices = range(torch.accelerator.device_count())
-    if accelerator.type == "cuda":
-        return "cuda", [torch.cuda.get_device_name(index) for index in indices]
-    return accelerator.type, [f"{accelerator.type}:{index}" for index in indices]
+    name_of = getattr(torch.get_device_module(accelerator), "get_device_name", None)
+    return accelerator.type, [f"{accelerator.type}:{i}" if name_of is None else name_of(i) for i in indices]
+
+
+def _cpu_instructions() -> list[str]:
+    """Return the instructions for matrix products in low precision that this CPU has. Only Linux on x86 tells."""
+    file = Path("/proc/cpuinfo")
+    match = re.search(r"^flags\s*:(.*)$", file.read_text(errors="replace") if file.is_file() else "", re.MULTILINE)
+    flags = set(match[1].split()) if match else set()
+    return [name for name in _CPU_INSTRUCTIONS if name in flags]

@@ -7,22 +7,19 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
+
+from trainwright.core.host.device_types import properties
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    pass
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 Batch: TypeAlias = Any
 """Batch of a user's loader: any tree, which is used only through the functions in this module."""
-
-# Devices to which `non_blocking=True` is unsafe (torch 2.13): host memory can be read before the copy has finished, and
-# a copy to MPS reads host memory that may have been freed or overwritten by then.
-WAITED_FOR = ("cpu", "mps")
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: object) -> Any:
@@ -105,6 +102,20 @@ def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from named_leaves(value, name + part)
 
 
+def move_module(module: Module, device: torch.device) -> Module:
+    """Move a module to a device and return it. Its parameters remain the same objects, which optimizers and tied layers
+    refer to: `nn.Module.to` alone replaces them on devices that a package adds to torch (2.13).
+    """
+    future, kinds = torch.__future__, {device.type, *(parameter.device.type for parameter in module.parameters())}
+    is_added = any(properties(kind).module is not None for kind in kinds)
+    swaps = future.get_swap_module_params_on_conversion()
+    future.set_swap_module_params_on_conversion(swaps or is_added)
+    try:
+        return module.to(device)
+    finally:
+        future.set_swap_module_params_on_conversion(swaps)
+
+
 def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None = None) -> Any:
     """Return `tree` with its tensors on `device`, without waiting for the copy if the source is pinned. Copies to the
     host and to MPS are synchronous: their values may be read, and their sources written, immediately.
@@ -113,7 +124,7 @@ def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None 
         tree: a batch; other objects in it with a `to(device)` method are moved too. device: the target.
         float_dtype: dtype for floating-point tensors; others keep theirs. Default: None.
     """
-    beside = device.type not in WAITED_FOR
+    beside = properties(device.type).copies_beside
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
         if float_dtype is not None and tensor.is_floating_point():

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.core.hooks import DataHooks
+from trainwright.core.host.device_types import properties
 from trainwright.core.hyperparameters import HyperparametersMixin
 from trainwright.core.registry import import_object
 from trainwright.data.combined import leaves_of, map_leaves
@@ -125,7 +126,7 @@ def _has_pinned_memory() -> bool:
     warning.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator is not None and accelerator.type != "mps"
+    return accelerator is not None and properties(accelerator.type).copies_beside
 
 
 def _holds_data_sets(tree: object) -> bool:

@@ -16,10 +16,12 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.host.device_types import properties
 from trainwright.launch import child
 from trainwright.launch.hostfile import start_machines, with_hostfile
 from trainwright.launch.launch_config import LaunchConfig, options
@@ -28,7 +30,6 @@ from trainwright.launch.reading import SHORT, LaunchCommand, check_supported, re
 from trainwright.processes.launcher import patch_environment, set_variable, set_variables
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-_VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES", "mlu": "MLU_VISIBLE_DEVICES"}
 _ALL = "all"
 # Errors that follow from the end of another process.
 _CONSEQUENCE = re.compile(r"[Cc]onnection|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|DistNetworkError")
@@ -143,8 +144,21 @@ def device_count() -> int:
 
 
 def has_no_devices() -> bool:
-    """Return True if this machine surely has no accelerators. Only Linux can tell, by its device files."""
-    files = ("nvidia[0-9]*", "dri/renderD*", "davinci[0-9]*", "accel/accel*", "kfd", "dxg")
+    """Return True if this machine surely has no accelerators: none that a package adds to torch, and no device files.
+    Only Linux can tell.
+    """
+    if entry_points(group="torch.backends"):
+        return False
+    files = [
+        "nvidia[0-9]*",
+        "dri/renderD*",
+        "davinci[0-9]*",
+        "accel/accel*",
+        "cambricon_dev*",
+        "neuron[0-9]*",
+        "kfd",
+        "dxg",
+    ]
     return sys.platform == "linux" and not any(found for pattern in files for found in Path("/dev").glob(pattern))
 
 
@@ -154,7 +168,7 @@ def _visible_devices(gpu_ids: str | None) -> dict[str, str]:
     import torch
 
     found = torch.accelerator.current_accelerator()
-    return {_VISIBLE.get("cuda" if found is None else found.type, "CUDA_VISIBLE_DEVICES"): str(gpu_ids)}
+    return {properties("cuda" if found is None else found.type).visible: str(gpu_ids)}
 
 
 def _program(command: LaunchCommand) -> list[str]:

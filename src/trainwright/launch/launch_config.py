@@ -102,7 +102,7 @@ _TPU = "TPUs are not supported; delete it, and start the script on GPUs or with 
 _MPI = "start the script by mpirun itself, whose variables are read"
 _SEQUENCES = "splitting sequences is not supported; use --parallelism_config_tp_size, which splits layers"
 _SECRET = "SageMaker is not supported, and a secret does not belong on a command line; delete it"
-_IPEX = "intel_extension_for_pytorch ended with torch 2.8; bf16 works without it"
+_IPEX = "Intel ended intel_extension_for_pytorch with torch 2.8; its work is in torch, where bf16 uses AMX"
 _OFFLOAD = "inputs of recomputed layers stay on the device; use --fsdp_activation_checkpointing true alone"
 _FP8 = "only torchao trains in fp8; use --fp8_backend ao, and AORecipeKwargs in the script"
 

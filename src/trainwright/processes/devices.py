@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from enum import Enum
 
 import torch
+import torch.distributed as dist
 
-from trainwright.core.errors import ConfigurationError, unknown
+from trainwright.core.errors import ConfigurationError, MissingPackageError, unknown
+from trainwright.core.host.device_types import DEVICE_TYPES, NAMED, advice, properties
 from trainwright.processes.launcher import set_variable
 
-_ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "xpu")
+ONECCL = "oneccl_bindings_for_pytorch"  # registers the backend "ccl" on import
 
 
 def device_type(accelerator: str) -> str:
     """Return torch's device type for an `accelerator=` argument; `"auto"` and `"gpu"` select the available one."""
-    if accelerator not in _ACCELERATORS:
-        raise unknown("accelerator", accelerator, _ACCELERATORS)
     if accelerator == "cpu":
         return "cpu"
     found = torch.accelerator.current_accelerator(check_available=True)
+    known = ("auto", "cpu", "gpu", *NAMED, *([] if found is None or found.type in NAMED else [found.type]))
+    if accelerator not in known:
+        raise unknown("accelerator", accelerator, known)
     if accelerator == "auto":
         return "cpu" if found is None else found.type
     wanted = None if accelerator == "gpu" else accelerator
     if found is None or (wanted is not None and found.type != wanted):
         raise ConfigurationError(
             f"accelerator={accelerator!r}, but torch {torch.__version__} sees "
-            f"{'no accelerator' if found is None else found.type} on this machine. Use accelerator='auto' or 'cpu'."
+            f"{'no accelerator' if found is None else found.type} on this machine.{advice(accelerator)} Use "
+            "accelerator='auto' or 'cpu'."
         )
     return found.type
 
@@ -69,6 +74,41 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
     return indices
 
 
+def check_backend(backend: str | None, kind: str, argument: str = "process_group_backend") -> None:
+    """Check that a backend of torch.distributed serves this type of device. Imports nothing.
+
+    Raises:
+        ConfigurationError: It serves another one.
+        MissingPackageError: `"ccl"`, and its package is not installed.
+    """
+    if backend == "ccl":
+        if kind not in ("cpu", "xpu"):
+            raise ConfigurationError(
+                f"{argument}='ccl' needs the CPU or XPUs, but this process is on {kind}. Remove it."
+            )
+        if importlib.util.find_spec(ONECCL) is None:
+            raise MissingPackageError(
+                f"{argument}='ccl' needs the package {ONECCL!r}, which is not installed. Without it the CPU uses gloo, "
+                "and XPUs use xccl, which is part of torch. Run: pip install oneccl_bind_pt --extra-index-url "
+                "https://pytorch-extension.intel.com/release-whl/stable/cpu/us/"
+            )
+        return
+    owners = [name for name, one in DEVICE_TYPES.items() if one.backend is not None and one.backend == backend]
+    if owners and kind not in owners:
+        owner = " or ".join(owners).upper()
+        raise ConfigurationError(
+            f"{argument}={backend!r} needs {owner} devices, but this process is on {kind}. Remove it."
+        )
+
+
+def default_backend(device: torch.device) -> str:
+    """Return torch's backend for a device, or the vendor's if its package has not set one."""
+    try:
+        return dist.get_default_backend_for_device(device)
+    except ValueError:
+        return properties(device.type).backend or "gloo"
+
+
 @contextlib.contextmanager
 def kernel_choice(
     benchmark: bool | None, deterministic: bool | str | None, detect_anomaly: bool = False
@@ -92,8 +132,8 @@ def kernel_choice(
 
 
 class DistributedType(str, Enum):  # noqa: UP042 -- as text a member shows its class, as Accelerate's does
-    """Kind of distribution; a member equals its name. A `PartialState` has `NO`, `MULTI_CPU`, `MULTI_GPU` or
-    `MULTI_XPU`, an `Accelerator` also `DEEPSPEED` or `FSDP`. The others exist for scripts that compare with them.
+    """Kind of distribution; a member equals its name. A `PartialState` has `NO`, or the one of its type
+    of device, an `Accelerator` also `DEEPSPEED` or `FSDP`. The others exist for scripts that compare with them.
     """
 
     NO = "NO"

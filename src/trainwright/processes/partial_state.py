@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from trainwright.core.errors import ConfigurationError, WorkerError, nearest
 from trainwright.core.host.cpu_affinity import set_numa_affinity
+from trainwright.core.host.device_types import properties
 from trainwright.core.process import Topology, detect, variable
-from trainwright.processes.devices import DistributedType, device_type
+from trainwright.processes.devices import DistributedType, check_backend, device_type
 from trainwright.processes.process_group import Processes, ProcessGroup, length_of_time
 from trainwright.processes.process_shares import share_of
 from trainwright.processes.standing import user_line
@@ -30,9 +31,6 @@ _OPTIONS = ("backend", "timeout", "init_method")
 _LONGEST_LOOK_S = 0.1
 _turns = itertools.count()  # of going first; never reset, because a user's store outlives a state
 _open_blocks: list[str] = []  # the turns that have begun in this process and not ended, the outermost one first
-
-
-_TYPES = {"cpu": DistributedType.MULTI_CPU, "cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
 
 
 @dataclass(frozen=True)
@@ -382,8 +380,8 @@ def _place(cpu: bool, options: _GroupOptions) -> dict[str, Any]:
     topology = _topology()
     alone = topology.world_size == 1
     device = _device(topology, "cpu" if cpu else device_type("auto"), options.backend)
-    if options.backend == "nccl" and device.type != "cuda" and not alone:
-        raise ConfigurationError(f"backend='nccl' needs CUDA devices, but this process is on {device}. Remove it.")
+    if not alone:
+        check_backend(options.backend, device.type, "backend")
     processes = Processes(topology) if alone else ProcessGroup(
         topology, timeout=options.timeout, backend=options.backend, hang_timeout=None
     )  # fmt: skip
@@ -392,7 +390,7 @@ def _place(cpu: bool, options: _GroupOptions) -> dict[str, Any]:
         "processes": processes,
         "device": device,
         "backend": None,
-        "distributed_type": DistributedType.NO if alone else _TYPES[device.type],
+        "distributed_type": DistributedType(properties(device.type).distributed_type if not alone else "NO"),
         "num_processes": topology.world_size,
         "process_index": topology.rank,
         "local_process_index": topology.local_rank,
@@ -420,10 +418,8 @@ def _topology() -> Topology:
 
 
 def _device(topology: Topology, kind: str, backend: str | None) -> torch.device:
-    if kind == "cpu" or (kind == "mps" and topology.world_size > 1):  # no communication between processes from there
-        return torch.device("cpu")
-    if kind == "mps":
-        return torch.device(kind)
+    if properties(kind).is_unified:
+        return torch.device("cpu" if topology.world_size > 1 else kind)
     available, index = torch.accelerator.device_count(), topology.local_rank
     # A launcher may show each process only its own device; only with gloo can processes share a device.
     if index >= available > 1 and backend != "gloo":

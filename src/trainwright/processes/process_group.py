@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, WorkerError
 from trainwright.core.process import STARTED_BY_TRAINER, Topology, check_address, variable
+from trainwright.processes.devices import ONECCL, default_backend
 from trainwright.processes.hang_detector import HangDetector
 from trainwright.processes.hang_report import ranks_text
 from trainwright.processes.late_calls import LateCalls
@@ -220,7 +222,9 @@ class ProcessGroup(Processes):
         global _groups_made
         if not dist.is_initialized():
             check_address(self.topology)
-            backend = self.backend or dist.get_default_backend_for_device(device)
+            backend = self.backend or default_backend(device)
+            if backend == "ccl":
+                importlib.import_module(ONECCL)
             # Each attempt of an elastic launcher, and each run of this process, gets its own corner of the store:
             # otherwise a new attempt reads the addresses that the old one left there. A store of rank 0 itself is new
             # in each attempt, and machines that have joined later count fewer attempts.

@@ -30,7 +30,7 @@ from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler, hol
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.constants import RNGType
 from trainwright.core.run import SchedulerConfig
-from trainwright.core.tree import is_cut
+from trainwright.core.tree import is_cut, move_module
 from trainwright.data import CombinedLoader, LoaderOptions, PreparedLoader, prepare_loader
 from trainwright.data.iterable import is_divided
 from trainwright.processes.collectives import same_on_all_ranks
@@ -186,7 +186,7 @@ class PreparedObjects:
             if placed and not evaluation_mode:
                 engine = next(engines)
             else:
-                engine = model.to(self._state.device) if placed else model
+                engine = move_module(model, self._state.device) if placed else model
             found[i] = self._once(model, self.models, partial(self._around, model, engine))
         return found
 

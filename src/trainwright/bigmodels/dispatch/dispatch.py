@@ -24,6 +24,7 @@ from trainwright.bigmodels.weights.moving import Device, check_present, default_
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict
 from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.core.host.device_types import properties
 from trainwright.strategies.offload.prefetch import Prefetcher
 
 PathLike = str | os.PathLike[str]
@@ -77,7 +78,7 @@ def dispatch_model(
     places = _places(model, device_map, offload_buffers, strict)
     main = _main_device(list(places.values()), main_device)
     needs_hooks = force_hooks or len(set(places.values())) > 1 or "disk" in places.values()
-    away = {"disk"} if main.type in ("cpu", "mps") else {"cpu", "disk"}
+    away = {"disk"} if properties(main.type).is_unified else {"cpu", "disk"}
     source = _Source(state_dict, offload_dir, offload_index, offload_buffers)
     with restored_on_failure(model):
         if needs_hooks:

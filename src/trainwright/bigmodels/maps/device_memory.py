@@ -10,6 +10,7 @@ import torch
 from trainwright.bigmodels.maps.placement import Device
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.host.byte_sizes import convert_file_size_to_int
+from trainwright.core.host.device_types import properties
 from trainwright.core.host.memory import available_host_memory_bytes
 
 _WORDS = ("cpu", "disk", "mps", "meta")
@@ -96,4 +97,4 @@ def _free_memory() -> dict[Device, int]:
     if kind is not None and hasattr(module, "mem_get_info"):
         return {**{i: int(module.mem_get_info(i)[0]) for i in range(torch.accelerator.device_count())}, "cpu": host}
     # Apple's accelerator shares the host's memory, which must not be given away twice.
-    return {"mps": host} if kind is not None and kind.type == "mps" else {"cpu": host}
+    return {kind.type: host} if kind is not None and properties(kind.type).is_unified else {"cpu": host}

@@ -30,6 +30,7 @@ from trainwright.bigmodels.quantization.quantized_layers import (
 from trainwright.bigmodels.weights.moving import Device, check_present, default_device, to_device
 from trainwright.bigmodels.weights.stored_weights import StoredWeights, read_checkpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError, nearest
+from trainwright.core.host.device_types import properties
 
 _COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -199,7 +200,7 @@ def load_and_quantize_model(
     new: dict[str, nn.Module] = {}
     for name, linear in linears.items():
         device = places[innermost(name, places) or ""]
-        away = device == "disk" or (device == "cpu" and runs_on.type not in ("cpu", "mps"))
+        away = device == "disk" or (device == "cpu" and not properties(runs_on.type).is_unified)
         parts = _parts(name, stored, layers)
         try:
             if away:

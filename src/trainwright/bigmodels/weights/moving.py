@@ -10,6 +10,7 @@ import torch
 
 from trainwright.core import tree
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.host.device_types import properties
 
 Device = int | str | torch.device
 
@@ -28,7 +29,7 @@ def to_device(device: Device) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ConfigurationError(f"device {device!r} is not known: {reason}") from error
     index: int | None = found.index  # torch has annotated it as never None
-    if index is None and found.type not in ("cpu", "meta", "mps"):
+    if index is None and found.type != "meta" and not properties(found.type).is_unified:
         number = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
         return torch.device(found.type, number)
     return found

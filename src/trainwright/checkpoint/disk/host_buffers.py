@@ -21,13 +21,13 @@ from trainwright.checkpoint.disk.durable import DIRECT_FROM_BYTES, DISK_BLOCK_BY
 from trainwright.checkpoint.disk.host_copies import Copy, LaterCopy, copy_now
 from trainwright.checkpoint.disk.planned_file import PlannedFile, flat_bytes, host_bytes
 from trainwright.checkpoint.disk.quiet_thread import usable_cores
+from trainwright.core.host.device_types import properties
 
 # Powers of two: torch rounds pinned memory up to one, and would take up to twice as much for other sizes.
 BLOCK_BYTES = 64 * 2**20
 _SMALLEST_BLOCK_BYTES = 2**20
 _CHUNK_BYTES = 8 * 2**20  # copied by one thread in one go; the last ones keep only one of them busy
 _ALIGNMENT = 64  # of each file's first tensor byte, so that a slot can be seen as any dtype
-_PINNABLE = ("cuda", "xpu")  # devices whose copies run beside the host only into pinned memory
 _WORTH_WAITING = 2**16  # bytes; below that lie counters and learning rates, which others than an optimizer change too
 
 
@@ -80,7 +80,8 @@ class HostBuffers:
             alignment = DISK_BLOCK_BYTES if size >= DIRECT_FROM_BYTES else _ALIGNMENT
             starts[id(file)] = -(-end // alignment) * alignment
             end = starts[id(file)] + size
-        devices = {tensor.device for file in files for tensor in file.tensors if tensor.device.type in _PINNABLE}
+        found = {tensor.device for file in files for tensor in file.tensors}
+        devices = {device for device in found if properties(device.type).copies_beside}
         self.reserve(end, pinned=bool(devices))
         now: list[Copy] = []
         later: list[Copy] = []
@@ -166,7 +167,7 @@ class HostBuffers:
         # The next operation in a device's queue may take the memory of `flat`: by then it has been read.
         flat = flat_bytes(tensor.detach().resolve_neg().contiguous())
         for piece, part in zip(pieces, torch.split(flat, [len(piece) for piece in pieces]), strict=True):
-            piece.copy_(part, non_blocking=tensor.device.type in _PINNABLE)
+            piece.copy_(part, non_blocking=properties(tensor.device.type).copies_beside)
 
 
 def _fill(block: torch.Tensor, offset: int, size: int) -> None:

@@ -1,0 +1,91 @@
+"""The types of accelerators that torch has or that a vendor's package adds, and what differs between them."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceType:
+    """Properties of a type of device that torch's own functions do not return.
+
+    Attributes:
+        module: import name of the package that adds it to torch; None: torch has it. `""`: not known.
+        install: what to install where torch does not find it.
+        backend: communication library of torch.distributed, which serves no other type; None: gloo.
+        visible: variable that limits which devices a process sees.
+        distributed_type: name in `DistributedType` with several processes.
+        copies_beside: `non_blocking=True` is safe, and copies from and to pinned host memory run beside both. It is not
+            on the CPU and on MPS (torch 2.13): a copy may read host memory that has been freed or overwritten.
+        has_float64: False if it does not compute in float64.
+        is_unified: the device shares the memory of the host, and only one process can use it.
+    """
+
+    module: str | None = None
+    install: str = ""
+    backend: str | None = None
+    visible: str = "CUDA_VISIBLE_DEVICES"
+    distributed_type: str = "MULTI_GPU"
+    copies_beside: bool = True
+    has_float64: bool = True
+    is_unified: bool = False
+
+
+DEVICE_TYPES = {
+    "cpu": DeviceType(distributed_type="MULTI_CPU", copies_beside=False, is_unified=True),
+    "cuda": DeviceType(install="a CUDA or ROCm build of torch", backend="nccl"),
+    "xpu": DeviceType(
+        install="an XPU build of torch", backend="xccl", visible="ZE_AFFINITY_MASK", distributed_type="MULTI_XPU"
+    ),
+    "mps": DeviceType(
+        install="torch for macOS, on Apple silicon", copies_beside=False, has_float64=False, is_unified=True
+    ),
+    "hpu": DeviceType(
+        module="habana_frameworks",
+        install="pip install habana-torch-plugin",
+        backend="hccl",
+        visible="HABANA_VISIBLE_MODULES",
+        distributed_type="MULTI_HPU",
+        has_float64=False,
+    ),
+    "npu": DeviceType("torch_npu", "pip install torch-npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "MULTI_NPU"),
+    "mlu": DeviceType("torch_mlu", "torch_mlu of Cambricon", "cncl", "MLU_VISIBLE_DEVICES", "MULTI_MLU"),
+    "musa": DeviceType("torch_musa", "torch_musa of Moore Threads", "mccl", "MUSA_VISIBLE_DEVICES", "MULTI_MUSA"),
+    "sdaa": DeviceType("torch_sdaa", "torch_sdaa of Tecorigin", "tccl", "SDAA_VISIBLE_DEVICES", "MULTI_SDAA"),
+    "neuron": DeviceType(
+        module="torch_neuronx",
+        install="pip install torch-neuronx --extra-index-url https://pip.repos.neuron.amazonaws.com",
+        backend="neuron",
+        visible="NEURON_RT_VISIBLE_CORES",
+        distributed_type="MULTI_NEURON",
+        copies_beside=False,
+        has_float64=False,
+    ),
+    "xla": DeviceType("torch_xla", distributed_type="XLA", copies_beside=False, has_float64=False),
+    "meta": DeviceType(copies_beside=False),
+}
+"""By torch's name of the type."""
+
+_OTHER = DeviceType("", copies_beside=False)  # any other type that a package adds to torch
+
+NAMED = tuple(name for name in DEVICE_TYPES if name not in ("cpu", "xla", "meta"))
+"""The types that `Trainer(accelerator=)` accepts by name, beside those that a package has added to torch."""
+
+
+def properties(kind: str) -> DeviceType:
+    """Return the properties of a type of device."""
+    return DEVICE_TYPES.get(kind, _OTHER)
+
+
+def advice(kind: str) -> str:
+    """Return what to install where torch does not find this type of device."""
+    found = properties(kind)
+    if not found.install:
+        return ""
+    if found.module is not None and importlib.util.find_spec(found.module) is not None:
+        return (
+            f" {found.module} is installed, but added no device to torch: check the driver, and that "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD is not 0."
+        )
+    return f" It needs {'' if found.module is None else f'the package {found.module}: '}{found.install}."
