@@ -107,6 +107,8 @@ from trainwright.core.host.memory import release_memory as release_memory
 from trainwright.core.names.kwargs_handler import KwargsHandler as KwargsHandler
 from trainwright.core.names.stand_in import as_accelerate as as_accelerate
 from trainwright.core.names.version import __version__ as __version__
+from trainwright.core.quantization import load_quantized_model as load_quantized_model
+from trainwright.core.quantization import quantize_model as quantize_model
 from trainwright.core.rng import seed_everything as seed_everything
 from trainwright.core.state import StepResult as StepResult
 from trainwright.core.state import TrainState as TrainState

@@ -1,0 +1,313 @@
+"""Quantization of linear layers by torchao: after training, and fake quantization during training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.core.errors import CheckpointError, ConfigurationError, load_torchao, require_package, unknown
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+
+_NAMES = ("int8_dynamic_int4_weight", "int8_dynamic_int8_weight", "int4_weight", "int8_weight")
+_PURPOSE = "Quantization by torchao"
+_FAKE = ("activation_fake_quantizer", "weight_fake_quantizer")  # attributes of torchao's layers
+
+
+def check_config(config: Any) -> None:
+    """Check the name of a configuration, without an import of torchao.
+
+    Raises:
+        ConfigurationError: It is unknown.
+    """
+    if isinstance(config, str) and config not in _NAMES:
+        raise unknown("config", config, _NAMES, " A configuration object of torchao is accepted too.")
+
+
+def torchao_config(config: Any, group_size: int) -> Any:
+    """Return the configuration of torchao that a name stands for; another object unchanged.
+
+    Args:
+        config: See `quantize_model`.
+        group_size: See `quantize_model`.
+
+    Raises:
+        ConfigurationError: The name is unknown, or torchao does not know the object.
+        MissingPackageError: torchao is not installed.
+    """
+    check_config(config)
+    kinds = load_torchao(_PURPOSE).quantization
+    if isinstance(config, str):
+        is_int4 = "int4" in config
+        dtype = torch.int4 if is_int4 else torch.int8
+        granularity = kinds.PerGroup(group_size) if is_int4 else kinds.PerAxis(0)
+        if "dynamic" in config:
+            return kinds.Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
+        return kinds.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=granularity)
+    if not isinstance(config, _module("torchao.core.config").AOBaseConfig):
+        raise ConfigurationError(
+            f"config={config!r} is a {type(config).__name__}. Pass {', '.join(map(repr, _NAMES))}, or a configuration "
+            "object of torchao.quantization."
+        )
+    return config
+
+
+def quantize_model(
+    model: nn.Module,
+    config: Any = "int8_dynamic_int4_weight",
+    *,
+    group_size: int = 32,
+    skip: str | Sequence[str] = (),
+    module_filter: ModuleFilter | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> nn.Module:
+    """Quantize the weights of a trained model's linear layers in place. Not collective.
+
+    Args:
+        model: Any module with its weights, such as a TaskModule.
+        config: `"int8_dynamic_int4_weight"` (activations in int8 per token, weights in int4 per group),
+            `"int8_dynamic_int8_weight"`, `"int4_weight"` or `"int8_weight"` (weights only); int8 weights have a scale
+            for each output feature. Or a configuration object of `torchao.quantization`. Default:
+            `"int8_dynamic_int4_weight"`.
+        group_size: Number of weights that share a scale, for a name with int4. Default: 32.
+        skip: Names of layers, or of modules that contain them, that are not quantized. Default: none.
+        module_filter: A function of a layer and its name that returns True for layers to be quantized. Default: None,
+            which is all.
+        path: A safetensors file to write the weights to; see `load_quantized_model`. Default: None.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigurationError: The configuration is unknown, a chosen layer cannot be quantized, or there is none. The
+            model is unchanged.
+        CheckpointError: The file cannot be written.
+        MissingPackageError: torchao is not installed.
+    """
+    layers = linear_layers(model, skip, module_filter)
+    quantize_layers(layers, torchao_config(config, group_size))
+    if path is not None:
+        write_quantized(model, path)
+    return model
+
+
+def linear_layers(
+    model: nn.Module, skip: str | Sequence[str], module_filter: ModuleFilter | None
+) -> dict[str, nn.Linear]:
+    """Return the chosen linear layers of a model by name; see `quantize_model`.
+
+    Raises:
+        ConfigurationError: There is none, or one is quantized.
+    """
+    names = (skip,) if isinstance(skip, str) else tuple(skip)
+    found = {
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear
+        and not any(name == skipped or name.startswith(f"{skipped}.") for skipped in names)
+        and (module_filter is None or module_filter(layer, name))
+    }
+    if not found:
+        raise ConfigurationError(
+            f"No nn.Linear of {type(model).__name__} can be quantized: it has none outside of skip={names!r} and "
+            "module_filter."
+        )
+    check_float(model, found)
+    return found
+
+
+def check_float(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Check that layers of a model, by name, are not quantized.
+
+    Raises:
+        ConfigurationError: One is quantized.
+    """
+    done = [name for name, layer in layers.items() if is_quantized(layer)]
+    if done:
+        raise ConfigurationError(
+            f"{_listed(done)} of {type(model).__name__} is quantized already. Create a new {type(model).__name__}, and "
+            "load a checkpoint of the training into it."
+        )
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """Return whether the weight of a layer is a quantized tensor of torchao."""
+    weight = layer._parameters.get("weight")
+    return weight is not None and type(weight.data).__module__.startswith("torchao.")
+
+
+def quantize_layers(layers: Mapping[str, nn.Linear], config: Any) -> Callable[[], None]:
+    """Quantize layers in place, or none of them.
+
+    Returns:
+        A function that undoes it.
+
+    Raises:
+        ConfigurationError: One cannot be quantized. The layers are unchanged.
+    """
+    before = {name: layer.weight for name, layer in layers.items()}
+
+    def undo() -> None:
+        for name, layer in layers.items():
+            layer.weight = before[name]
+
+    reasons: dict[str, str] = {}
+    quantize = load_torchao(_PURPOSE).quantization.quantize_
+    for name, layer in layers.items():
+        try:
+            quantize(layer, config, filter_fn=lambda module, _: True)
+        except (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            reasons[name] = str(error) or type(error).__name__
+            continue
+        vars(layer).pop("extra_repr", None)  # torchao's, which cannot be pickled
+        if is_quantized(layer):
+            layer.weight.requires_grad_(False)
+        else:  # torchao leaves layers of some sizes unchanged without an error
+            reasons[name] = "torchao left it unchanged"
+    if reasons:
+        undo()
+        raise _cannot(reasons, layers, config)
+    return undo
+
+
+def prepare_layers(layers: Mapping[str, nn.Linear], config: Any) -> Callable[[], None]:
+    """Add torchao's fake quantization to layers in place. They keep their parameters, names and hooks.
+
+    Returns:
+        A function that undoes it.
+
+    Raises:
+        ConfigurationError: torchao cannot train with this configuration, or not a layer of this size. All layers are
+            unchanged.
+    """
+    load_torchao(_PURPOSE)
+    prepare = _module("torchao.quantization.qat").QATConfig(config, step="prepare")
+    made: dict[str, nn.Module] = {}
+    reasons: dict[str, str] = {}
+    for name, layer in layers.items():
+        # A layer without memory gives the class and the quantizers, and draws no random numbers.
+        plain = nn.Linear(
+            layer.in_features, layer.out_features, layer.bias is not None, device="meta", dtype=layer.weight.dtype
+        )
+        holder = nn.Sequential(plain)
+        try:
+            load_torchao(_PURPOSE).quantization.quantize_(holder, prepare)
+        except (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            reasons[name] = str(error) or type(error).__name__
+            continue
+        made[name] = holder[0]
+        if any(True for key in _FAKE for _ in getattr(getattr(made[name], key), "parameters", tuple)()):
+            reasons[name] = "its scales are parameters (range_learning), which is not supported"
+    if reasons:
+        raise _cannot(reasons, layers, config)
+    undo = [_replace_class(layer, made[name]) for name, layer in layers.items()]
+
+    def undo_all() -> None:
+        for each in undo:
+            each()
+
+    return undo_all
+
+
+def _replace_class(layer: nn.Linear, like: nn.Module) -> Callable[[], None]:
+    layer.__class__ = type(like)
+    for name in _FAKE:
+        setattr(layer, name, getattr(like, name))
+    # torch's fused TransformerEncoderLayer reads weights without the layer's forward, unless there are hooks.
+    handle = layer.register_forward_pre_hook(_no_fused_kernels)
+
+    def undo() -> None:
+        handle.remove()
+        for name in _FAKE:
+            delattr(layer, name)
+        layer.__class__ = nn.Linear
+
+    return undo
+
+
+def _no_fused_kernels(module: nn.Module, inputs: Any) -> None:
+    return None
+
+
+def _cannot(reasons: Mapping[str, str], layers: Mapping[str, nn.Linear], config: Any) -> ConfigurationError:
+    lines = [f"{name} ({layers[name].in_features} × {layers[name].out_features}: {reasons[name]})" for name in reasons]
+    return ConfigurationError(
+        f"{type(config).__name__} cannot quantize {_listed(lines)}. Write names in skip=, or use another config or "
+        "group_size."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _module(name: str) -> Any:
+    return require_package(name, purpose=_PURPOSE)
+
+
+# Files
+
+
+def write_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a quantized model's weights as a safetensors file with torchao's metadata. An existing file is replaced.
+
+    Raises:
+        CheckpointError: torchao cannot store a weight as plain tensors, or the file cannot be written.
+    """
+    support = _module("torchao.prototype.safetensors.safetensors_support")
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.tmp")
+    # Copies, because the format stores no memory twice. Names without a dot are not in torchao's metadata, which it
+    # cannot read.
+    state: dict[str, Any] = {
+        name: value.detach().clone() if type(value) in (torch.Tensor, nn.Parameter) else value.data
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+    try:
+        dotted, metadata = support.flatten_tensor_state_dict({name: v for name, v in state.items() if "." in name})
+        tensors = {**dotted, **{name: value for name, value in state.items() if "." not in name}}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _module("safetensors.torch").save_file(
+            {name: value.contiguous() for name, value in tensors.items()}, temporary, metadata
+        )
+        temporary.replace(target)
+    except (OSError, TypeError, ValueError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"The quantized weights cannot be written to {target}: {error}") from error
+
+
+def load_quantized_model(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Load weights that `quantize_model` or `QuantizationAwareTraining` wrote into a model, in place.
+
+    No code of the file is executed. torchao reads such files too (`torchao.prototype.safetensors`).
+
+    Args:
+        model: The model with plain layers; its own weights are replaced, and may be on the meta device.
+        path: The file.
+
+    Returns:
+        The model, with the weights on the CPU.
+
+    Raises:
+        CheckpointError: The file cannot be read, or does not fit the model.
+        MissingPackageError: torchao is not installed.
+    """
+    load_torchao(_PURPOSE)
+    support = _module("torchao.prototype.safetensors.safetensors_support")
+    try:
+        with _module("safetensors").safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+            read, rest = support.unflatten_tensor_state_dict(tensors, file.metadata() or {})
+        model.load_state_dict({**read, **rest}, assign=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be loaded into {type(model).__name__}: {error}") from error
+    for layer in model.modules():
+        if is_quantized(layer):
+            layer._parameters["weight"].requires_grad_(False)  # type: ignore[union-attr]  # it is quantized
+    return model
