@@ -47,7 +47,7 @@ class QuantizationAwareTraining(Callback):
     """
 
     needs = ("whole_weights", "converted_layers")
-    order = Order.LAST  # at the end of the fit other callbacks have set the final weights, such as averages
+    order = Order.FIRST  # searches of other callbacks try steps with fake quantization
 
     def __init__(
         self,
@@ -82,6 +82,7 @@ class QuantizationAwareTraining(Callback):
         rank_zero_info(f"quantization-aware training: {len(layers)} linear layers have fake quantization.")
 
     def on_fit_end(self, trainer: Run, task: TaskModule) -> None:
+        # Not in `on_train_end`, in which other callbacks set the final weights and the last checkpoint is written.
         self._restore()
         layers = linear_layers(task, self.skip, self.module_filter)
         undo = quantize_layers(layers, torchao_config(self.config, self.group_size))

@@ -104,9 +104,7 @@ def test_it_equals_a_loop_of_torchao_and_torchao_reads_the_file(name: str, tmp_p
     task = _fit(_callback(name, path=path))
     expected = _by_hand(name)
     assert type(task.net[3]) is nn.Linear
-    assert [type(task.net[i].weight.data) for i in (0, 3, 5)] == [
-        type(expected.net[i].weight.data) for i in (0, 3, 5)
-    ]
+    assert [type(task.net[i].weight.data) for i in (0, 3, 5)] == [type(expected.net[i].weight.data) for i in (0, 3, 5)]
     assert type(task.net[3].weight.data).__name__ == "IntxUnpackedToInt8Tensor"
     outputs = _outputs(task)
     torch.testing.assert_close(outputs, _outputs(expected), rtol=0, atol=0)
@@ -172,8 +170,12 @@ def test_the_average_is_quantized() -> None:
     torch.testing.assert_close(_outputs(task), _outputs(quantize_model(plain, skip="net.0")), rtol=0, atol=0)
 
 
-def test_a_quantized_task_is_evaluated_but_not_trained() -> None:
-    task = _fit(_callback())
+def test_a_quantized_task_is_evaluated_but_neither_saved_nor_trained(tmp_path: Path) -> None:
+    task = _Task()
+    trainer = quiet_trainer(max_epochs=1, callbacks=[_callback()])
+    trainer.fit(task, _loader())
+    with pytest.raises(CheckpointError, match="_Task has quantized layers, and a checkpoint"):
+        trainer.save_checkpoint(tmp_path / "after")
     task = pickle.loads(pickle.dumps(task))
     trainer = quiet_trainer(max_epochs=1)
     assert trainer.test(task, _loader(), verbose=False)[0]["test_loss"] > 0
@@ -227,7 +229,7 @@ def test_strategies_that_cannot_train_it_refuse_it(strategy: str) -> None:
         ({"skip": ()}, r"cannot quantize net\.0 \(4 × 32: .*group_size"),
         ({"skip": "net"}, "has none outside of skip="),
         ({"module_filter": lambda module, name: False}, "has none outside of skip="),
-        ({"config": 4}, "config=4 is a int. Pass 'int8_dynamic_int4_weight'"),
+        ({"config": 4}, "config=4 is unknown"),
     ],
 )
 def test_what_cannot_be_quantized_is_an_error_before_the_first_step(arguments: Any, expected: str) -> None:
@@ -273,10 +275,14 @@ def test_quantization_after_training_equals_torchao_and_its_file_is_read_back(na
     torch.testing.assert_close(_outputs(load_quantized_model(empty, path)), outputs, rtol=0, atol=0)
 
 
-def test_layers_that_torchao_leaves_unchanged_are_named_and_nothing_is_quantized() -> None:
+def test_layers_that_cannot_be_quantized_are_named_and_none_is_quantized() -> None:
+    from torchao.quantization import Int4WeightOnlyConfig
+
     task = _Task()
     with pytest.raises(ConfigurationError, match=r"cannot quantize net\.0 \(4 × 32: "):
         quantize_model(task, "int4_weight")
+    with pytest.raises(ConfigurationError, match=r"net\.3 \(32 × 64: torchao left it unchanged\), net\.5"):
+        quantize_model(task, Int4WeightOnlyConfig(group_size=128), skip="net.0")
     assert_equal_weights(weights_of(task), weights_of(_Task()))
     assert type(task.net[3].weight.data) is torch.Tensor
 

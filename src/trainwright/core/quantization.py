@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,40 +21,24 @@ _FAKE = ("activation_fake_quantizer", "weight_fake_quantizer")  # attributes of 
 
 
 def check_config(config: Any) -> None:
-    """Check the name of a configuration, without an import of torchao.
-
-    Raises:
-        ConfigurationError: It is unknown.
-    """
+    """Check the name of a configuration, without an import of torchao."""
     if isinstance(config, str) and config not in _NAMES:
         raise unknown("config", config, _NAMES, " A configuration object of torchao is accepted too.")
 
 
 def torchao_config(config: Any, group_size: int) -> Any:
-    """Return the configuration of torchao that a name stands for; another object unchanged.
-
-    Args:
-        config: See `quantize_model`.
-        group_size: See `quantize_model`.
-
-    Raises:
-        ConfigurationError: The name is unknown, or torchao does not know the object.
-        MissingPackageError: torchao is not installed.
-    """
+    """Return the configuration of torchao that a name stands for, or the object itself; see `quantize_model`."""
     check_config(config)
     kinds = load_torchao(_PURPOSE).quantization
     if isinstance(config, str):
-        is_int4 = "int4" in config
-        dtype = torch.int4 if is_int4 else torch.int8
-        granularity = kinds.PerGroup(group_size) if is_int4 else kinds.PerAxis(0)
+        dtype, granularity = torch.int8, kinds.PerAxis(0)
+        if "int4" in config:
+            dtype, granularity = torch.int4, kinds.PerGroup(group_size)
         if "dynamic" in config:
             return kinds.Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
         return kinds.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=granularity)
     if not isinstance(config, _module("torchao.core.config").AOBaseConfig):
-        raise ConfigurationError(
-            f"config={config!r} is a {type(config).__name__}. Pass {', '.join(map(repr, _NAMES))}, or a configuration "
-            "object of torchao.quantization."
-        )
+        raise unknown("config", config, _NAMES, " A configuration object of torchao is accepted too.")
     return config
 
 
@@ -99,11 +84,7 @@ def quantize_model(
 def linear_layers(
     model: nn.Module, skip: str | Sequence[str], module_filter: ModuleFilter | None
 ) -> dict[str, nn.Linear]:
-    """Return the chosen linear layers of a model by name; see `quantize_model`.
-
-    Raises:
-        ConfigurationError: There is none, or one is quantized.
-    """
+    """Return the chosen linear layers of a model by name; see `quantize_model`."""
     names = (skip,) if isinstance(skip, str) else tuple(skip)
     found = {
         name: layer
@@ -122,11 +103,7 @@ def linear_layers(
 
 
 def check_float(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Check that layers of a model, by name, are not quantized.
-
-    Raises:
-        ConfigurationError: One is quantized.
-    """
+    """Check that layers of a model, by name, are not quantized."""
     done = [name for name, layer in layers.items() if is_quantized(layer)]
     if done:
         raise ConfigurationError(
@@ -142,76 +119,68 @@ def is_quantized(layer: nn.Module) -> bool:
 
 
 def quantize_layers(layers: Mapping[str, nn.Linear], config: Any) -> Callable[[], None]:
-    """Quantize layers in place, or none of them.
-
-    Returns:
-        A function that undoes it.
-
-    Raises:
-        ConfigurationError: One cannot be quantized. The layers are unchanged.
-    """
+    """Quantize layers in place, or none of them if one cannot be quantized. Return a function that undoes it."""
     before = {name: layer.weight for name, layer in layers.items()}
 
     def undo() -> None:
         for name, layer in layers.items():
             layer.weight = before[name]
 
-    reasons: dict[str, str] = {}
-    quantize = load_torchao(_PURPOSE).quantization.quantize_
-    for name, layer in layers.items():
-        try:
-            quantize(layer, config, filter_fn=lambda module, _: True)
-        except (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            reasons[name] = str(error) or type(error).__name__
-            continue
+    def quantize(layer: nn.Linear) -> str:
+        load_torchao(_PURPOSE).quantization.quantize_(layer, config, filter_fn=lambda module, _: True)
         vars(layer).pop("extra_repr", None)  # torchao's, which cannot be pickled
-        if is_quantized(layer):
-            layer.weight.requires_grad_(False)
-        else:  # torchao leaves layers of some sizes unchanged without an error
-            reasons[name] = "torchao left it unchanged"
-    if reasons:
+        if not is_quantized(layer):  # torchao skips layers of some sizes without an error
+            return "torchao left it unchanged"
+        layer.weight.requires_grad_(False)
+        return ""
+
+    try:
+        _apply(quantize, layers, config)
+    except ConfigurationError:
         undo()
-        raise _cannot(reasons, layers, config)
+        raise
     return undo
 
 
 def prepare_layers(layers: Mapping[str, nn.Linear], config: Any) -> Callable[[], None]:
-    """Add torchao's fake quantization to layers in place. They keep their parameters, names and hooks.
+    """Add torchao's fake quantization to layers in place, or to none of them. Return a function that undoes it.
 
-    Returns:
-        A function that undoes it.
-
-    Raises:
-        ConfigurationError: torchao cannot train with this configuration, or not a layer of this size. All layers are
-            unchanged.
+    Layers stay the same objects, with their parameters and hooks.
     """
     load_torchao(_PURPOSE)
-    prepare = _module("torchao.quantization.qat").QATConfig(config, step="prepare")
-    made: dict[str, nn.Module] = {}
-    reasons: dict[str, str] = {}
-    for name, layer in layers.items():
+    step = _module("torchao.quantization.qat").QATConfig(config, step="prepare")
+    made: dict[nn.Linear, nn.Module] = {}
+
+    def prepare(layer: nn.Linear) -> str:
         # A layer without memory gives the class and the quantizers, and draws no random numbers.
-        plain = nn.Linear(
-            layer.in_features, layer.out_features, layer.bias is not None, device="meta", dtype=layer.weight.dtype
-        )
-        holder = nn.Sequential(plain)
+        sizes = layer.in_features, layer.out_features, layer.bias is not None
+        holder = nn.Sequential(nn.Linear(*sizes, device="meta", dtype=layer.weight.dtype))
+        load_torchao(_PURPOSE).quantization.quantize_(holder, step)
+        made[layer] = holder[0]
+        return ""
+
+    _apply(prepare, layers, config)
+    undo = contextlib.ExitStack()
+    for layer, like in made.items():
+        undo.callback(_replace_class(layer, like))
+    return undo.close
+
+
+def _apply(change: Callable[[nn.Linear], str], layers: Mapping[str, nn.Linear], config: Any) -> None:
+    """Call a function that returns the reason why a layer cannot be changed, and name the layers with a reason."""
+    reasons = []
+    for name, layer in layers.items():
         try:
-            load_torchao(_PURPOSE).quantization.quantize_(holder, prepare)
+            reason = change(layer)
         except (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            reasons[name] = str(error) or type(error).__name__
-            continue
-        made[name] = holder[0]
-        if any(True for key in _FAKE for _ in getattr(getattr(made[name], key), "parameters", tuple)()):
-            reasons[name] = "its scales are parameters (range_learning), which is not supported"
+            reason = str(error) or type(error).__name__
+        if reason:
+            reasons.append(f"{name} ({layer.in_features} × {layer.out_features}: {reason})")
     if reasons:
-        raise _cannot(reasons, layers, config)
-    undo = [_replace_class(layer, made[name]) for name, layer in layers.items()]
-
-    def undo_all() -> None:
-        for each in undo:
-            each()
-
-    return undo_all
+        raise ConfigurationError(
+            f"{type(config).__name__} cannot quantize {_listed(reasons)}. Write names in skip=, or use another config "
+            "or group_size."
+        )
 
 
 def _replace_class(layer: nn.Linear, like: nn.Module) -> Callable[[], None]:
@@ -234,23 +203,12 @@ def _no_fused_kernels(module: nn.Module, inputs: Any) -> None:
     return None
 
 
-def _cannot(reasons: Mapping[str, str], layers: Mapping[str, nn.Linear], config: Any) -> ConfigurationError:
-    lines = [f"{name} ({layers[name].in_features} × {layers[name].out_features}: {reasons[name]})" for name in reasons]
-    return ConfigurationError(
-        f"{type(config).__name__} cannot quantize {_listed(lines)}. Write names in skip=, or use another config or "
-        "group_size."
-    )
-
-
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _module(name: str) -> Any:
     return require_package(name, purpose=_PURPOSE)
-
-
-# Files
 
 
 def write_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -264,18 +222,17 @@ def write_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
     temporary = target.with_name(f".{target.name}.tmp")
     # Copies, because the format stores no memory twice. Names without a dot are not in torchao's metadata, which it
     # cannot read.
-    state: dict[str, Any] = {
-        name: value.detach().clone() if type(value) in (torch.Tensor, nn.Parameter) else value.data
+    state = {
+        name: value.data if type(value.data) is not torch.Tensor else value.data.clone()
         for name, value in model.state_dict().items()
         if isinstance(value, torch.Tensor)
     }
     try:
-        dotted, metadata = support.flatten_tensor_state_dict({name: v for name, v in state.items() if "." in name})
-        tensors = {**dotted, **{name: value for name, value in state.items() if "." not in name}}
+        tensors, metadata = support.flatten_tensor_state_dict({name: v for name, v in state.items() if "." in name})
+        tensors |= {name: value for name, value in state.items() if "." not in name}
         target.parent.mkdir(parents=True, exist_ok=True)
-        _module("safetensors.torch").save_file(
-            {name: value.contiguous() for name, value in tensors.items()}, temporary, metadata
-        )
+        stored = {name: value.contiguous() for name, value in tensors.items()}
+        _module("safetensors.torch").save_file(stored, temporary, metadata)
         temporary.replace(target)
     except (OSError, TypeError, ValueError) as error:
         temporary.unlink(missing_ok=True)
