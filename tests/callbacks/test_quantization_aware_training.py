@@ -17,6 +17,7 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import CheckpointError, ConfigurationError, load_quantized_model, quantize_model
 from trainwright.callbacks import EMAWeightAveraging, ModelCheckpoint, QuantizationAwareTraining
 from trainwright.checkpoint import read_checkpoint
+from trainwright.cli.configs.foreign_config import own_name
 
 pytestmark = [
     pytest.mark.requires("torchao", reason="it quantizes the layers"),
@@ -203,16 +204,17 @@ def test_validations_compute_with_fake_quantization_in_fused_layers() -> None:
     torch.testing.assert_close(task.seen[-1], _outputs(task), rtol=1e-5, atol=1e-6)
 
 
-def _rank(path: Path) -> dict[str, Any]:
-    task = _fit(_callback(path=path), devices="auto", strategy="ddp")
-    test = quiet_trainer(devices="auto", strategy="ddp").test(task, _loader(), verbose=False)
+def _rank(path: Path, strategy: str) -> dict[str, Any]:
+    task = _fit(_callback(path=path), devices="auto", strategy=strategy)
+    test = quiet_trainer(devices="auto", strategy=strategy).test(task, _loader(), verbose=False)
     return {"outputs": _outputs(task), "test": test[0]["test_loss"]}
 
 
 @pytest.mark.distributed
-def test_two_replicas_train_and_convert_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "local_sgd"])
+def test_two_replicas_train_and_convert_alike(strategy: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    first, second = run_distributed(_rank, 2, path)
+    first, second = run_distributed(_rank, 2, path, strategy)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     torch.testing.assert_close(_outputs(load_quantized_model(_Task(), path)), first["outputs"], rtol=0, atol=0)
 
@@ -253,6 +255,12 @@ def test_an_unknown_name_is_an_error(name: str) -> None:
         QuantizationAwareTraining(name)
     with pytest.raises(ConfigurationError, match="Known: int8_dynamic_int4_weight"):
         quantize_model(_Task(), name)
+
+
+def test_lightnings_name_is_this_class() -> None:
+    assert own_name("pytorch_lightning.callbacks.QuantizationAwareTraining") == (
+        "trainwright.callbacks.QuantizationAwareTraining"
+    )
 
 
 # After training
