@@ -33,7 +33,7 @@ def torchao_config(config: Any, group_size: int) -> Any:
     if isinstance(config, str):
         dtype, granularity = torch.int8, kinds.PerAxis(0)
         if "int4" in config:
-            dtype, granularity = torch.int4, kinds.PerGroup(group_size)
+            dtype, granularity = torch.int4, kinds.PerGroup(group_size)  # type: ignore[attr-defined]  # torch lacks it
         if "dynamic" in config:
             return kinds.Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
         return kinds.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=granularity)
@@ -183,7 +183,7 @@ def _apply(change: Callable[[nn.Linear], str], layers: Mapping[str, nn.Linear], 
         )
 
 
-def _replace_class(layer: nn.Linear, like: nn.Module) -> Callable[[], None]:
+def _replace_class(layer: nn.Linear, like: Any) -> Callable[[], None]:
     layer.__class__ = type(like)
     for name in _FAKE:
         setattr(layer, name, getattr(like, name))
