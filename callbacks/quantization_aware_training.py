@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainwright.callbacks.callback import Callback, Order
-from trainwright.core.host.rank_zero import rank_zero_info
-from trainwright.core.quantization import (
+from trainwright.callbacks.torchao_layers import (
     ModuleFilter,
     check_config,
     check_float,
@@ -18,6 +17,7 @@ from trainwright.core.quantization import (
     torchao_config,
     write_quantized,
 )
+from trainwright.core.host.rank_zero import rank_zero_info
 from trainwright.core.run import Run, Stage
 from trainwright.core.task import TaskModule
 

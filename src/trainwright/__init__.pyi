@@ -90,6 +90,8 @@ from trainwright.callbacks.callback import Callback as Callback
 from trainwright.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+from trainwright.callbacks.torchao_layers import load_quantized_model as load_quantized_model
+from trainwright.callbacks.torchao_layers import quantize_model as quantize_model
 from trainwright.cli.script import CLI as CLI
 from trainwright.core.duration import Duration as Duration
 from trainwright.core.errors import CheckpointError as CheckpointError
@@ -107,8 +109,6 @@ from trainwright.core.host.memory import release_memory as release_memory
 from trainwright.core.names.kwargs_handler import KwargsHandler as KwargsHandler
 from trainwright.core.names.stand_in import as_accelerate as as_accelerate
 from trainwright.core.names.version import __version__ as __version__
-from trainwright.core.quantization import load_quantized_model as load_quantized_model
-from trainwright.core.quantization import quantize_model as quantize_model
 from trainwright.core.rng import seed_everything as seed_everything
 from trainwright.core.state import StepResult as StepResult
 from trainwright.core.state import TrainState as TrainState

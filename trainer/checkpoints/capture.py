@@ -10,7 +10,6 @@ import torch
 from trainwright.checkpoint import Snapshot
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
-from trainwright.core.quantization import is_quantized
 from trainwright.core.rng import rng_state
 from trainwright.loggers.epoch_state import objects_state
 from trainwright.trainer.checkpoints.shown import ShownCheckpoint
@@ -88,7 +87,7 @@ def _collect(
     run: StageRun, of_ranks: list[dict[str, Any]], *, weights_only: bool, metrics: dict[str, float]
 ) -> Snapshot:
     task, engine = run.task, run.engine
-    if any(map(is_quantized, task.modules())):
+    if any(type(parameter).__module__.startswith("torchao.") for parameter in task.parameters()):
         raise CheckpointError(
             f"{type(task).__name__} has quantized layers, and a checkpoint of it cannot be written. Save before the "
             "fit ends, or pass QuantizationAwareTraining(convert=False); its path= writes the quantized weights."
