@@ -19,6 +19,7 @@ from trainwright.callbacks.model_summary import ModelSummary as ModelSummary
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
 from trainwright.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
 from trainwright.callbacks.progress_bar import ProgressBar as ProgressBar
+from trainwright.callbacks.quantization_aware_training import QuantizationAwareTraining as QuantizationAwareTraining
 from trainwright.callbacks.registry import CALLBACKS as CALLBACKS
 from trainwright.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
 from trainwright.callbacks.slow_rank_detector import SlowRankDetector as SlowRankDetector

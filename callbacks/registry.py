@@ -25,6 +25,7 @@ CALLBACKS: Registry[type[Callback]] = Registry(
         "model_pruning": "trainwright.callbacks.model_pruning:ModelPruning",
         "model_summary": "trainwright.callbacks.model_summary:ModelSummary",
         "on_exception_checkpoint": "trainwright.callbacks.on_exception_checkpoint:OnExceptionCheckpoint",
+        "quantization_aware_training": "trainwright.callbacks.quantization_aware_training:QuantizationAwareTraining",
         "rich_progress_bar": "trainwright.callbacks.rich_progress_bar:RichProgressBar",
         "slow_rank_detector": "trainwright.callbacks.slow_rank_detector:SlowRankDetector",
         "stochastic_weight_averaging": ("trainwright.callbacks.stochastic_weight_averaging:StochasticWeightAveraging"),

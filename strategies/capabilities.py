@@ -31,7 +31,7 @@ class Capabilities:
         state_rests: between the steps of `torch.optim.Optimizer`s nothing changes or moves their state, so that a save
             may copy it while the next step computes.
         late_groups: optimizers may get parameter groups during training.
-        converted_layers: precisions may convert layers, as fp8 does.
+        converted_layers: precisions and callbacks may convert layers, as fp8 and quantization-aware training do.
     """
 
     gradients: str = "full"
@@ -69,6 +69,9 @@ REFUSALS = {
     ),
     "whole_weights": (
         "changes whole weights, which {strategy} divides between ranks. Use strategy='ddp', or take the callback away."
+    ),
+    "converted_layers": (
+        "changes linear layers, which {strategy} does not support. Use strategy='ddp', or take the callback away."
     ),
     "late_groups": (
         "adds parameters to optimizers during training, and {strategy} takes all of them when it begins. Use "

@@ -90,6 +90,8 @@ from trainwright.callbacks.callback import Callback as Callback
 from trainwright.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+from trainwright.callbacks.torchao_layers import load_quantized_model as load_quantized_model
+from trainwright.callbacks.torchao_layers import quantize_model as quantize_model
 from trainwright.cli.script import CLI as CLI
 from trainwright.core.duration import Duration as Duration
 from trainwright.core.errors import CheckpointError as CheckpointError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,15 @@ def check_can_be_alone(task: nn.Module) -> None:
 def broadcast_from_main(module: nn.Module) -> None:
     """Copy rank 0's weights and buffers to the others, as DistributedDataParallel's constructor does. Collective."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.detach(), src=0)
+        for part in _stored_tensors(tensor.detach()):
+            dist.broadcast(part, src=0)
+
+
+def _stored_tensors(tensor: Any) -> list[torch.Tensor]:
+    """Return the tensors that a quantized tensor of torchao consists of; a list of the tensor itself otherwise."""
+    if not type(tensor).__module__.startswith("torchao."):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in _stored_tensors(getattr(tensor, name))]
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ MAKE: dict[str, Callable[[Path], Callback]] = {
     "model_checkpoint": lambda root: public.ModelCheckpoint(monitor="loss", save_last=True),
     "model_pruning": lambda root: public.ModelPruning("l1_unstructured", parameter_names=["weight"]),
     "on_exception_checkpoint": lambda root: public.OnExceptionCheckpoint(root),
+    "quantization_aware_training": lambda root: public.QuantizationAwareTraining("int8_weight"),
     "stochastic_weight_averaging": lambda root: public.StochasticWeightAveraging(0.1, swa_epoch_start=1),
     "timer": lambda root: public.Timer("00:00:01:00"),
 }
@@ -43,7 +44,10 @@ MAKE: dict[str, Callable[[Path], Callback]] = {
 ABSTRACT = {Callback, ProgressBar, public.BaseFinetuning, public.BasePredictionWriter}
 
 
-@pytest.fixture(params=sorted(CALLBACKS))
+NEEDS = {"quantization_aware_training": pytest.mark.requires("torchao", reason="it quantizes layers")}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=NEEDS.get(name, ())) for name in sorted(CALLBACKS)])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Callback]:
     name = request.param
     return lambda: MAKE[name](tmp_path) if name in MAKE else CALLBACKS.get(name)()

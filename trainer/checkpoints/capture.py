@@ -87,6 +87,11 @@ def _collect(
     run: StageRun, of_ranks: list[dict[str, Any]], *, weights_only: bool, metrics: dict[str, float]
 ) -> Snapshot:
     task, engine = run.task, run.engine
+    if any(type(parameter).__module__.startswith("torchao.") for parameter in task.parameters()):
+        raise CheckpointError(
+            f"{type(task).__name__} has quantized layers, and a checkpoint of it cannot be written. Save before the "
+            "fit ends, or pass QuantizationAwareTraining(convert=False); its path= writes the quantized weights."
+        )
     by_data_rank = engine.data_ranks.pick(of_ranks) if of_ranks else []
     weights = engine.state.model_state()  # before the optimizers' states: shards of both share one table
     optimizers = [] if weights_only else engine.state.optimizer_states()
