@@ -21,17 +21,10 @@ FOLD_EVERY = 64
 Reduction = str | Callable[[Tensor], Tensor]
 _KINDS = ("mean", "sum", "min", "max")
 _AS_KIND: dict[Any, str] = {
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.min: "min",
-    torch.max: "max",
-    torch.amin: "min",
-    torch.amax: "max",
-    builtins.sum: "sum",
-    builtins.min: "min",
-    builtins.max: "max",
-    "avg": "mean",
-    "average": "mean",
+    **dict.fromkeys((torch.mean, "avg", "average"), "mean"),
+    **dict.fromkeys((torch.sum, builtins.sum), "sum"),
+    **dict.fromkeys((torch.min, torch.amin, builtins.min), "min"),
+    **dict.fromkeys((torch.max, torch.amax, builtins.max), "max"),
 }
 
 

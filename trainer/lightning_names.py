@@ -117,6 +117,14 @@ def _first(run: StageRun, role: type) -> Any:
     return next(iter(_all(run, role)), None)
 
 
+def _given(stage: str, noun: str) -> Fact[Any]:
+    return Fact(lambda run: run.data.given(stage), f"The user's {noun} loaders; None before they are created.")
+
+
+def _num_batches(stage: str, noun: str) -> Fact[list[int | float]]:
+    return Fact(lambda run: run.num_batches(stage), f"Batches of each {noun} loader on one rank.")
+
+
 def of_run(method: Callable[Concatenate[StageRun, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Return a method of the Trainer that asks its run."""
 
@@ -272,15 +280,9 @@ class LightningNames:
         lambda run: None if run.data.made is None else run.data.made.given,
         "What training reads, as the user made it; None before it is made.",
     )
-    val_dataloaders = Fact[Any](
-        lambda run: run.data.given("validate"), "What validation reads, as the user made it; None before it is made."
-    )
-    test_dataloaders = Fact[Any](
-        lambda run: run.data.given("test"), "What a test reads, as the user made it; None before it is made."
-    )
-    predict_dataloaders = Fact[Any](
-        lambda run: run.data.given("predict"), "What a prediction reads, as the user made it; None before it is made."
-    )
+    val_dataloaders = _given("validate", "validation")
+    test_dataloaders = _given("test", "test")
+    predict_dataloaders = _given("predict", "prediction")
     num_training_batches = Fact[int | float](
         lambda run: run.num_training_batches,
         "Micro-batches of one training epoch on one rank; infinite when the loader has no length.",
@@ -289,15 +291,9 @@ class LightningNames:
         lambda run: run.data.train().loader.batch_size,
         "Samples that this rank's loader puts into a micro-batch; None when it does not tell. Loads the data.",
     )
-    num_val_batches = Fact[list[int | float]](
-        lambda run: run.num_batches("validate"), "Batches of each validation loader on one rank."
-    )
-    num_test_batches = Fact[list[int | float]](
-        lambda run: run.num_batches("test"), "Batches of each test loader on one rank."
-    )
-    num_predict_batches = Fact[list[int | float]](
-        lambda run: run.num_batches("predict"), "Batches of each prediction loader on one rank."
-    )
+    num_val_batches = _num_batches("validate", "validation")
+    num_test_batches = _num_batches("test", "test")
+    num_predict_batches = _num_batches("predict", "prediction")
     num_eval_batches = Fact[list[int | float]](
         lambda run: run.num_eval_batches, "Batches of each loader of the evaluation that is running, on this rank."
     )

@@ -1,4 +1,4 @@
-"""Steps that are tried out within a run: whatever they change is put back, and nobody hears of them."""
+"""Trial steps within a run. All state is restored afterwards, and callbacks and loggers are not called."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _FITS, _FULL, _FAILED = "fits", "full", "failed"
 
 
 class StageRehearsal:
-    """Tries steps out within a run; see `Run.rehearse` and `core.run.Rehearsal` for the promise.
+    """Runs trial steps within a run; see `Run.rehearse` and `core.run.Rehearsal`.
 
-    Each try is a stage of its own over the run's task and optimizers, without callbacks, loggers and saves.
-    What it changes in place (weights, optimizers, generators, the task's attributes) is copied to the host before and
-    copied back after it, so that every try begins alike.
+    Each trial is a separate stage with the run's task and optimizers, without callbacks, loggers and saves. Weights,
+    optimizers, generators and the task's attributes are copied to the host before it and restored after it, so that
+    every trial starts from the same state.
 
     Args:
         run: at a step boundary.
-        show: makes a run the one that the Trainer speaks of.
-        new_clock: makes the clock of a try from where training stands.
-        alone: steps run without the other ranks.
-        remakes_loaders: loaders are made anew for the run, too, once the rehearsal has ended in order.
+        show: sets the run that the Trainer's attributes describe.
+        new_clock: returns the progress of a trial for that of the training.
+        alone: run steps without the other ranks.
+        remakes_loaders: also create the run's loaders again after a rehearsal without errors.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StageRehearsal:
         self._run = run
         self._show, self._new_clock = show, new_clock
         self._alone = alone
-        self._processes = run.engine.processes  # in trials alone, those of their engine are absent
+        self._processes = run.engine.processes  # an engine for trials alone has none
         self._engine = run.engine
         self._remakes = remakes_loaders
         self._kind: Stage = "train" if run.stage is None or run.stage == "fit" else run.stage
@@ -78,7 +78,7 @@ class StageRehearsal:
                 f"Define {LOADER_METHODS[self._kind]}(self) in the task or in a data module, with a loader made "
                 "from the attribute that holds the batch size."
             )
-        with ExitStack() as stack:  # whatever has been exchanged is put back when a later line fails
+        with ExitStack() as stack:  # restores the state if a later line raises
             stack.enter_context(isolate_rng(run.engine.device))
             self._remember(stack)
             self._engine = stack.enter_context(run.engine.trial(alone=self._alone))
@@ -104,7 +104,7 @@ class StageRehearsal:
         run.task._sink = run.metrics
 
     def _remember(self, stack: ExitStack) -> None:
-        """Remember what steps change in place, and have it put back at the end."""
+        """Take a snapshot of what steps change in place, which is restored at the end."""
         run = self._run
         schedulers = [config.scheduler for config in run.lr_scheduler_configs]
         generators = _generators_of(run.data.sources.given)
@@ -122,7 +122,7 @@ class StageRehearsal:
             vars(self._run.datamodule).update(self._module)
 
     def _renew_loaders(self) -> None:
-        """Have the run's loaders made anew, at the same place in the data. Collective where making one is."""
+        """Create the run's loaders again, at the same position in the data. Collective if creating one is."""
         run, state, made = self._run, self._run.state, self._run.data.made
         run.data.forget()
         run.loop.validation = None
@@ -130,10 +130,8 @@ class StageRehearsal:
             place = made.loader.position(state.batch_in_epoch) if state.batch_in_epoch else None
             run.data.train().begin_epoch(state.epoch, place)
 
-    # What it is for
-
     def at_end(self, action: Callable[[], None]) -> None:
-        """Call `action` once everything is put back; see `core.run.Rehearsal`."""
+        """Call `action` after all state is restored; see `core.run.Rehearsal`."""
         self._at_end.append(action)
 
     def capacity(self) -> int | None:
@@ -143,7 +141,7 @@ class StageRehearsal:
             if kind == self._kind or run.data.has_validation:
                 made = run.data.sources.make(kind, run.task)
                 loaders = leaves_of(getattr(made, "iterables", made))
-                # A validation set may be smaller than a batch, unless what does not fill one is left out.
+                # A validation set may be smaller than a batch, unless incomplete batches are dropped.
                 wanted = [one for one in loaders if kind == self._kind or getattr(one, "drop_last", False)]
                 lengths += [length for one in wanted if (length := _num_samples(one)) is not None]
         mine = min(lengths) // run.engine.data_ranks.size if lengths else None
@@ -151,7 +149,7 @@ class StageRehearsal:
         return min(told) if told else None
 
     def try_out(self, num_steps: int) -> Trial:
-        """Run some steps of the present stage and say how they ended; see `core.run.Rehearsal`."""
+        """Run some steps of the current stage and return the outcome; see `core.run.Rehearsal`."""
         clear_device_cache(garbage_collection=True)
         failure: Exception | None = None
         size: int | None = None
@@ -181,7 +179,7 @@ class StageRehearsal:
         return Trial(fits=all(other == _FITS for other, _ in told), batch_size=size, reason=found)
 
     def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
-        """Train some steps, reading each one's loss; see `core.run.Rehearsal`."""
+        """Train some steps and read the loss of each; see `core.run.Rehearsal`."""
 
         def read(loss: float | torch.Tensor | None) -> bool:
             share = float("nan") if loss is None else float(loss)
@@ -197,10 +195,8 @@ class StageRehearsal:
             self._forget()
         return probe.done
 
-    # One try
-
     def _begin(self, last: ExitStack) -> StageRun:
-        """Return a stage that is set up, for the length of `last`."""
+        """Return a stage that is set up until `last` closes."""
         run = self._run
         clock = self._new_clock(run.state)
         clock.batch_in_epoch = clock.step_in_epoch = clock.samples_in_epoch = 0
@@ -223,24 +219,24 @@ class StageRehearsal:
         FitLoop(trial).run()
 
     def _forget(self) -> None:
-        """Drop what the steps made and put back what they changed, so that the next try begins like this one."""
+        """Discard gradients and restore all state for the next trial."""
         self._engine.step.discard_gradients()
         self._rewind()
         clear_device_cache(garbage_collection=True)
 
 
 class _Probe(Callback):
-    """Ends a try after so many steps, and looks at each.
+    """Ends a trial after `num_steps` steps, and calls functions before and after each.
 
     Args:
-        num_steps: at most so many.
+        num_steps: maximum number of steps.
         trial: the stage.
         before_step: called with the 0-based index of each step.
-        after_step: called with each loss; True ends the try.
-        validates: run as many validation batches after the steps.
+        after_step: called with each loss; True ends the trial.
+        validates: run `num_steps` validation batches after the steps.
 
     Attributes:
-        done: so many steps have run.
+        done: number of completed steps.
     """
 
     def __init__(
@@ -272,7 +268,7 @@ class _Probe(Callback):
             self._end()
 
     def on_train_epoch_end(self, trainer: Run, task: object) -> None:
-        if self.done == self._done_before:  # an epoch without a step: so are all that follow
+        if self.done == self._done_before:  # no later epoch would have a step either
             self._end()
         if self._validates and trainer.should_stop:
             evaluation.evaluate(self._trial, "validate", max_batches=self._num_steps)
@@ -282,7 +278,7 @@ class _Probe(Callback):
 
 
 def _for_trial(settings: Settings) -> Settings:
-    """Return what a Trainer was told, less what ends, checks or validates a fit."""
+    """Return settings without those that end, check or validate a fit."""
     return replace(
         settings,
         arguments=replace(settings.arguments, on_nonfinite=None, reload_dataloaders_every_n_epochs=0),
@@ -292,7 +288,7 @@ def _for_trial(settings: Settings) -> Settings:
 
 
 def _num_samples(loader: object) -> int | None:
-    """Return the samples of a loader's data set; None when there is no telling."""
+    """Return the number of samples in a loader's data set; None if unknown."""
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
         return None
@@ -300,7 +296,7 @@ def _num_samples(loader: object) -> int | None:
 
 
 def _generators_of(given: dict[str, Any]) -> list[Any]:
-    """Return the generators that ready-made loaders hold: reading an epoch draws from them."""
+    """Return the generators of ready-made loaders. Reading an epoch draws from them."""
     found = []
     for loader in [part for each in given.values() for part in leaves_of(getattr(each, "iterables", each))]:
         for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):

@@ -1,10 +1,11 @@
-"""Remember where objects stand, in host memory, and put them back there as often as need be."""
+"""Snapshots of objects in host memory, which can be restored several times."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,31 +14,31 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-_OPENED = (nn.Module, Optimizer, LRScheduler)  # whose attributes are part of what is remembered
+_OPENED = (nn.Module, Optimizer, LRScheduler)  # their attributes are part of the snapshot
 
 
 class Rewind:
-    """The state of some objects at one moment, and the way back to it, bit for bit.
+    """A snapshot of objects that can be restored exactly.
 
-    Remembered are tensors (values, gradients, `requires_grad`), generators (torch's, NumPy's, Python's), lists, dicts,
-    sets and deques with everything in them, and the attributes of modules (parameters, buffers, modes, metric objects,
-    plain attributes), optimizers and learning-rate schedulers, to any depth. Objects of other classes are put back into
-    their places, but not looked into. Tensors on a device are copied to the host; making one and `rewind` wait for it.
+    It covers, to any depth, tensors (values, gradients, `requires_grad`), generators of torch, NumPy and Python, lists,
+    dicts, sets and deques, and the attributes of modules, optimizers and learning-rate schedulers. References to
+    objects of other classes are restored, but not the state of those objects. Tensors on a device are copied to the
+    host. Creating a snapshot and `rewind` wait for the device.
 
     Args:
-        roots: where to begin.
+        roots: the objects.
     """
 
     def __init__(self, *roots: object) -> None:
-        self._kept: dict[int, Any] = {}  # by id; holding the object keeps its id its own
-        self._steps: list[Callable[[], None]] = []
+        self._kept: dict[int, Any] = {}  # by id; a reference to the object keeps its id unique
+        self._steps: list[Callable[[], Any]] = []
         self._waiting: deque[Any] = deque(roots)
-        with torch.inference_mode(False):  # what is made in that mode could not be trained on
+        with torch.inference_mode(False):  # inference tensors could not be trained on
             while self._waiting:  # not recursive: a list may be nested deeper than the stack
                 self._keep(self._waiting.popleft())
 
     def rewind(self) -> None:
-        """Put everything back."""
+        """Restore the state of all objects."""
         with torch.inference_mode(False), torch.no_grad():
             for step in self._steps:
                 step()
@@ -51,26 +52,27 @@ class Rewind:
         elif isinstance(found, _OPENED):
             self._waiting.append(vars(found))
         elif isinstance(found, dict):
-            items = dict(found)
-            self._waiting.extend(items.values())
-            self._steps.append(lambda: _refill(found, found.update, items))
+            self._keep_content(found, dict(found), found.update, found.values())
         elif isinstance(found, (list, deque)):
-            entries = list(found)
-            self._waiting.extend(entries)
-            self._steps.append(lambda: _refill(found, found.extend, entries))
+            self._keep_content(found, list(found), found.extend, found)
         elif isinstance(found, set):
-            members = set(found)
-            self._steps.append(lambda: _refill(found, found.update, members))
+            self._keep_content(
+                found, set(found), found.update, ()
+            )  # its members are hashable: values that do not change
         elif isinstance(found, tuple):
             self._waiting.extend(found)
         else:
             self._keep_generator(found)
 
+    def _keep_content(self, found: Any, content: object, fill: Callable[[Any], Any], members: Iterable[Any]) -> None:
+        self._waiting.extend(members)
+        self._steps += [found.clear, partial(fill, content)]
+
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         if tensor.is_meta:
             return
         data, gradient, needs_gradient = tensor.data, tensor.grad if tensor.is_leaf else None, tensor.requires_grad
-        local = data.to_local() if hasattr(data, "to_local") else data  # a shard of it, where it is one of several
+        local = data.to_local() if hasattr(data, "to_local") else data  # this rank's shard
         saved = local.detach().to("cpu", copy=True)
         if gradient is not None:
             self._waiting.append(gradient)
@@ -88,27 +90,10 @@ class Rewind:
 
     def _keep_generator(self, found: object) -> None:
         if isinstance(found, torch.Generator):
-            of_torch = found.get_state()
-            self._steps.append(lambda: _discard(found.set_state(of_torch)))
+            self._steps.append(partial(found.set_state, found.get_state()))
         elif isinstance(found, np.random.Generator):
-            of_numpy = found.bit_generator.state
-            self._steps.append(lambda: setattr(found.bit_generator, "state", of_numpy))
+            self._steps.append(partial(setattr, found.bit_generator, "state", found.bit_generator.state))
         elif isinstance(found, np.random.RandomState):
-            legacy = found.get_state(legacy=False)
-            self._steps.append(lambda: found.set_state(legacy))
+            self._steps.append(partial(found.set_state, found.get_state(legacy=False)))
         elif isinstance(found, random.Random):
-            of_python = found.getstate()
-            self._steps.append(lambda: found.setstate(of_python))
-
-
-def _refill(
-    container: MutableMapping[Any, Any] | MutableSequence[Any] | MutableSet[Any],
-    fill: Callable[[Any], Any],
-    content: object,
-) -> None:
-    container.clear()
-    fill(content)
-
-
-def _discard(_: object) -> None:
-    return None
+            self._steps.append(partial(found.setstate, found.getstate()))

@@ -1,8 +1,7 @@
-"""Searches before a training: for a batch size that fits, for a learning rate that suits."""
+"""Searches for a batch size and a learning rate before a training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -18,15 +17,15 @@ from trainwright.trainer.data import Sources
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.trainer import Trainer
 
+Finder = BatchSizeFinder | LearningRateFinder
 _KINDS: dict[str, Stage] = {"fit": "fit", "validate": "validate", "test": "test", "predict": "predict"}
 
 
 class Tuner:
-    """Searches with a Trainer's settings and sets what it finds on the task (or data module).
+    """Searches with a Trainer's settings and sets the result on the task or data module.
 
-    A search sets a stage up as the Trainer would, without callbacks and loggers. Afterwards the Trainer, the task's
-    weights, the generators and the files are as before; the attribute alone has changed. The arguments and defaults are
-    Lightning 2.6's.
+    A search sets up a stage like the Trainer, without callbacks and loggers. Afterwards only the attribute has changed,
+    not the Trainer, the task's weights, the generators or the files. Arguments and defaults are those of Lightning 2.6.
 
     Args:
         trainer: whose settings (device, strategy, precision, accumulation, limits) are used.
@@ -55,8 +54,8 @@ class Tuner:
 
         Args:
             model: the task.
-            train_dataloaders: a data module in the place of loaders; loaders themselves cannot change their batch size.
-            val_dataloaders: validation loaders for `"fit"`, or leave them to the task or data module.
+            train_dataloaders: a data module. Loaders are not accepted, as their batch size cannot be changed.
+            val_dataloaders: validation loaders for `"fit"`. Default: those of the task or data module.
             dataloaders: a data module for the other methods.
             datamodule: where loaders come from.
             method: the stage whose steps are tried.
@@ -72,7 +71,7 @@ class Tuner:
         finder = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         sources = _sources(method, datamodule, train_dataloaders, val_dataloaders, dataloaders)
         attribute = finder.attribute(model, sources.datamodule)
-        size: int | None = self._search(method, model, sources, partial(_Search, finder=finder))
+        size: int | None = self._search(method, model, sources, finder)
         if size is not None:
             attribute.set(size)
         return size
@@ -115,7 +114,7 @@ class Tuner:
         finder = LearningRateFinder(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
         sources = _sources(method, datamodule, train_dataloaders, val_dataloaders, dataloaders)
         attribute = finder.attribute(model, sources.datamodule)
-        found: LRFinder | None = self._search(method, model, sources, partial(_Search, finder=finder))
+        found: LRFinder | None = self._search(method, model, sources, finder)
         lr = None if found is None or attribute is None else found.examine()[0]  # the search has warned
         if lr is not None and attribute is not None:
             attribute.set(lr)
@@ -124,10 +123,11 @@ class Tuner:
     def _refuse_second(self, kind: type) -> None:
         if any(isinstance(callback, kind) for callback in self._trainer.callbacks):
             raise ConfigurationError(
-                f"the Trainer has a {kind.__name__} among its callbacks already. Take it away to search with a Tuner."
+                f"the Trainer has a {kind.__name__} among its callbacks already. Remove it to search with a Tuner."
             )
 
-    def _search(self, method: str, task: TaskModule, sources: Sources, make_loop: Callable[[StageRun], _Search]) -> Any:
+    def _search(self, method: str, task: TaskModule, sources: Sources, finder: Finder) -> Any:
+        make_loop = partial(_Search, finder=finder)
         run, sink = vars(task).get("_run"), vars(task).get("_sink")
         try:
             with isolate_rng():
@@ -137,19 +137,19 @@ class Tuner:
 
 
 class _Search:
-    """A stage that does nothing but search.
+    """The loop of a stage that only searches.
 
     Args:
         run: set up.
         finder: searches.
     """
 
-    def __init__(self, run: StageRun, *, finder: BatchSizeFinder | LearningRateFinder) -> None:
+    def __init__(self, run: StageRun, *, finder: Finder) -> None:
         self._run = run
         self._finder = finder
 
     def run(self) -> Any:
-        """Return what was found."""
+        """Return the result of the search."""
         run, finder = self._run, self._finder
         finder.setup(run.trainer, run.task, run.stage or "fit")
         if isinstance(finder, BatchSizeFinder):

@@ -1,13 +1,17 @@
-"""Monitor of every rank of a distributed run: detects failed and killed ranks, and reports a run that hangs. A
-collective does not report why it does not return. Each rank therefore has a daemon thread with its own connection to
-the store of the process group. It never takes part in a collective, never touches a device, and reads the Trainer's
-counters, so that it adds no work to a step. The threads communicate through these keys of the store:
+"""Monitor of each rank of a distributed run, which detects failed ranks and reports a run that hangs.
 
-    events grows whenever one of the next two is written; the only key that is read at every beat failure the rank that
-    failed first, with its traceback stall/N the rank that caused the N-th hang report; every rank answers with
-    at/N/RANK, one prints them all beat/RANK the last known position of a rank, and whether it is saving node/NODE the
-    processes of a node: each monitors the others there gone/RANK, left/RANK a process was killed or crashed; a rank has
-    left the run, and is not waited for
+A collective does not report why it does not return. Each rank therefore has a daemon thread with its own connection to
+the store of the process group. It never takes part in a collective and never uses a device. It only reads the Trainer's
+counters, and adds no work to a step. The threads communicate through these keys of the store:
+
+    events              counter that grows whenever `failure` or `stall/N` is written; the only key read at every beat
+    failure             the rank that failed first, with its traceback
+    stall/N             the rank that requested hang report N
+    at/N/RANK           the answer of each rank to it; one rank prints them all
+    beat/RANK           the last known position of a rank, and whether it is saving
+    node/NODE           the processes of a node, which monitor each other
+    gone/RANK           a process was killed or crashed
+    left/RANK           a rank has left the run; the others do not wait for it
 """
 
 from __future__ import annotations
@@ -53,8 +57,8 @@ class HangDetector:
 
     Args:
         store: store of the process group, with a prefix for this stage; a separate connection.
-        rank, world_size: this rank and the number of ranks. position: returns the progress of this rank; called from
-            the thread, so it must only read.
+        rank, world_size: this rank and the number of ranks.
+        position: returns the progress of this rank; called from the thread, so it must only read.
         hang_timeout_s: seconds without progress after which a report is requested; None: never.
         timeout_s: seconds after which a collective fails; shown in the report.
         store_dies_with_rank_0: rank 0's process serves the store (not torchrun's agent).
@@ -335,8 +339,7 @@ class HangDetector:
         if self._report_due is None:
             return
         number, due = self._report_due
-        everyone = self._rank == 0 and self._shared.add(f"answers/{number}", 0) == self._world_size
-        if everyone or now >= due:
+        if now >= due or (self._rank == 0 and self._shared.add(f"answers/{number}", 0) == self._world_size):
             self._report_due = None
             if self._shared.add(f"printed/{number}", 1) == 1:
                 self._print_report(number)

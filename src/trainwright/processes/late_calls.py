@@ -119,9 +119,5 @@ def _place_of(thread_id: int) -> str:
 
 
 def _is_library(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in (
-        "torch",
-        "trainwright",
-        "contextlib",
-        "deepspeed",
-    )
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package in ("torch", "trainwright", "contextlib", "deepspeed")

@@ -21,7 +21,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import regression_loader
 from trainwright import ModelCheckpoint
 from trainwright.checkpoint import AsyncWriter, Snapshot, read_checkpoint, verify
-from trainwright.checkpoint.disk import host_buffers, quiet_file, quiet_thread
+from trainwright.checkpoint.disk import durable, host_buffers, quiet_file, quiet_thread
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, DISK_BLOCK_BYTES
 from trainwright.checkpoint.disk.host_copies import LaterCopy
 
@@ -54,7 +54,7 @@ class Watched:
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, int]]:
     Watched.seen = []
-    monkeypatch.setattr(quiet_file, "xxhash", SimpleNamespace(xxh3_128=Watched))
+    monkeypatch.setattr(durable, "xxhash", SimpleNamespace(xxh3_128=Watched))
     return Watched.seen
 
 

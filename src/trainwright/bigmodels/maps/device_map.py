@@ -1,11 +1,12 @@
-"""Device maps: module name → where its weights lie, found from a model's sizes and the devices' budgets."""
+"""Device maps (module name → device of its weights), computed from a model's sizes and the devices' budgets."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,7 +22,13 @@ from trainwright.bigmodels.maps.placement import (
     outermost,
     place,
 )
-from trainwright.bigmodels.maps.sizes import DType, class_names, compute_module_total_buffer_size, read_outline
+from trainwright.bigmodels.maps.sizes import (
+    DType,
+    class_names,
+    compute_module_total_buffer_size,
+    enclosing,
+    read_outline,
+)
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.host.byte_sizes import format_bytes
 
@@ -42,10 +49,10 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, Device]:
-    """Fill the devices one after the other with the modules of a model, in the order in which it names them.
+    """Assign a model's modules to devices, filling one device after the other in the order of registration.
 
-    The first accelerator in use computes what lies on the host or on disk, and keeps room for the largest such layer.
-    Modules that share a tensor go to one device. The function moves nothing and allocates nothing on a device.
+    The first accelerator in use also computes the layers on the host and on disk, and reserves memory for the largest
+    of them. Modules that share a tensor go to one device. Nothing is moved or allocated.
 
     Args:
         model: on any device; on the meta device too.
@@ -94,7 +101,7 @@ def explain_device_map(
     special_dtypes: Mapping[str, DType] | None = None,
     fallback_allocation: bool = False,
 ) -> DeviceMapReport:
-    """Say what `infer_auto_device_map` would put where, why, and with how much more memory it would all be fast.
+    """Report which device `infer_auto_device_map` would choose for each module, why, and how much memory is missing.
 
     Args: see `infer_auto_device_map`.
 
@@ -123,7 +130,7 @@ def resolve_device_map(
     special_dtypes: Mapping[str, DType] | None = None,
     offload_buffers: bool = False,
 ) -> dict[str, Device | torch.device]:
-    """Return the map that a word stands for, or a map that was given, checked.
+    """Return the device map for a word such as `"auto"`, or check a given map and return it.
 
     Args:
         model: on any device.
@@ -209,7 +216,7 @@ def get_balanced_memory(
 
 
 def _allowance(model: nn.Module, outline: Outline, no_split_module_classes: Sequence[str] | str | None) -> int:
-    """Return by how much a share may be exceeded, so that a block which straddles two shares goes to the first."""
+    """Return the bytes by which a share may be exceeded, so that a block across two shares goes to the first."""
     kept_whole = class_names(no_split_module_classes)
     sizes = dict(zip(outline.names, outline.sizes_bytes, strict=True))
     layers, blocks = list[int](), list[int]()
@@ -244,31 +251,39 @@ def check_device_map(
 def _check(model: nn.Module, device_map: Mapping[str, Device | torch.device], strict: bool) -> list[str]:
     """Check a device map, and return the names in it that the model does not have."""
     check_devices(device_map)
-    known: set[str] = {""}
-    missing = list[str]()
-    for name in _saved_names(model):
-        covered = "" in device_map
-        end = name.find(".")
-        while end != -1:
-            known.add(name[:end])
-            covered = covered or name[:end] in device_map
-            end = name.find(".", end + 1)
-        known.add(name)
-        if not covered and name not in device_map:
-            missing.append(name)
+    missing = [name for name in _saved_names(model) if not any(part in device_map for part in enclosing(name))]
     if missing:
         raise ConfigurationError(
             "The device_map provided does not give any device for the following parameters: "
             f"{', '.join(missing)}. Add them, or a module that they are in, or '' for all the rest."
         )
-    return _report_unknown_names(model, device_map, known, strict)
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    unknown = [name for name in device_map if name not in modules]
+    if unknown:
+        tensors = {
+            name
+            for name, _ in (
+                *model.named_parameters(remove_duplicate=False),
+                *model.named_buffers(remove_duplicate=False),
+            )
+        }
+        unknown = [name for name in unknown if name not in tensors]
+    if unknown:
+        message = (
+            f"The following device_map keys do not match any submodules in the model: {unknown}."
+            f"{nearest(unknown[0], modules)}"
+        )
+        if strict:
+            raise ConfigurationError(message)
+        warnings.warn(message, TrainwrightWarning, stacklevel=3)
+    return unknown
 
 
 def check_devices(device_map: Mapping[str, Device | torch.device]) -> None:
-    """Check that a device map names devices; whether this machine has them is not asked.
+    """Check that a device map names devices. This machine need not have them.
 
     Raises:
-        ConfigurationError: one is none; the message says under which name. Or this is no map from names.
+        ConfigurationError: a value is not a device, or `device_map` is not a map from names.
     """
     if not isinstance(device_map, Mapping):
         raise ConfigurationError(
@@ -296,65 +311,33 @@ def _saved_names(model: nn.Module) -> list[str]:
     return names
 
 
-def _report_unknown_names(
-    model: nn.Module, device_map: Mapping[str, Device | torch.device], known: set[str], strict: bool
-) -> list[str]:
-    unknown = [name for name in device_map if name not in known]
-    if not unknown:
-        return []
-    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}  # those without tensors too
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    unknown = [name for name in unknown if name not in modules and name not in buffers]
-    if unknown:
-        message = (
-            f"The following device_map keys do not match any submodules in the model: {unknown}."
-            f"{nearest(unknown[0], modules)}"
-        )
-        if strict:
-            raise ConfigurationError(message)
-        warnings.warn(message, TrainwrightWarning, stacklevel=4)
-    return unknown
-
-
 def clean_device_map(
     device_map: MutableMapping[str, Device | torch.device], module_name: str = ""
 ) -> MutableMapping[str, Device | torch.device]:
-    """Name a module instead of all the modules in it, wherever these lie on one device.
+    """Replace the entries of a module's children by one entry for the module, if all are on one device.
 
     Args:
-        device_map: changed in place, keeping the order of the names; none may lie in another one.
-        module_name: leave all but this module and what is in it as they are.
+        device_map: changed in place, in the order of its names. No name may be inside another one.
+        module_name: change only this module and the modules in it.
 
     Returns:
         The same map.
     """
-    prefix = f"{module_name}." if module_name else ""
-    devices: dict[str, set[Device | torch.device]] = {}
+    inner = f"{module_name}." if module_name else ""
+    modules = {
+        name: [part for part in enclosing(name) if part == module_name or part.startswith(inner)] for name in device_map
+    }
+    devices: defaultdict[str, set[Device | torch.device]] = defaultdict(set)
     for name, device in device_map.items():
-        if name == module_name or name.startswith(prefix):
-            for module in _modules_above(name, module_name):
-                devices.setdefault(module, set()).add(device)
-    cleaned: dict[str, Device | torch.device] = {}
-    for name, device in device_map.items():
-        inside = name == module_name or name.startswith(prefix)
-        above = (module for module in _modules_above(name, module_name) if len(devices[module]) == 1) if inside else ()
-        cleaned[next(iter(above), name)] = device
+        for module in modules[name]:
+            devices[module].add(device)
+    cleaned = {
+        next((module for module in modules[name] if len(devices[module]) == 1), name): device
+        for name, device in device_map.items()
+    }
     device_map.clear()
     device_map.update(cleaned)
     return device_map
-
-
-def _modules_above(name: str, outermost_name: str) -> list[str]:
-    """Return `name` and the modules that it is in, from `outermost_name` inward."""
-    found = [outermost_name]
-    start = len(outermost_name) + 1 if outermost_name else 0
-    if name == outermost_name:
-        return found
-    end = name.find(".", start)
-    while end != -1:
-        found.append(name[:end])
-        end = name.find(".", end + 1)
-    return [*found, name]
 
 
 def _with_disk(max_memory: Mapping[Device, int]) -> dict[Device, int | None]:
@@ -386,13 +369,12 @@ def _warn_of_buffers(
     dtype: DType | None,
     special_dtypes: Mapping[str, DType] | None,
 ) -> None:
-    """Say when the buffers of offloaded modules, which stay on the device that computes, do not fit there beside the
-    weights of the largest layer that comes and goes.
-    """
+    """Warn if the buffers of offloaded modules do not fit the computing device beside the largest offloaded layer."""
+
+    modules = dict(model.named_modules(remove_duplicate=False))
 
     def buffer_bytes(name: str) -> int:
-        module = _module_at(model, name)
-        return 0 if module is None else compute_module_total_buffer_size(module, dtype, special_dtypes)
+        return compute_module_total_buffer_size(modules[name], dtype, special_dtypes) if name in modules else 0
 
     needed = sum(buffer_bytes(name) for name, device in device_map.items() if not is_accelerator(device))
     runs_on = placement.runs_on
@@ -414,10 +396,3 @@ def _warn_of_buffers(
             TrainwrightWarning,
             stacklevel=3,
         )
-
-
-def _module_at(model: nn.Module, name: str) -> nn.Module | None:
-    found: Any = model
-    for piece in name.split(".") if name else ():
-        found = getattr(found, piece)
-    return found if isinstance(found, nn.Module) else None

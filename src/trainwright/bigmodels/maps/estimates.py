@@ -1,11 +1,10 @@
-"""How much memory a model will take, counted without taking it: weights, training with Adam, activations, KV cache."""
+"""Memory estimates for weights, training with Adam, activations and the KV cache."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,14 +15,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from trainwright.bigmodels.maps.sizes import DType, dtype_byte_size, read_outline
+from trainwright.bigmodels.maps.sizes import NUMBERED_BLOCK, DType, dtype_byte_size, is_floating, read_outline
 from trainwright.checkpoint.disk.untrusted import reading
 from trainwright.checkpoint.format.safetensors_io import read_header
 from trainwright.core.errors import CheckpointError, ConfigurationError
 
 ADAM_COPIES = 4  # weights, gradients, and two averages of Adam, all in the dtype of the weights
-_BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # "model.layers.0" of "model.layers.0.mlp.weight": a numbered block
-_INTEGERS = ("I", "U", "B")  # how the names of safetensors' dtypes of counters and masks begin; BF16 is none of them
+_FLOATING = ("F", "BF", "C")  # first letters of the floating and complex dtypes of safetensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +63,22 @@ def count_weights(model: nn.Module) -> WeightCount:
     """
     outline = read_outline(model, no_split_module_classes=getattr(model, "_no_split_modules", None), dtype="int8")
     layers = [
-        (size - fixed, fixed, name)  # elements of one byte each, beside the others
+        (size - fixed, fixed, name)  # an element takes one byte here, except in counters and masks
         for size, name, is_whole in zip(outline.sizes_bytes, outline.names, outline.whole, strict=True)
         if is_whole
         for fixed in (min(size, _fixed_bytes(model, name)),)
     ]
-    largest_elements, largest_fixed_bytes, largest_layer = max(layers, key=lambda layer: layer[0], default=(0, 0, ""))
-    seen: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    floating = [tensor for tensor in seen.values() if tensor.dtype.is_floating_point or tensor.dtype.is_complex]
-    fixed = [tensor for tensor in seen.values() if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)]
-    return WeightCount(
-        elements=sum(tensor.numel() for tensor in floating),
-        fixed_bytes=sum(tensor.numel() * tensor.element_size() for tensor in fixed),
-        largest_layer=largest_layer,
-        largest_elements=largest_elements,
-        largest_fixed_bytes=largest_fixed_bytes,
-    )
+    elements, layer_bytes, layer_name = max(layers, key=lambda layer: layer[0], default=(0, 0, ""))
+    fixed = _fixed_bytes(model, "")
+    return WeightCount(outline.sizes_bytes[0] - fixed, fixed, layer_name, elements, layer_bytes)
 
 
 def _fixed_bytes(model: nn.Module, name: str) -> int:
     """Return the bytes of the counters and masks in a module, or of one of them."""
     part: Any = functools.reduce(getattr, name.split("."), model) if name else model
     tensors = [part] if isinstance(part, torch.Tensor) else [*part.parameters(), *part.buffers()]
-    seen = {id(tensor): tensor for tensor in tensors}
     return sum(
-        tensor.numel() * tensor.element_size()
-        for tensor in seen.values()
-        if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values() if not is_floating(tensor)
     )
 
 
@@ -113,23 +100,21 @@ def count_stored_weights(path: Path) -> WeightCount:
         header.pop("__metadata__", None)
         with reading(file):
             for name, entry in header.items():
-                dtype = str(entry["dtype"])
-                block = _BLOCK.match(name)
+                block = NUMBERED_BLOCK.match(name)
                 layer = block[0] if block else name.rpartition(".")[0]
-                if dtype.startswith(_INTEGERS) and dtype != "BF16":
-                    fixed[layer] += entry["data_offsets"][1] - entry["data_offsets"][0]
-                else:
+                if str(entry["dtype"]).startswith(_FLOATING):
                     layers[layer] += math.prod(entry["shape"])
+                else:
+                    fixed[layer] += entry["data_offsets"][1] - entry["data_offsets"][0]
     largest = max(layers, key=layers.__getitem__, default="")
     return WeightCount(sum(layers.values()), sum(fixed.values()), largest, layers[largest], fixed[largest])
 
 
 def count_activation_bytes(forward: Callable[[], Any], model: nn.Module) -> int:
-    """Return the bytes that autograd keeps from a forward for its backward, the model's own tensors left out.
+    """Return the bytes that autograd keeps from a forward for its backward, without the model's own tensors.
 
-    The forward may be one of fake tensors (`torch._subclasses.FakeTensorMode`), which computes nothing and takes no
-    memory, and which torch gives the kernels of the device that they pretend to be on; a module that keeps activations
-    in its own way (by recomputing them, for example) is counted as it behaves.
+    The forward may use fake tensors (`torch._subclasses.FakeTensorMode`), which take no memory. Activation
+    checkpointing in a module is taken into account.
 
     Args:
         forward: calls the model; gradients are on.
@@ -151,7 +136,7 @@ def count_activation_bytes(forward: Callable[[], Any], model: nn.Module) -> int:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The product of experts' weights with rows that are sorted by expert: what it keeps, and its shape."""
+    """The shape of a product of experts' weights with rows sorted by expert, and what autograd keeps for it."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -161,13 +146,10 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class FakeGroupedProducts(TorchFunctionMode):
-    """Have products of experts' weights take tensors without memory of any dtype.
-
-    torch has a kernel for other dtypes than bfloat16 on the CPU, and refuses them where nothing is computed (2.13).
-    """
+    """Let `torch._grouped_mm` accept fake tensors of any dtype; torch 2.13 accepts only bfloat16 on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Call what torch was asked for, or stand in for it."""
+        """Call `func`, or its replacement."""
         if func is getattr(torch, "_grouped_mm", None) and len(args) == 2 and args[0].dim() == 2:
             return _GroupedProduct.apply(*args)  # type: ignore[no-untyped-call]  # torch has no types here
         return func(*args, **(kwargs or {}))
@@ -176,8 +158,8 @@ class FakeGroupedProducts(TorchFunctionMode):
 def kv_cache_bytes(config: Mapping[str, Any], *, batch_size: int, sequence_length: int, dtype: DType) -> int | None:
     """Return the bytes of the keys and values that generating text keeps; None where a model has no such cache.
 
-    Layers with a window keep what lies in it; a decoder keeps its own tokens and, as many, its encoder's; latent
-    attention keeps what keys and values are made from.
+    Layers with sliding windows keep the tokens in the window. A decoder is assumed to keep as many tokens of its
+    encoder as of its own. Latent attention keeps the compressed vectors.
 
     Args:
         config: of a transformers model, by the names that its family has for layers, heads and widths. Of a model of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -73,19 +74,15 @@ def explain(outline: Outline, budgets: Mapping[Device, int | None], placement: P
         budgets: as they were given to `place`.
         placement: what `place` returned.
     """
-    mapped = collapse(outline, outermost(outline, placement.device_of))
-    shares = tuple(
-        DeviceShare(
-            device,
-            budget,
-            placement.used_bytes[device],
-            tuple(outline.names[part] for part, where in mapped.items() if where == device),
-        )
-        for device, budget in budgets.items()
-    )
+    names: dict[Device, list[str]] = {device: [] for device in budgets}
+    for part, device in collapse(outline, outermost(outline, placement.device_of)).items():
+        names[device].append(outline.names[part])
     return DeviceMapReport(
         total_bytes=outline.sizes_bytes[0],
-        shares=shares,
+        shares=tuple(
+            DeviceShare(device, budget, placement.used_bytes[device], tuple(names[device]))
+            for device, budget in budgets.items()
+        ),
         reasons=tuple(_reasons(outline, placement)),
         missing_bytes=_missing_bytes(outline, dict(budgets), placement),
     )
@@ -135,11 +132,8 @@ def _missing_bytes(outline: Outline, budgets: dict[Device, int | None], placemen
         return 0
     last = accelerators[-1]
     given = budgets[last] or 0
-    too_little, enough = 0, outline.sizes_bytes[0]
-    while enough - too_little > 1:
-        middle = (too_little + enough) // 2
-        if is_fast(place(outline, {**budgets, last: given + middle})):
-            enough = middle
-        else:
-            too_little = middle
-    return enough
+    return 1 + bisect.bisect_left(
+        range(1, max(outline.sizes_bytes[0], 1)),
+        True,
+        key=lambda extra: is_fast(place(outline, {**budgets, last: given + extra})),
+    )

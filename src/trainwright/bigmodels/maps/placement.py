@@ -1,14 +1,15 @@
-"""Which part of a model lies where: a pure function of sizes and budgets that knows neither torch nor a device.
+"""Placement of a model's parts on devices, computed from sizes and budgets alone, without torch.
 
-The model is an `Outline`: its modules in the order in which it names them, which for most models is the order in which
-they run. Devices are filled one after the other in that order, so that data crosses from one to the next once per
-forward. Whatever is on the host or on disk is computed on the first accelerator in use, which therefore keeps room for
-the largest layer that is still to come; the host does so for layers that come from the disk.
+An `Outline` lists the model's modules in the order of their registration, which for most models is the order in which
+they run. Devices are filled one after the other in that order, so that data moves from one to the next once per
+forward. The first accelerator in use also computes the layers on the host and on disk. It reserves memory for the
+largest of them, and the host for the largest one on disk.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,8 +67,8 @@ class Placement:
         device_of: index of a part → device. A part is covered by itself or by one that it is in.
         used_bytes: device → bytes of the parts on it.
         runs_on: the device that computes what lies on the host or on disk, and keeps room for it; None without one.
-        passed_over: accelerators that were left empty, for they cannot hold the largest layer, as the one that computes
-            what lies on the host or on disk must.
+        passed_over: accelerators that stay empty because they cannot hold the largest layer, which the first
+            accelerator in use must be able to compute.
         moves: in the order in which devices were filled up.
         pulled: parts that lie where they do because they share a tensor with an earlier part.
         visited: parts that were looked at, a measure of the work.
@@ -83,22 +84,22 @@ class Placement:
 
 
 def is_accelerator(device: Device) -> bool:
-    """Tell an accelerator from the host, the disk and the meta device."""
+    """Return whether a device is an accelerator: not the host, the disk or the meta device."""
     return device not in (*_SLOW, "meta")
 
 
 def place(outline: Outline, budgets: dict[Device, int | None], *, fallback: bool = False) -> Placement:
-    """Give every part of a model a device.
+    """Assign a device to every part of a model.
 
-    Parts that share a tensor lie together; a part that is whole is not divided; no budget is exceeded; and apart from
-    what is tied to an earlier part (and from `fallback`), a later part lies on the same device or on a later one.
+    Parts that share a tensor are on one device, whole parts are not divided, and no budget is exceeded. A later part is
+    on the same device or on a later one, unless it shares a tensor with an earlier part or `fallback` is True.
 
     Args:
         outline: the model.
         budgets: bytes per device, in the order in which they are filled; None is without limit. A budget of 0 means
             that the device is not used.
-        fallback: where not even the next part fits a device that is still empty, put the first later one there that
-            does, looking at large parts before the parts that they consist of.
+        fallback: if the next part does not fit an empty device, use the first later part that does, trying modules
+            before their children.
 
     Raises:
         ConfigurationError: no device but the disk holds the largest whole part, or the budgets are used up before
@@ -126,57 +127,30 @@ def place(outline: Outline, budgets: dict[Device, int | None], *, fallback: bool
 
 
 def is_fast(placement: Placement) -> bool:
-    """Tell whether everything that takes memory lies on accelerators."""
+    """Return whether everything that takes memory is on accelerators."""
     return all(is_accelerator(device) for device, used in placement.used_bytes.items() if used)
 
 
 def collapse(outline: Outline, device_of: dict[int, Device]) -> dict[int, Device]:
-    """Name a part instead of all that it consists of, wherever these lie on one device; in the outline's order."""
-    parents = _parents(outline)
-    devices: list[Device | None] = [None] * len(parents)
-    divided = [False] * len(parents)
-    for index in reversed(range(len(parents))):
-        device = device_of.get(index)
-        if device is not None:
-            devices[index], divided[index] = device, False
-        above = parents[index]
-        if above < 0 or (devices[index] is None and not divided[index]):
-            continue
-        if divided[index] or devices[above] not in (None, devices[index]):
-            divided[above] = True
-            devices[above] = None
-        elif not divided[above]:
-            devices[above] = devices[index]
-    return outermost(outline, {index: device for index, device in enumerate(devices) if device is not None})
+    """Replace the entries of a part's children by one entry if all are on one device; in the outline's order."""
+    below = (
+        {device_of[part] for part in range(index, end) if part in device_of} for index, end in enumerate(outline.ends)
+    )
+    return outermost(outline, {index: next(iter(found)) for index, found in enumerate(below) if len(found) == 1})
 
 
 def outermost(outline: Outline, device_of: dict[int, Device]) -> dict[int, Device]:
-    """Leave out parts that lie in another part which has a device; in the outline's order."""
+    """Drop parts inside another part that has a device; in the outline's order."""
     found: dict[int, Device] = {}
-    index = 0
-    while index < len(outline.names):
-        if index in device_of:
-            found[index] = device_of[index]
-            index = outline.ends[index]
-        else:
-            index += 1
+    end = 0
+    for index in range(len(outline.names)):
+        if index >= end and index in device_of:
+            found[index], end = device_of[index], outline.ends[index]
     return found
 
 
-def _parents(outline: Outline) -> list[int]:
-    """Return for each part the index of the one it is directly in, -1 for the model."""
-    parents: list[int] = []
-    open_parts: list[int] = []
-    for index in range(len(outline.names)):
-        while open_parts and outline.ends[open_parts[-1]] <= index:
-            open_parts.pop()
-        parents.append(open_parts[-1] if open_parts else -1)
-        open_parts.append(index)
-    return parents
-
-
 def _refuse_too_small(outline: Outline, budgets: dict[Device, int | None]) -> None:
-    """Say how much is needed where budgets were given for memory and none of them can hold the largest layer."""
+    """Raise if no memory budget can hold the largest layer."""
     memory = {device: budget for device, budget in budgets.items() if device != "disk" and budget != 0}
     needed, name = largest_whole(outline)
     if memory and all(budget is not None and budget < needed for budget in memory.values()):
@@ -190,23 +164,19 @@ def _refuse_too_small(outline: Outline, budgets: dict[Device, int | None]) -> No
 
 def largest_whole(outline: Outline) -> tuple[int, str]:
     """Return the bytes and the name of the largest part that is never divided; (0, "") for a model without any."""
-    index = max(
-        (i for i, is_whole in enumerate(outline.whole) if is_whole), key=outline.sizes_bytes.__getitem__, default=None
-    )
-    return (0, "") if index is None else (outline.sizes_bytes[index], outline.names[index])
+    parts = zip(outline.sizes_bytes, outline.names, outline.whole, strict=True)
+    return max(((size, name) for size, name, whole in parts if whole), key=lambda part: part[0], default=(0, ""))
 
 
 def _largest_from(outline: Outline) -> list[int]:
     """Return for each index the bytes of the largest whole part that begins there or later; 0 after the last."""
-    found = [0] * (len(outline.names) + 1)
-    for index in reversed(range(len(outline.names))):
-        later = found[index + 1]
-        found[index] = max(later, outline.sizes_bytes[index]) if outline.whole[index] else later
-    return found
+    parts = zip(reversed(outline.whole), reversed(outline.sizes_bytes), strict=True)
+    largest = itertools.accumulate((size if is_whole else 0 for is_whole, size in parts), max, initial=0)
+    return [*largest][::-1]
 
 
 class _Ties:
-    """Which whole parts must lie together: those that share a tensor, directly or over others."""
+    """Groups of whole parts that share tensors, directly or through other parts, and must be on one device."""
 
     def __init__(self, outline: Outline) -> None:
         self._ends = outline.ends
@@ -248,7 +218,7 @@ class _Filling:
             self._keep_room(0)
 
     def _keep_room(self, start: int) -> None:
-        """Find the first accelerator that can compute what does not stay there, and pass over those too small."""
+        """Choose the first accelerator that can hold the largest layer. Those before it stay empty."""
         self.keeps = {device for device in self.devices if device == "cpu"}
         self.result.runs_on = None
         for device in self.devices[start:]:

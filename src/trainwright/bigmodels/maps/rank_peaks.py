@@ -1,28 +1,28 @@
-"""How much memory a rank's device needs at most while a model trains in float32 with Adam, under each strategy.
+"""Peak device memory of a rank that trains a model in float32 with Adam, for each strategy.
 
-Two moments of a step are the largest: the begin of the backward, when all activations are there and the last layer's
-gradient is made, and the optimizer's step, when all gradients are there and what it computes with. Source of what is
-cut and gathered: the memory tables in docs/strategies.md, which tests hold against counted bytes.
+The peak is at one of two moments of a step: at the start of the backward, with all activations and the last layer's
+gradient, or in the optimizer's step, with all gradients and temporary tensors. The formulas follow the memory tables
+in docs/strategies.md, which tests compare with measured bytes.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from trainwright.bigmodels.maps.sizes import NUMBERED_BLOCK
 from trainwright.bigmodels.maps.zero_peaks import ZeroBuckets, flat_peak, sharded_peak
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.fsdp.layers.plan import SplitLayers
 from trainwright.strategies.fsdp.layers.ready import PlannedMesh, ready_plan
 
-_BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # "model.layers.0" of "model.layers.0.mlp.weight": a numbered block
 _BYTES, _STATES = 4, 8  # of a weight or gradient in float32, and of Adam's two averages
 _TEMPORARIES = 2  # tensors of a parameter's size that Adam computes its update with
 
@@ -62,26 +62,23 @@ def training_shape(model: nn.Module) -> TrainingShape:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    shape = shape_of({own[0]: parameter.numel() for parameter, own in names.items()})
+    sizes = {own[0]: parameter.numel() for parameter, own in names.items()}
+    shape = shape_of(sizes)
     uses = max((len(own) for parameter, own in names.items() if parameter.numel() == shape.tensor), default=1)
     together = 0
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        blocks = (name for name in (own[0] for own in names.values()) if _BLOCK.match(name))
-        sizes = {own[0]: parameter.numel() for parameter, own in names.items()}
+        blocks = (name for name in sizes if NUMBERED_BLOCK.match(name))
         together = sum(sizes[name] for name in blocks if "decoder" in name.split("."))
     return replace(shape, uses=uses, together=together)
 
 
 def shape_of(sizes: Mapping[str, int]) -> TrainingShape:
     """Return the shape of a model from its parameters' names and numbers of elements."""
-    blocks: dict[str, int] = {}
-    outside = 0
+    blocks: Counter[str] = Counter()
     for name, elements in sizes.items():
-        block = _BLOCK.match(name)
-        if block is None:
-            outside += elements
-        else:
-            blocks[block[0]] = blocks.get(block[0], 0) + elements
+        if block := NUMBERED_BLOCK.match(name):
+            blocks[block[0]] += elements
+    outside = sum(sizes.values()) - blocks.total()
     return TrainingShape(tuple(sizes.values()), max(blocks.values(), default=0), outside)
 
 

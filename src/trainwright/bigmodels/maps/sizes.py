@@ -1,14 +1,13 @@
-"""How much memory each part of a model takes, in whatever dtype, and which parts share a tensor.
-
-Nothing here touches a weight's values: models on the meta device are measured as any other.
-"""
+"""Sizes of a model's parts in a given dtype, and shared tensors. Models may be on the meta device."""
 
 from __future__ import annotations
 
 import enum
+import itertools
 import math
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +29,9 @@ class CustomDtype(enum.Enum):
 
 
 DType = torch.dtype | str | CustomDtype
+
+NUMBERED_BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")
+"""Matches `model.layers.0` of `model.layers.0.mlp.weight`."""
 
 _SHORT = {
     "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp64": "float64",
@@ -61,25 +63,30 @@ def dtype_byte_size(dtype: DType) -> float:
     return float(found.itemsize)
 
 
-class _Measure:
-    """The bytes of a tensor, as it is or in another dtype."""
+def _measure(dtype: DType | None, special_dtypes: Mapping[str, DType] | None) -> Callable[[str, torch.Tensor], int]:
+    """Return the function that measures a tensor in bytes, as it is or in another dtype."""
+    target = None if dtype is None else dtype_byte_size(dtype)
+    special = {name: dtype_byte_size(own) for name, own in (special_dtypes or {}).items()}
 
-    def __init__(self, dtype: DType | None, special_dtypes: Mapping[str, DType] | None) -> None:
-        self._width = None if dtype is None else dtype_byte_size(dtype)
-        self._special = {name: dtype_byte_size(special) for name, special in (special_dtypes or {}).items()}
-
-    def __call__(self, name: str, tensor: torch.Tensor) -> int:
-        width: float = tensor.element_size()
-        if name in self._special:
-            width = self._special[name]
-        elif self._width is not None and self._width < width and _takes_a_dtype(tensor):
-            width = self._width
+    def measure(name: str, tensor: torch.Tensor) -> int:
+        width = special.get(name)
+        if width is None:
+            width = float(tensor.element_size())
+            if target is not None and target < width and is_floating(tensor):
+                width = target
         return math.ceil(tensor.numel() * width)
 
+    return measure
 
-def _takes_a_dtype(tensor: torch.Tensor) -> bool:
-    """Tell whether loading a model in another dtype changes this tensor: counters and masks stay as they are."""
+
+def is_floating(tensor: torch.Tensor) -> bool:
+    """Return whether loading a model in another dtype converts this tensor; counters and masks keep theirs."""
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def enclosing(name: str) -> list[str]:
+    """Return the modules that contain a tensor or module, from the model `""` inward, and the name itself."""
+    return ["", *itertools.accumulate(name.split("."), "{}.{}".format)] if name else [""]
 
 
 def named_module_tensors(
@@ -101,11 +108,7 @@ def named_module_tensors(
 
 def _non_persistent(module: nn.Module, *, recurse: bool) -> set[str]:
     modules = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, found in modules
-        for name in found._non_persistent_buffers_set
-    }
+    return {f"{path}.{name}" if path else name for path, found in modules for name in found._non_persistent_buffers_set}
 
 
 def compute_module_sizes(
@@ -129,17 +132,13 @@ def compute_module_sizes(
     Raises:
         ConfigurationError: an unknown dtype.
     """
-    measure = _Measure(dtype, special_dtypes)
+    measure = _measure(dtype, special_dtypes)
     sizes: defaultdict[str, int] = defaultdict(int)
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     for name, tensor in tensors:
         size = measure(name, tensor)
-        sizes[""] += size
-        end = name.find(".")
-        while end != -1:
-            sizes[name[:end]] += size
-            end = name.find(".", end + 1)
-        sizes[name] += size
+        for part in enclosing(name):
+            sizes[part] += size
     return sizes
 
 
@@ -209,14 +208,14 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the names of parameters that are one and the same object, sorted, a list per parameter.
+    """Return the names of shared parameters, sorted: one list per parameter object.
 
     Args:
         model: on any device.
-        kwargs: none is known; accepted for the signature of Accelerate's.
+        kwargs: for Accelerate's signature; must be empty.
 
     Raises:
-        TypeError: there are any.
+        TypeError: `kwargs` is not empty.
     """
     if kwargs:
         raise TypeError(f"find_tied_parameters() takes a model alone, got {', '.join(map(repr, kwargs))} too.")
@@ -231,30 +230,23 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
 
     Args:
         model: changed in place.
-        tied_params: names, a sequence per parameter, as `find_tied_parameters` gave them before. All take the first
-            one of the group that is not on the meta device, or the first one where all are.
+        tied_params: groups of names from `find_tied_parameters`. Each group shares its first parameter that is not on
+            the meta device, or its first one if all are.
 
     Raises:
-        AttributeError: the model has no such parameter; nothing has been changed then.
+        AttributeError: the model has no such parameter. Nothing is changed.
     """
-    found = [[(*_home(model, name), name) for name in group] for group in tied_params]
-    for group in found:
-        tensors = [owner._parameters[own] for owner, own, _ in group]
-        loaded = [tensor for tensor in tensors if tensor is not None]
-        if not loaded:
-            continue
-        shared = next((tensor for tensor in loaded if not tensor.is_meta), loaded[0])
-        for owner, own, _ in group:
-            owner._parameters[own] = shared
-
-
-def _home(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that owns a parameter, and the parameter's name there."""
-    path, _, own = name.rpartition(".")
-    owner = model.get_submodule(path)
-    if own not in owner._parameters:
-        raise AttributeError(f"{type(model).__name__} has no parameter {name!r}")
-    return owner, own
+    groups = []
+    for names in tied_params:
+        split = [name.rpartition(".") for name in names]
+        groups.append([(model.get_submodule(path)._parameters, own) for path, _, own in split])
+        for name, (parameters, own) in zip(names, groups[-1], strict=True):
+            if own not in parameters:
+                raise AttributeError(f"{type(model).__name__} has no parameter {name!r}")
+    for group in groups:
+        tensors = [tensor for parameters, own in group if (tensor := parameters[own]) is not None]
+        for parameters, own in group if tensors else ():
+            parameters[own] = next((tensor for tensor in tensors if not tensor.is_meta), tensors[0])
 
 
 def read_outline(
@@ -266,77 +258,47 @@ def read_outline(
 ) -> Outline:
     """Return a model's parts with their sizes, in the order in which it names them, visiting each module once.
 
-    Whole are modules without modules in them, those of `no_split_module_classes`, and tensors that belong directly to
-    a module which may be divided. Such parameters stand before the modules beside them, such buffers after.
+    Parts that are never divided are modules without children, modules of `no_split_module_classes`, and tensors that
+    belong directly to a module which may be divided: its parameters come before its children, its buffers after them.
 
     Raises:
         ConfigurationError: an unknown dtype.
     """
-    reader = _OutlineReader(class_names(no_split_module_classes), _Measure(dtype, special_dtypes))
-    reader.read("", model)
-    ties = [sorted(parts) for parts in reader.parts_of.values() if len(parts) > 1]
-    return Outline(reader.names, reader.sizes, reader.ends, reader.whole, sorted({tuple(tie) for tie in ties}))
+    kept_whole, measure = class_names(no_split_module_classes), _measure(dtype, special_dtypes)
+    names, sizes, ends, whole = list[str](), list[int](), list[int](), list[bool]()
+    parts_of: dict[int, set[int]] = {}  # id of a tensor → whole parts that hold it
 
-
-class _OutlineReader:
-    def __init__(self, kept_whole: frozenset[str], measure: _Measure) -> None:
-        self.kept_whole = kept_whole
-        self.measure = measure
-        self.names: list[str] = []
-        self.sizes: list[int] = []
-        self.ends: list[int] = []
-        self.whole: list[bool] = []
-        self.parts_of: dict[int, set[int]] = {}  # id of a tensor → whole parts that hold it
-
-    def read(self, name: str, module: nn.Module) -> int:
-        """Append a module and what it consists of; returns its bytes."""
-        children = [(own, child) for own, child in module._modules.items() if child is not None]
-        if not children or type(module).__name__ in self.kept_whole:
-            index = self._append(name, whole=True)
-            prefix = f"{name}." if name else ""
-            self._weigh(index, prefix, module) if not children else self._weigh_all(index, prefix, module)
-            return self.sizes[index]
-        index = self._append(name, whole=False)
-        prefix = f"{name}." if name else ""
-        size = 0
-        for own, tensor in module._parameters.items():
-            size += self._read_tensor(prefix + own, tensor)
-        for own, child in children:
-            size += self.read(prefix + own, child)
-        for own, buffer in module._buffers.items():
-            size += self._read_tensor(prefix + own, buffer)
-        self.sizes[index] = size
-        self.ends[index] = len(self.names)
+    def append(name: str, tensors: Iterable[tuple[str, torch.Tensor]], is_whole: bool = True) -> int:
+        index, size = len(names), 0
+        for own, tensor in tensors:
+            if id(tensor) not in parts_of:
+                size += measure(own, tensor)
+            parts_of.setdefault(id(tensor), set()).add(index)
+        names.append(name)
+        sizes.append(size)
+        ends.append(index + 1)
+        whole.append(is_whole)
         return size
 
-    def _append(self, name: str, *, whole: bool) -> int:
-        index = len(self.names)
-        self.names.append(name)
-        self.sizes.append(0)
-        self.ends.append(index + 1)
-        self.whole.append(whole)
-        return index
+    def read(name: str, module: nn.Module) -> int:
+        children = [(own, child) for own, child in module._modules.items() if child is not None]
+        if not children or type(module).__name__ in kept_whole:
+            parts = module.named_modules(prefix=name) if children else [(name, module)]
+            return append(name, (one for path, part in parts for one in _named(path, part._parameters, part._buffers)))
+        index = len(names)
+        append(name, (), is_whole=False)
+        size = sum(append(own, [(own, found)]) for own, found in _named(name, module._parameters))
+        size += sum(read(f"{name}.{own}" if name else own, child) for own, child in children)
+        size += sum(append(own, [(own, found)]) for own, found in _named(name, module._buffers))
+        sizes[index], ends[index] = size, len(names)
+        return size
 
-    def _read_tensor(self, name: str, tensor: torch.Tensor | None) -> int:
-        if tensor is None:
-            return 0
-        index = self._append(name, whole=True)
-        self._add(index, name, tensor)
-        return self.sizes[index]
+    read("", model)
+    ties = {tuple(sorted(parts)) for parts in parts_of.values() if len(parts) > 1}
+    return Outline(names, sizes, ends, whole, sorted(ties))
 
-    def _weigh(self, index: int, prefix: str, module: nn.Module) -> None:
-        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                self._add(index, prefix + own, tensor)
 
-    def _weigh_all(self, index: int, prefix: str, module: nn.Module) -> None:
-        for path, inner in module.named_modules():
-            self._weigh(index, f"{prefix}{path}." if path else prefix, inner)
-
-    def _add(self, index: int, name: str, tensor: torch.Tensor) -> None:
-        parts = self.parts_of.get(id(tensor))
-        if parts is None:
-            self.parts_of[id(tensor)] = {index}
-            self.sizes[index] += self.measure(name, tensor)
-        else:
-            parts.add(index)
+def _named(path: str, *groups: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that belong directly to the module at `path`, under their full names."""
+    for group in groups:
+        yield from ((f"{path}.{own}" if path else own, found) for own, found in group.items() if found is not None)

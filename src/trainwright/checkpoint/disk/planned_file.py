@@ -1,4 +1,4 @@
-"""A file of a checkpoint that is encoded and not yet written: bytes, and the tensors that follow them."""
+"""Checkpoint files that are encoded but not yet written: a head of bytes, followed by tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, FileEntry, HashingFile
 
 if TYPE_CHECKING:
-    from trainwright.checkpoint.disk.quiet_file import QuietFile
     from trainwright.checkpoint.disk.quiet_thread import QuietThread
 
 _OPEN_AT_ONCE = 64  # files; systems allow a process some hundreds
@@ -27,8 +26,8 @@ class Weight:
 
     Attributes:
         like: its shape and dtype, on the meta device.
-        read: yields its elements in their order as flat tensors on the CPU. Each is used before the next one is asked
-            for, so that all may be one buffer.
+        read: yields its elements in order as flat tensors on the CPU. They may share one buffer, as each is used
+            before the next is requested.
         in_memory: the tensor itself, if it is in memory.
     """
 
@@ -38,7 +37,7 @@ class Weight:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Weight:
-        """Return the weight that a tensor on any device but meta is; its values are those of when it is read."""
+        """Return the weight for a tensor on any device but meta. Its values are read when the file is written."""
         tensor = tensor.detach()
         like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return cls(like, lambda: _chunks_of(tensor), tensor)
@@ -115,8 +114,8 @@ def write_files(
     Args:
         folder: what their paths are relative to.
         files: the files.
-        quiet: does the heavy work, for files that are `staged` and for which nobody waits. Default: as fast as it
-            goes, hashing large files in a thread of their own.
+        quiet: does the heavy work for files that are `staged`, in the background. Default: None, which writes at full
+            speed and hashes large files in a separate thread.
 
     Returns:
         Size and hash of each by its path.
@@ -133,21 +132,19 @@ def write_files(
     return entries
 
 
-def _write(
-    folder: Path, planned: PlannedFile, quiet: QuietThread | None, stack: contextlib.ExitStack
-) -> HashingFile | QuietFile:
+def _write(folder: Path, planned: PlannedFile, quiet: QuietThread | None, stack: contextlib.ExitStack) -> HashingFile:
     path, size = folder / planned.path, len(planned.head) + planned.num_tensor_bytes
-    if quiet is not None and size >= QUIET_FROM_BYTES:
-        from trainwright.checkpoint.disk.quiet_file import QuietFile  # not for those that only read
+    is_quiet = quiet is not None and size >= QUIET_FROM_BYTES
+    if quiet is not None and is_quiet:
+        from trainwright.checkpoint.disk.quiet_file import QuietFile  # readers do not need the import
 
-        quiet_file = stack.enter_context(QuietFile(path, size=size, quiet=quiet))
-        for piece in planned.pieces():
-            quiet_file.write(piece)
-        return quiet_file
-    # Of no size where nothing is gained by hashing in a thread: chunks that are overwritten would have to be copied.
-    file = stack.enter_context(HashingFile(path, size=size if quiet is None and not planned.streamed else 0))
+        file: HashingFile = stack.enter_context(QuietFile(path, size=size, quiet=quiet))
+    else:
+        # size=0 hashes in this thread: streamed chunks are overwritten and would have to be copied for another one.
+        file = stack.enter_context(HashingFile(path, size=size if quiet is None and not planned.streamed else 0))
     for piece in planned.pieces():
         file.write(piece)
         del piece  # before the next one is made
-    file.finish()
+    if not is_quiet:
+        file.finish()
     return file

@@ -1,4 +1,4 @@
-"""A file that is written beside the training: past the page cache where that is possible, and hashed quietly."""
+"""Files written in the background of a training: with O_DIRECT where possible, and hashed by a low-priority thread."""
 
 from __future__ import annotations
 
@@ -10,53 +10,39 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-import xxhash
 
 from trainwright.checkpoint.disk.durable import (
     CHUNK_BYTES,
     DIRECT_FROM_BYTES,
     DISK_BLOCK_BYTES,
-    FileEntry,
+    HashingFile,
     fault_point,
     naming,
 )
 from trainwright.checkpoint.disk.quiet_thread import QuietThread
 
 
-class QuietFile:
-    """A new file whose bytes stay in memory until it is closed; otherwise as `HashingFile`.
+class QuietFile(HashingFile):
+    """A `HashingFile` whose bytes stay in memory until it is closed.
 
-    Writing through the page cache copies every byte in the processor that the training needs. Large files whose
-    memory and place are multiples of a disk block are therefore written by the disk itself (`O_DIRECT`), which takes
-    about a tenth of the time in the processor; the system's refusal costs nothing but that. What remains for the
-    processor is left to the quiet thread.
+    Writing through the page cache takes processor time that the training needs. Large files are therefore written with
+    `O_DIRECT`, in about a tenth of that time, where address, position and length are multiples of a disk block and the
+    system allows it. The quiet thread does the rest.
 
     Args:
         path: must not exist.
-        size: how many bytes are going to be written.
+        size: number of bytes that will be written.
         quiet: hashes, and writes what goes through the page cache.
-
-    Attributes:
-        entry: size and hash of the bytes written, once the `with` block has ended without an error.
     """
 
     def __init__(self, path: Path, *, size: int, quiet: QuietThread) -> None:
-        self.path = path
-        self.entry = FileEntry(0, "")
+        super().__init__(path)
         self._quiet = quiet
         self._planned = size
-        self._digest = xxhash.xxh3_128()
-        self._size = 0
-        self._synced = False
         self._direct: int | None = None
 
     def __enter__(self) -> QuietFile:
-        self._file = open(self.path, "xb", buffering=0)
-        try:
-            fault_point("open", self.path)
-        except BaseException:
-            self._file.close()  # __exit__ is not called for what __enter__ raises
-            raise
+        super().__enter__()
         if self._planned >= DIRECT_FROM_BYTES:
             self._direct = _open_direct(self.path)
         return self
@@ -66,7 +52,7 @@ class QuietFile:
         view = memoryview(data)
         for start in range(0, len(view), CHUNK_BYTES):
             piece = view[start : start + CHUNK_BYTES]
-            self._quiet.put(partial(self._digest.update, piece))
+            self._quiet.put(partial(self._hash.update, piece))
             position, self._size = self._size, self._size + len(piece)
             done = self._write_direct(piece, position)
             if done == len(piece):
@@ -114,13 +100,10 @@ class QuietFile:
         fault_point("write", self.path)
 
     def sync(self) -> None:
-        """Wait until the file's bytes are on the disk; its name is when its folder has been synced."""
+        """Wait until the file's bytes are on the disk. Its name is there once its folder has been synced."""
         if self._direct is None:
             self._quiet.finish()
-        with naming(self.path):
-            os.fsync(self._file.fileno())
-        self._synced = True
-        fault_point("fsync", self.path)
+        super().sync()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -131,7 +114,7 @@ class QuietFile:
                     if not self._synced:
                         self.sync()
                     self._quiet.finish()
-                    self.entry = FileEntry(self._size, self._digest.hexdigest())
+                    self.finish()
             finally:
                 self._quiet.drop()  # after an error: nothing may be written any more
                 self._close_direct()

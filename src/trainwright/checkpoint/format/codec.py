@@ -1,10 +1,10 @@
 """State trees to JSON and tensors and back, exactly and without pickle.
 
-`encode` turns nested plain data into a JSON value, in which each tensor is a reference to a named entry of a second
-dict; `decode` turns both back. What JSON can say itself is left as it is, so that the files can be read by people;
-everything else is an object with the key `"$"` that holds its type: `{"$": "tuple", "v": [1, 2]}`.
+`encode` turns nested plain data into a JSON value and a dict of tensors, which the value refers to by name. `decode`
+reverses this. Types that JSON has are written as they are; any other value is an object whose key `"$"` holds its type:
+`{"$": "tuple", "v": [1, 2]}`.
 
-Reading never imports or calls anything that the file names: the types are the closed list in this module.
+Reading never imports or calls anything that the file names. The types are the closed list in this module.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def encode(
             any of these that is hashable, tensors excepted. An exact type only: subclasses would come back as
             something else.
         root: what error messages and tensor names begin with.
-        pieces: takes up the `Pieces` in the tree by name; None: there must be none.
+        pieces: receives the `Pieces` in the tree by name. None: `Pieces` are an error.
 
     Returns:
         The JSON value and the tensors by name. Names are paths in the tree. Tensors are the tree's own memory,
@@ -103,9 +103,9 @@ def encode(
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor], pieces: FindPieces | None = None) -> Any:
-    """Put together what `encode` split.
+    """Rebuild the tree that `encode` split.
 
-    Tensors are those of `tensors` (whatever device they are on), without `requires_grad`.
+    Its tensors are those of `tensors`, on their devices and without `requires_grad`.
 
     Raises:
         CheckpointError: a tensor is missing or the value is not what `encode` writes.
@@ -194,7 +194,7 @@ class _Encoder:
                 stored, dtype = to_storable(tensor)
             except CheckpointError as error:
                 raise CheckpointError(f"{path or 'the state'}: {error}") from error
-            node = {TAG: "tensor", "v": _keep(self.tensors, stored, path)}
+            node = {TAG: "tensor", "v": add_named(self.tensors, stored, path)}
             if dtype is not None:
                 node["dtype"] = dtype
             self._seen[id(tensor)] = node
@@ -206,7 +206,7 @@ class _Encoder:
         if id(whole) not in self._seen:
             self._seen[id(whole)] = {
                 TAG: "pieces",
-                "v": _keep(self._pieces, whole, path),
+                "v": add_named(self._pieces, whole, path),
                 "shape": list(whole.shape),
                 "dtype": dtype_name(whole.dtype),
             }
@@ -218,7 +218,7 @@ class _Encoder:
         data = torch.from_numpy(np.frombuffer(bytearray(array.tobytes()), dtype=np.uint8)) if array.nbytes else None
         node = {TAG: "ndarray", "dtype": array.dtype.str, "shape": list(array.shape)}
         if data is not None:
-            node["v"] = _keep(self.tensors, data, path)
+            node["v"] = add_named(self.tensors, data, path)
         return node
 
     def _datetime(self, value: datetime.datetime, path: str) -> Any:
@@ -241,8 +241,8 @@ class _Encoder:
         )
 
 
-def _keep(kept: dict[str, T], value: T, path: str) -> str:
-    """Enter a value under a name of its own, which it returns: its path."""
+def add_named(kept: dict[str, T], value: T, path: str) -> str:
+    """Add a value under its path, with a number if the name is taken, and return the name."""
     name = path.encode("utf-8", "backslashreplace").decode() or "value"
     chosen, count = name, 1
     while chosen in kept or chosen == "__metadata__":
@@ -420,12 +420,21 @@ def plan_tree(stem: str, tree: Any, *, root: str = "", pieces: dict[str, Pieces]
     Args:
         stem: of the files.
         tree: see `codec.encode`.
-        root, pieces: likewise; the values of pieces lie in files of their own.
+        root, pieces: see `codec.encode`. The values of pieces are written to other files.
 
     Raises:
         CheckpointError: see `codec.encode`; or the JSON would be longer than readers accept.
     """
     value, tensors = encode(tree, root, pieces=pieces)
+    return plan_pair(stem, value, tensors)
+
+
+def plan_pair(stem: str, value: Any, tensors: Mapping[str, torch.Tensor]) -> list[PlannedFile]:
+    """Plan `stem.json` with a JSON value and, if there are tensors, `stem.safetensors`.
+
+    Raises:
+        CheckpointError: the JSON would be longer than readers accept, or a tensor cannot be stored.
+    """
     text = check_json_size(dump_json(value).encode() + b"\n", f"{stem}.json")
     files = [PlannedFile(f"{stem}.json", text)]
     if tensors:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's pieces: `rank-00000.json` says which pieces lie in `rank-00000.safetensors`."""
+"""Files of a checkpoint's pieces: `rank-00000.json` is the index of the pieces in `rank-00000.safetensors`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from safetensors import safe_open
 from torch.utils._pytree import tree_map_only
 
 from trainwright.checkpoint.disk.planned_file import PlannedFile
-from trainwright.checkpoint.disk.untrusted import check_json_size, dump_json, inside, read_json, reading
+from trainwright.checkpoint.disk.untrusted import inside, read_json, reading
+from trainwright.checkpoint.format.codec import add_named, plan_pair
 from trainwright.checkpoint.format.layout import numbered
 from trainwright.checkpoint.format.pieces import (
     Box,
@@ -30,7 +31,6 @@ from trainwright.checkpoint.format.safetensors_io import (
     dtype_name,
     dtype_of,
     from_storable,
-    plan_safetensors,
     read_header,
     to_storable,
 )
@@ -40,7 +40,7 @@ RANK_STEM = "rank"
 
 
 def plan_pieces(folder: str, rank: int, pieces: Mapping[str, Pieces]) -> list[PlannedFile]:
-    """Lay out what a rank holds of the tensors of a part; copies and writes nothing.
+    """Plan the files for the shards of a part's tensors that a rank holds; copies and writes nothing.
 
     Args:
         folder: that they go into.
@@ -53,32 +53,16 @@ def plan_pieces(folder: str, rank: int, pieces: Mapping[str, Pieces]) -> list[Pl
     stem = f"{folder}/{RANK_STEM}-{rank:05d}"
     entries: list[dict[str, Any]] = []
     tensors: dict[str, torch.Tensor] = {}
-    for name, whole in pieces.items():
-        count = 1
-        for region, values in whole.held:
+    for name, full in pieces.items():
+        for region, values in full.held:
             if not num_elements(region):
                 continue
-            stored = name
-            while stored in tensors:
-                count += 1
-                stored = f"{name}#{count}"
-            if tuple(values.shape) != lengths_of(region) or not fits(region, whole.shape):
+            if tuple(values.shape) != lengths_of(region) or not fits(region, full.shape):
                 raise CheckpointError(f"{name}: values of shape {tuple(values.shape)} are not {region} of the whole.")
-            tensors[stored], _ = to_storable(values)
-            entries.append(
-                {
-                    "tensor": name,
-                    "stored": stored,
-                    "dtype": dtype_name(whole.dtype),
-                    "shape": list(whole.shape),
-                    **_words(region),
-                }
-            )
-    text = check_json_size(dump_json({"pieces": entries}).encode() + b"\n", f"{stem}.json")
-    files = [PlannedFile(f"{stem}.json", text)]
-    if tensors:
-        files.append(plan_safetensors(f"{stem}.safetensors", tensors))
-    return files
+            stored = add_named(tensors, to_storable(values)[0], name)
+            kind = {"dtype": dtype_name(full.dtype), "shape": list(full.shape)}
+            entries.append({"tensor": name, "stored": stored, **kind, **_words(region)})
+    return plan_pair(stem, {"pieces": entries}, tensors)
 
 
 def _words(region: Region) -> dict[str, Any]:
@@ -118,10 +102,7 @@ class PieceFiles:
         self._open: dict[Path, Any] = {}
         listed = set(files)
         for stem in numbered(listed, part, RANK_STEM):
-            index, file = (
-                inside(folder, f"{stem}.json", str(folder)),
-                inside(folder, f"{stem}.safetensors", str(folder)),
-            )
+            index, file = (inside(folder, f"{stem}.{end}", str(folder)) for end in ("json", "safetensors"))
             header = read_header(file) if f"{stem}.safetensors" in listed else {}
             for piece in _read_index(index, file, header):
                 self._by_name.setdefault(piece.tensor, []).append(piece)
@@ -196,9 +177,9 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
 
 
 class SavedTensor(torch.Tensor):
-    """A tensor of a checkpoint that lies there in pieces, and is read anew by each operation on it.
+    """A tensor stored in pieces in a checkpoint. Each operation on it reads the values from the files.
 
-    It has shape and dtype, lies on the host, and what is computed from it is a plain tensor. Made by `PieceFiles`.
+    It has a shape and a dtype and is on the host. Results of operations are plain tensors. Created by `PieceFiles`.
     """
 
     _files: PieceFiles
@@ -227,7 +208,7 @@ class SavedTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return f"SavedTensor({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    # What does not go through `__torch_dispatch__`, and would look at memory that is not there.
+    # These do not go through `__torch_dispatch__`, and would access memory that does not exist.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied: torch.Tensor = memo.setdefault(id(self), self.load())
@@ -254,5 +235,5 @@ class SavedTensor(torch.Tensor):
 
 
 def loaded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whole and in memory; one that is not in pieces as it is."""
+    """Return the full tensor in memory; a tensor that is not a `SavedTensor` is returned as it is."""
     return tensor.load() if isinstance(tensor, SavedTensor) else tensor

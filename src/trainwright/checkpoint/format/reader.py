@@ -1,4 +1,4 @@
-"""Reading checkpoints. Nothing here ever unpickles, and nothing partial passes for whole."""
+"""Reading checkpoints: without pickle, and with an error for every incomplete or damaged one."""
 
 from __future__ import annotations
 
@@ -56,13 +56,12 @@ def read_checkpoint(
         verify: hash the files of the parts first. Sizes and presence are always checked.
         parts: which of `"trainer"`, `"model"`, `"optimizer"`, `"rng"`; by default all that its kind has. The others
             stay empty in the result, without error.
-        allow_missing: parts without which the caller can do, besides those that the manifest says are not required;
-            those that are absent are named in `Snapshot.missing` and in a warning. A part that is there but damaged,
-            be it that one of its files is gone, is an error all the same.
+        allow_missing: parts that may be absent, besides those that the manifest marks as not required. Absent ones are
+            named in `Snapshot.missing` and in a warning. A damaged part, or one that lacks some of its files, is still
+            an error.
         device: where the model's tensors go; all others are on the CPU.
-        copy_model: see `read_model`; False leaves the model's and the optimizers' tensors mapped to the files, or to
-            be read when they are used where they lie in pieces (`SavedTensor`), for a caller that copies them into a
-            module and an optimizer and then drops them.
+        copy_model: see `read_model`. False leaves the model's and the optimizers' tensors mapped to the files, or as
+            `SavedTensor` if they are stored in pieces, for a caller that copies them and then drops them.
 
     Raises:
         FileNotFoundError: nothing is at `path`.
@@ -86,9 +85,7 @@ def read_opened(
 ) -> Snapshot:
     """Read a checkpoint whose manifest has been parsed; otherwise as `read_checkpoint`."""
     wanted = _wanted(found, parts, allow_missing)
-    missing, flaw = _examine(found, wanted, allow_missing, hash_files if verify else None)
-    if flaw is not None:
-        raise CheckpointError(flaw)
+    missing = _examine(found, wanted, allow_missing, hash_files if verify else None)
     if missing:
         warnings.warn(
             f"{found.path} has no {', '.join(missing)} part; continuing without it.", TrainwrightWarning, stacklevel=3
@@ -129,9 +126,8 @@ def check_checkpoint(
 ) -> Manifest:
     """Hash the files of a checkpoint's parts, as `read_checkpoint` does before it reads them, and parse the parts.
 
-    Takes the same arguments and raises the same errors as `read_checkpoint`, which may read what passed with
-    `verify=False`. One process does this for all: it reads every byte of the parts, or has `hash_files` do it. No
-    tensor's values are read a second time.
+    Arguments and errors are those of `read_checkpoint`, which can then read the checkpoint with `verify=False`. One
+    process does this for all ranks. It reads every byte of the parts, or `hash_files` does.
 
     Returns:
         The manifest.
@@ -149,31 +145,12 @@ def check_opened(
     hash_files: HashFiles = hash_files,
 ) -> None:
     """Check a checkpoint whose manifest has been parsed; otherwise as `check_checkpoint`."""
-    flaw = flaw_of(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
-    if flaw is not None:
-        raise CheckpointError(flaw)
-
-
-def flaw_of(
-    found: FoundCheckpoint,
-    *,
-    parts: Sequence[str] | None = None,
-    allow_missing: Sequence[str] = (),
-    hash_files: HashFiles = hash_files,
-) -> str | None:
-    """Return what makes a checkpoint unusable: a part is missing, has changed, or is sealed and makes no sense.
-
-    Raises:
-        CheckpointError: a name in `parts` or `allow_missing` is unknown.
-    """
     wanted = _wanted(found, parts, allow_missing)
-    missing, flaw = _examine(found, wanted, allow_missing, hash_files)
-    if flaw is None:
-        try:
-            _snapshot(found, wanted, missing, copy=False, copy_model=False)
-        except CheckpointError as error:
-            return f"{error} {_INSTEAD}"
-    return flaw
+    missing = _examine(found, wanted, allow_missing, hash_files)
+    try:
+        _snapshot(found, wanted, missing, copy=False, copy_model=False)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {_INSTEAD}") from error
 
 
 def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: Sequence[str]) -> tuple[str, ...]:
@@ -187,17 +164,25 @@ def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: 
 
 def _examine(
     found: FoundCheckpoint, wanted: Sequence[str], allow_missing: Sequence[str], hash_files: HashFiles | None
-) -> tuple[list[str], str | None]:
-    """Return which wanted parts are absent and may be, and what makes the checkpoint unusable; None: nothing does."""
+) -> list[str]:
+    """Return the wanted parts that are absent and may be.
+
+    Raises:
+        CheckpointError: another part is absent, or a file is missing or has changed.
+    """
     folder, manifest = found.path, found.manifest
     missing = [name for name in wanted if _is_absent(folder, manifest, name)]
-    lost = [name for name in missing if name not in allow_missing and _is_required(manifest, name)]
+    lost = [
+        name
+        for name in missing
+        if name not in allow_missing and (name not in manifest.parts or manifest.parts[name].required)
+    ]
     if lost:
-        return missing, _about_lost(folder, manifest, lost)
+        raise CheckpointError(_about_lost(folder, manifest, lost))
     problems = problems_of(found, hash_files=hash_files, parts=[name for name in wanted if name not in missing])
     if problems:
-        return missing, (f"{folder} is damaged: {'; '.join(problems).removesuffix('.')}. {_INSTEAD}")
-    return missing, None
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems).removesuffix('.')}. {_INSTEAD}")
+    return missing
 
 
 def _is_absent(folder: Path, manifest: Manifest, name: str) -> bool:
@@ -206,11 +191,6 @@ def _is_absent(folder: Path, manifest: Manifest, name: str) -> bool:
     if part is None:
         return True
     return bool(part.files) and not any(os.path.lexists(folder / file) for file in part.files)
-
-
-def _is_required(manifest: Manifest, name: str) -> bool:
-    part = manifest.parts.get(name)
-    return part is None or part.required
 
 
 def _about_lost(folder: Path, manifest: Manifest, lost: list[str]) -> str:

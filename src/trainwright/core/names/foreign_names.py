@@ -22,33 +22,21 @@ LIBRARIES = {
 
 _CANONICAL = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 
+_EQUAL_MODULES = (
+    "accelerator big_modeling data_loader hooks launchers local_sgd logging optimizer scheduler state tracking utils"
+)
+
 MODULES: Mapping[str, str | None] = {
     "accelerate": "trainwright",
-    "accelerate.accelerator": "trainwright.accelerator",
-    "accelerate.big_modeling": "trainwright.big_modeling",
-    "accelerate.data_loader": "trainwright.data_loader",
-    "accelerate.hooks": "trainwright.hooks",
-    "accelerate.launchers": "trainwright.launchers",
-    "accelerate.local_sgd": "trainwright.local_sgd",
-    "accelerate.logging": "trainwright.logging",
-    "accelerate.optimizer": "trainwright.optimizer",
-    "accelerate.scheduler": "trainwright.scheduler",
-    "accelerate.state": "trainwright.state",
-    "accelerate.tracking": "trainwright.tracking",
-    "accelerate.utils": "trainwright.utils",
+    **{f"accelerate.{name}": f"trainwright.{name}" for name in _EQUAL_MODULES.split()},
     "lightning": "trainwright",
     "lightning.fabric": None,
     "lightning.pytorch": "trainwright",
-    "lightning.pytorch.accelerators": None,
-    "lightning.pytorch.callbacks": "trainwright.callbacks",
-    "lightning.pytorch.cli": "trainwright.cli",
-    "lightning.pytorch.demos": None,
-    "lightning.pytorch.loggers": "trainwright.loggers",
-    "lightning.pytorch.loops": None,
-    "lightning.pytorch.plugins": None,
-    "lightning.pytorch.profilers": "trainwright.profilers",
-    "lightning.pytorch.strategies": "trainwright.strategies",
-    "lightning.pytorch.utilities": "trainwright.utilities",
+    **dict.fromkeys((f"lightning.pytorch.{name}" for name in ("accelerators", "demos", "loops", "plugins")), None),
+    **{
+        f"lightning.pytorch.{name}": f"trainwright.{name}"
+        for name in ("callbacks", "cli", "loggers", "profilers", "strategies", "utilities")
+    },
 }
 """Module (and its sub-modules) → the module with equal names here; None: equal names have another meaning."""
 
