@@ -1,7 +1,8 @@
-# make demo | test | test-all | torture | check | bench | format | clean. Needs git, make and Python 3.11 or newer, nothing else.
+# make demo | test | test-all | test-xla | torture | check | bench | format | clean. Needs git, make and Python 3.11 or newer, nothing else.
 
 PYTHON ?= python3
 VENV := .venv
+XLA := .venv-xla
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Two workers, each with one file at a time, so that the tests of a file share their fixtures.
@@ -20,13 +21,14 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all torture check lint bench format clean
+.PHONY: help venv demo test test-all test-xla torture check lint bench format clean
 
 help:
 	@echo "make demo     a digits classifier from an empty folder to a trained checkpoint"
 	@echo "make check    format, lint, types, architecture, fast tests (two minutes)"
 	@echo "make test     the fast tests, and every feature in real processes (six to eight minutes)"
 	@echo "make test-all every test, with all combinations, sizes and repetitions"
+	@echo "make test-xla the tests of XLA, in an environment of 7 GB with torch_xla and its torch (four minutes)"
 	@echo "make torture  hundreds of kills of running trainings, thousands of damaged files (some minutes)"
 	@echo "make bench    the benchmarks"
 	@echo "make format   rewrite the sources in the house format"
@@ -56,6 +58,16 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(OPERATIONS) CPUAdamBuilder AsyncIOBuilder
 	$(SUITE) -m "not torture"
+
+# torch_xla fits one version of torch only, so it has an environment of its own (7 GB).
+$(XLA)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(XLA)
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.9.0 torch_xla==2.9.0
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -e . hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
+test-xla: $(XLA)/.installed
+	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -q -n 2 tests/strategies/xla
 
 torture: $(STAMP)
 	$(BIN)/python -m pytest -m torture tests/torture

@@ -36,3 +36,4 @@ from trainwright.strategies.strategy import DataParallel as DataParallel
 from trainwright.strategies.strategy import ParallelEngine as ParallelEngine
 from trainwright.strategies.strategy import SingleDeviceStrategy as SingleDeviceStrategy
 from trainwright.strategies.strategy import Strategy as Strategy
+from trainwright.strategies.xla.strategy import XLAStrategy as XLAStrategy

@@ -125,9 +125,9 @@ class Engine(LightningMembers):
         kind, indices = self.settings.device_type, self.settings.device_indices
         index = indices[topology.local_rank % len(indices)]
         self.device = torch.device("cpu") if kind == "cpu" else torch.device(kind, index)
-        if self.device.type == "cpu":
+        if kind == "cpu":
             keep_freed_memory(True)
-        else:
+        elif kind != "xla":  # which has no current device
             torch.accelerator.set_device_index(index)
         self.processes.open(self.device)
         self.data_ranks = DataRanks.of(self.processes)

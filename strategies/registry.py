@@ -16,6 +16,7 @@ STRATEGIES: Registry[Any] = Registry(
         "fsdp": "trainwright.strategies.fsdp.strategy:FSDPStrategy",
         "deepspeed": "trainwright.strategies.deepspeed.strategy:DeepSpeedStrategy",
         "offload": "trainwright.strategies.offload.training:OffloadStrategy",
+        "xla": "trainwright.strategies.xla.strategy:XLAStrategy",
         "tp": "trainwright.strategies.fsdp.tensor_parallel:TensorParallelStrategy",
     },
 )
@@ -34,8 +35,12 @@ for _stage in (1, 2, 3):
 _on_disk = {**_on_host, "offload_optimizer_device": "nvme", "offload_params_device": "nvme"}
 STRATEGIES.register("deepspeed_stage_3_offload_nvme", partial(_make, "deepspeed", stage=3, **_on_disk))
 
+for _spmd in ("ddp", "fsdp"):
+    STRATEGIES.register(f"xla_{_spmd}", partial(_make, "xla", spmd=_spmd))
+
 # Lightning's names. How processes are started is the launcher's affair and the same for all of them.
 STRATEGIES.register("single_device", partial(_make, "single"))
+STRATEGIES.register("single_xla", partial(_make, "xla"))
 for _start in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"):
     if _start != "ddp":
         STRATEGIES.register(_start, partial(_make, "ddp"))

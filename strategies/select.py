@@ -97,9 +97,14 @@ def select(
     if not isinstance(num_nodes, int) or num_nodes < 1:
         raise ConfigurationError(f"num_nodes={num_nodes!r}: write a whole number of at least 1.")
     topology = detect(launcher)
-    kind = device_type(accelerator)
     if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
         STRATEGIES.get(strategy)  # raises, naming the nearest
+    if strategy == "auto" and device_type(accelerator) == "xla":
+        strategy = "xla"
+    if isinstance(strategy, str) and strategy.startswith("xla"):
+        strategy = STRATEGIES.get(strategy)()
+    needed = strategy.runs_on if isinstance(strategy, Strategy) and accelerator == "auto" else None
+    kind = needed or device_type(accelerator)
     launched = topology.launcher != "none"
     indices = _indices(devices, kind, topology if launched else None, strategy)
     world = topology.world_size if launched else len(indices) * num_nodes

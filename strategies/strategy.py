@@ -28,6 +28,7 @@ class Strategy:
     Attributes:
         capabilities: what the engine can do; see `Capabilities`.
         is_distributed: the engine can join several processes.
+        runs_on: the type of device that the engine needs; None: any.
         distributed_type: what `Accelerator.distributed_type` is; None: the kind of the process group.
         stated_accumulation: micro-batches of one optimizer step that its own configuration names; None: it names none.
         stated_precision: `"bf16"` or `"fp16"` if its own configuration enables mixed precision; None: it does not.
@@ -36,6 +37,7 @@ class Strategy:
 
     capabilities: Capabilities = Capabilities()
     is_distributed: ClassVar[bool] = False
+    runs_on: ClassVar[str | None] = None
     distributed_type: ClassVar[DistributedType | None] = None
     sync_each_batch: bool = False
     stated_accumulation: int | None = None
@@ -48,6 +50,11 @@ class Strategy:
         Raises:
             ConfigurationError: It does not.
         """
+        if settings.device_type != (self.runs_on or settings.device_type):
+            raise ConfigurationError(
+                f"{self!r} computes on {self.runs_on!r} devices, and accelerator={settings.device_type!r} was asked "
+                "for. Use accelerator='auto', or another strategy."
+            )
         settings.precision.check_device(settings.device_type)
         self.check_converts(settings, self.capabilities.converted_layers)
         if settings.num_processes > 1 and not self.is_distributed:

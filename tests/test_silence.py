@@ -14,6 +14,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "trainwright"
 
 # "function.argument" → why a user who gives it loses nothing.
 IGNORED = {
+    "get_rng_state.device": "torch asks every device's module alike, and XLA has one generator",
+    "set_rng_state.device": "as above",
     "predict_step.batch_idx": "a hook's default, which the user's own replaces",
     "optimizer_zero_grad.epoch": "a hook's default, which the user's own replaces",
     "optimizer_zero_grad.batch_idx": "a hook's default, which the user's own replaces",

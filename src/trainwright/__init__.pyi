@@ -157,5 +157,6 @@ from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlug
 from trainwright.strategies.offload.training import OffloadStrategy as OffloadStrategy
 from trainwright.strategies.strategy import SingleDeviceStrategy as SingleDeviceStrategy
 from trainwright.strategies.strategy import Strategy as Strategy
+from trainwright.strategies.xla.strategy import XLAStrategy as XLAStrategy
 from trainwright.trainer.search.tuner import Tuner as Tuner
 from trainwright.trainer.trainer import Trainer as Trainer

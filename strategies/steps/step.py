@@ -61,6 +61,9 @@ class StepParts:
         counts_items: weigh micro-batches by `TaskModule.num_items` when the task defines it.
         synchronize: told before each micro-batch of a group of several whether gradients cross ranks in its backward,
             and that they do when a group was left; None: they never do.
+        placed: receives each batch once it is on the device, and returns it; None: nobody does.
+        finish: called with the index of the last batch after an optimizer step (True) and an evaluation step (False);
+            None: there is nothing to be done.
     """
 
     task: TaskModule
@@ -80,6 +83,8 @@ class StepParts:
     sink: MetricBuffer
     counts_items: bool = True
     synchronize: Callable[[bool], None] | None = None
+    placed: Callable[[Any], Any] | None = None
+    finish: Callable[[int, bool], None] | None = None
 
 
 class Step(ABC):
@@ -101,7 +106,10 @@ class Step(ABC):
         self.optimizers, self.scaler = parts.optimizers, parts.scaler
         self.stepped = self.begun = False
         self._context, self._synchronize = parts.context, parts.synchronize
-        self._transfer = make_transfer(task, getattr(parts.run, "datamodule", None), parts.device, parts.inputs)
+        self._transfer = make_transfer(
+            task, getattr(parts.run, "datamodule", None), parts.device, parts.inputs, parts.placed
+        )
+        self._finish = parts.finish
         self._items: Callable[[Any], Any] | None = None
         wrapped = parts.training_call if task.automatic_optimization else None  # by hand, it runs backward within
         self._training_step = bind_step(task, "training_step", wrapped)
@@ -249,7 +257,10 @@ class Step(ABC):
         elif (step := self._eval_steps.get(name)) is None:
             step = self._eval_steps[name] = bind_step(self.task, name, call)
         with self._context or nullcontext():
-            return step(batch, idx) if dataloader_idx is None else step(batch, idx, dataloader_idx)
+            output = step(batch, idx) if dataloader_idx is None else step(batch, idx, dataloader_idx)
+        if self._finish is not None:
+            self._finish(idx, False)
+        return output
 
     def close(self) -> None:
         """Let go of what it has hung on the optimizers."""
@@ -333,6 +344,8 @@ class AutomaticStep(Step):
             for optimizer in self.optimizers:
                 zero_gradients(optimizer)
             self._zeroed = True
+        if self._finish is not None:
+            self._finish(self._last_idx, True)
         return norm
 
     def _clip(self, clip: GradientClip | None) -> torch.Tensor | None:
@@ -392,7 +405,10 @@ class ManualStep(Step):
     def forward_backward(self, group: Group) -> torch.Tensor | None:
         self.begun = False
         self.stepped = not self.optimizers  # without an optimizer there is nothing else to count by
-        return super().forward_backward(group)
+        loss = super().forward_backward(group)
+        if self._finish is not None:
+            self._finish(self._last_idx, True)
+        return loss
 
     def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
         with self._context or nullcontext():

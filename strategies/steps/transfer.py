@@ -37,7 +37,11 @@ def move_task(task: TaskModule, device: torch.device) -> None:
 
 
 def make_transfer(
-    task: TaskModule, datamodule: Any, device: torch.device, precision: Precision
+    task: TaskModule,
+    datamodule: Any,
+    device: torch.device,
+    precision: Precision,
+    placed: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any] | None:
     """Return `transfer(batch, dataloader_idx=0)`, or None when batches are in place and nobody wants to see them.
 
@@ -46,6 +50,7 @@ def make_transfer(
         datamodule: whose hooks are used where the task has none, or None.
         device: where batches go; a copy from pinned memory is not waited for.
         precision: floating-point inputs take its parameters' dtype.
+        placed: receives a batch that is on the device, and returns it. Default: None.
     """
 
     def find(name: str) -> Any:
@@ -54,17 +59,20 @@ def make_transfer(
             return own
         return bind(getattr(datamodule, name), name, arguments_of(TaskModule, name))
 
-    plain = partial(move, device=device, float_dtype=precision.param_dtype)
+    plain: Callable[[Any], Any] = partial(move, device=device, float_dtype=precision.param_dtype)
     before, transfer, after = (find(name) for name in _HOOKS)
     if before is transfer is after is None:
         if device.type == "cpu" and precision.param_dtype is None:
             return None
+        if placed is not None:
+            return lambda batch, dataloader_idx=0: placed(plain(batch))
         return lambda batch, dataloader_idx=0: plain(batch)
 
     def hooked(batch: Any, dataloader_idx: int = 0) -> Any:
         if before is not None:
             batch = before(batch, dataloader_idx)
         batch = plain(batch) if transfer is None else transfer(batch, device, dataloader_idx)
-        return batch if after is None else after(batch, dataloader_idx)
+        batch = batch if after is None else after(batch, dataloader_idx)
+        return batch if placed is None else placed(batch)
 
     return hooked

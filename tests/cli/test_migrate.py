@@ -142,7 +142,7 @@ def test_other_imports_are_unchanged(text: str) -> None:
         ("import lightning as L\nL.__version__\n", 2, "lightning.__version__ has no counterpart here"),
         ("x = 'lightning.pytorch.Trainer'\n", 1, "names another library: is trainwright.Trainer here."),
         ("import lightning as L\ndef f(x: 'L.LightningModule'): ...\n", 2, "the annotation in quotes names lightning"),
-        ("from accelerate.utils import install_xla\n", 1, "no strategy for TPUs yet"),
+        ("from accelerate.utils import install_xla\n", 1, "install torch_xla with pip"),
         ("from accelerate.utils import MegatronLMPlugin\n", 1, "MegatronLMPlugin of Accelerate is not here: "),
     ],
 )

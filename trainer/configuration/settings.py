@@ -28,7 +28,7 @@ _POLICIES = ("raise", "skip", "rollback")  # of `on_nonfinite`
 # Arguments of other trainers, and where their meaning went.
 _ELSEWHERE = {
     "gpus": "devices=…, accelerator='gpu'",
-    "tpu_cores": "accelerator='auto', devices=… (there are no TPUs here)",
+    "tpu_cores": "accelerator='tpu'",
     "num_processes": "devices=…, accelerator='cpu'",
     "distributed_backend": "strategy=…",
     "resume_from_checkpoint": "fit(ckpt_path=…)",

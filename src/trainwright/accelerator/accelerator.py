@@ -201,6 +201,8 @@ class Accelerator:
         self.state.processes.watch_calls()
         self.engine = settings.selection.engine()
         self.engine.start(self.state.topology)
+        if self.strategy.runs_on is not None:
+            PartialState._shared_state["device"] = self.engine.device
         self.device_placement = device_placement
         self.rng_types = None if rng_types is None else [RNGType(kind) for kind in rng_types]
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer

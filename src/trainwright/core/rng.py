@@ -33,6 +33,8 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+    if hasattr(torch, "xla"):  # registered by torch_xla's strategy; torch seeds its own devices only
+        torch.xla.manual_seed_all(seed)
     return seed
 
 

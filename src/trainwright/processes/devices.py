@@ -6,14 +6,17 @@ import contextlib
 import importlib.util
 from collections.abc import Iterator
 from enum import Enum
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from trainwright.core.errors import ConfigurationError, MissingPackageError, unknown
 from trainwright.core.host.device_types import DEVICE_TYPES, NAMED, advice, properties
+from trainwright.core.process import variable
 from trainwright.processes.launcher import set_variable
 
+_TPUS = ("/dev/accel0", "/dev/vfio/0")
 ONECCL = "oneccl_bindings_for_pytorch"  # registers the backend "ccl" on import
 
 
@@ -21,12 +24,14 @@ def device_type(accelerator: str) -> str:
     """Return torch's device type for an `accelerator=` argument; `"auto"` and `"gpu"` select the available one."""
     if accelerator == "cpu":
         return "cpu"
+    if accelerator in ("tpu", "xla"):
+        return "xla"
     found = torch.accelerator.current_accelerator(check_available=True)
-    known = ("auto", "cpu", "gpu", *NAMED, *([] if found is None or found.type in NAMED else [found.type]))
+    known = ("auto", "cpu", "gpu", "tpu", *NAMED, *([] if found is None or found.type in NAMED else [found.type]))
     if accelerator not in known:
         raise unknown("accelerator", accelerator, known)
     if accelerator == "auto":
-        return "cpu" if found is None else found.type
+        return ("xla" if _has_tpu() else "cpu") if found is None else found.type
     wanted = None if accelerator == "gpu" else accelerator
     if found is None or (wanted is not None and found.type != wanted):
         raise ConfigurationError(
@@ -37,6 +42,13 @@ def device_type(accelerator: str) -> str:
     return found.type
 
 
+def _has_tpu() -> bool:
+    """Return whether torch_xla is installed, and told to use a device (`PJRT_DEVICE`) or on a machine with a TPU."""
+    if importlib.util.find_spec("torch_xla") is None:
+        return False
+    return bool(variable("PJRT_DEVICE")) or any(Path(place).exists() for place in _TPUS)
+
+
 def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
     """Return the device indices of this node for a `devices=` argument: one process each.
 
@@ -45,7 +57,7 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
             `"0,3"`.
         kind: torch's device type.
     """
-    available = None if kind == "cpu" else torch.accelerator.device_count()
+    available = None if kind == "cpu" else 1 if kind == "xla" else torch.accelerator.device_count()
     given = devices
     if isinstance(devices, str) and devices != "auto":
         try:
@@ -67,6 +79,12 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
         indices = list(range(devices))
     else:
         raise ConfigurationError(f"devices={given!r}: write a count of at least 1, -1, 'auto' or a list of indices.")
+    if kind == "xla" and indices != [0]:
+        raise ConfigurationError(
+            f"devices={given!r}: one process uses all XLA devices of this machine with "
+            "strategy=XLAStrategy(spmd='ddp') or XLAStrategy(spmd='fsdp'), or one of them with strategy='xla'. Leave "
+            "devices=… out."
+        )
     if available is not None and max(indices) >= available:
         raise ConfigurationError(
             f"devices={given!r}, but this machine has {available} {kind} device(s). Use devices={available} or fewer."

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from trainwright.core.errors import ConfigurationError, WorkerError, nearest
 from trainwright.core.host.cpu_affinity import set_numa_affinity
 from trainwright.core.host.device_types import properties
+from trainwright.core.host.xla_library import load_xla
 from trainwright.core.process import Topology, detect, variable
 from trainwright.processes.devices import DistributedType, check_backend, device_type
 from trainwright.processes.process_group import Processes, ProcessGroup, length_of_time
@@ -161,7 +162,9 @@ class PartialState:
 
     def set_device(self) -> None:
         """Make this process's accelerator the current one of torch; nothing on the CPU."""
-        if self.device.index is not None:
+        if self.device.type == "xla":
+            load_xla()
+        elif self.device.index is not None:
             torch.accelerator.set_device_index(self.device.index)
 
     def wait_for_everyone(self) -> None:
@@ -390,7 +393,9 @@ def _place(cpu: bool, options: _GroupOptions) -> dict[str, Any]:
         "processes": processes,
         "device": device,
         "backend": None,
-        "distributed_type": DistributedType(properties(device.type).distributed_type if not alone else "NO"),
+        "distributed_type": DistributedType(
+            "NO" if alone and device.type != "xla" else properties(device.type).distributed_type
+        ),
         "num_processes": topology.world_size,
         "process_index": topology.rank,
         "local_process_index": topology.local_rank,
@@ -418,6 +423,12 @@ def _topology() -> Topology:
 
 
 def _device(topology: Topology, kind: str, backend: str | None) -> torch.device:
+    if kind == "xla":
+        if topology.world_size > 1:
+            raise ConfigurationError(
+                f"{topology.world_size} processes, but one uses all XLA devices: Accelerator(strategy='xla_ddp')."
+            )
+        return torch.device("xla", 0)
     if properties(kind).is_unified:
         return torch.device("cpu" if topology.world_size > 1 else kind)
     available, index = torch.accelerator.device_count(), topology.local_rank

@@ -74,8 +74,9 @@ _LIGHTNING = {
         "LitLogger NeptuneLogger",
         "sub-class trainwright.loggers.Logger (docs/logging.md, Writing a logger).",
     ),
-    "XLAProfiler": "there is no strategy for TPUs yet; use trainwright.profilers.PyTorchProfiler.",
-    **_each("XLAStrategy SingleDeviceXLAStrategy", "there is no strategy for TPUs yet."),
+    "XLAProfiler": "use trainwright.profilers.PyTorchProfiler.",
+    "SingleDeviceXLAStrategy": "use trainwright.XLAStrategy().",
+    "XLAFSDPStrategy": "use trainwright.XLAStrategy(spmd='fsdp').",
     "ParallelStrategy": "sub-class trainwright.Strategy (docs/extending.md).",
     **_each(
         "BitsandbytesPrecision DeepSpeedPrecision DoublePrecision HalfPrecision MixedPrecision FSDPPrecision "
@@ -125,7 +126,7 @@ _ACCELERATE = {
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper",
         "prepare() returns the model and the optimizer; call accelerator.backward(loss) and optimizer.step().",
     ),
-    "install_xla": "there is no strategy for TPUs yet; delete the use.",
+    "install_xla": "install torch_xla with pip; delete the use.",
 }
 
 ANSWERS: Mapping[str, Mapping[str, str]] = {"Lightning": _LIGHTNING, "Accelerate": _ACCELERATE}

@@ -1,0 +1,197 @@
+"""XLAStrategy: XLA's compiler turns each optimizer step into one program of the device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, unknown
+from trainwright.core.host.xla_library import XLALibrary, check_versions
+from trainwright.core.process import Topology
+from trainwright.core.task import TaskModule
+from trainwright.core.tree import iterate_tensors, map_tensors, move, move_module, named_leaves
+from trainwright.processes.devices import DistributedType
+from trainwright.processes.launcher import set_variable
+from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.state import FullState
+from trainwright.strategies.steps.step import Step, StepParts
+from trainwright.strategies.strategy import Strategy
+
+_WARM_UP = 2  # optimizer steps: the first one creates the optimizer's state
+_MOST_WARNINGS = 5
+_SPMD = ("ddp", "fsdp")
+
+
+class XLAStrategy(Strategy):
+    """Trains by XLA's compiler (torch_xla), on a TPU or another device of it, in one process.
+
+    What a step computes is recorded, and compiled and run as one program at its end. A batch of another shape is
+    another program, so give the loader `drop_last=True` and pad samples to few lengths; a warning names the batch of
+    each later compilation. Reading a value, with `.item()` or `print`, cuts a step in two: use `self.log`.
+
+    Args:
+        spmd: None: one device. `"ddp"`: one process uses all devices of this machine, and batches are divided over
+            them along their first dimension. `"fsdp"`: parameters, gradients and states of optimizers are divided, too.
+            Losses and metrics are those of the whole batch. It cannot be undone in a process. Default: None.
+        downcast_bf16: Tensors of float32 and float64 have bfloat16 on the device. It holds for all later runs of the
+            process. Default: False.
+    """
+
+    capabilities = Capabilities(inference_mode=False, state_rests=False, converted_layers=False)
+    distributed_type = DistributedType.XLA
+    runs_on: ClassVar[str | None] = "xla"
+
+    def __init__(self, *, spmd: Literal["ddp", "fsdp"] | None = None, downcast_bf16: bool = False) -> None:
+        if spmd is not None and spmd not in _SPMD:
+            raise unknown("spmd", spmd, _SPMD)
+        self.spmd = spmd
+        self.downcast_bf16 = downcast_bf16
+
+    def check(self, settings: EngineSettings) -> None:
+        check_versions()
+        super().check(settings)
+        if settings.compile_options is not None:
+            raise ConfigurationError("XLAStrategy compiles every step by itself. Leave compile=… out.")
+        if torch.float16 in (settings.precision.param_dtype, settings.precision.autocast_dtype):
+            raise ConfigurationError(
+                f"precision={settings.precision.name!r} is not supported by {self!r}: XLA devices compute in bfloat16. "
+                "Use precision='bf16-mixed' or 'bf16-true'."
+            )
+
+    def engine(self, settings: EngineSettings) -> Engine:
+        return XLAEngine(self, settings)
+
+
+class XLAEngine(Engine):
+    """Records steps for one XLA device, or for all devices of this machine."""
+
+    strategy: XLAStrategy
+    library: XLALibrary
+
+    def start(self, topology: Topology) -> None:
+        if self.strategy.downcast_bf16:
+            set_variable("XLA_DOWNCAST_BF16", "1")
+        self.library = XLALibrary(spmd=self.strategy.spmd is not None)
+        self.library.manual_seed_all(torch.initial_seed())
+        self._models: list[nn.Module] = []
+        self._shapes: list[dict[str, tuple[int, ...]]] = []  # of the batches of the present step
+        self._seen: dict[bool, list[Any]] = {True: [], False: []}  # of the different steps of training, of evaluation
+        self._num_warnings = 0
+        super().start(topology)
+
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
+        found = super().prepare(task, make_optimizers, plan)
+        self.state = XLAState(task, self.optimizers, self.device, is_main=self.is_main)
+        return found
+
+    def _place(self, task: TaskModule) -> None:
+        super()._place(task)
+        self._divide_parameters(task)
+
+    def _divide_parameters(self, model: nn.Module) -> None:
+        if self.strategy.spmd != "fsdp":
+            return
+        for parameter in model.parameters():
+            sizes = parameter.shape
+            dim = next((i for i in range(len(sizes)) if sizes[i] % self.library.num_devices == 0), None)
+            if dim is not None:
+                self.library.shard(parameter, dim)
+
+    def make_step(self, parts: StepParts) -> Step:
+        return super().make_step(replace(parts, placed=self._placed, finish=self._finish))
+
+    def _placed(self, batch: Any) -> Any:
+        """Note the shapes of a batch on the device, and divide it over the devices of this machine."""
+        self._shapes.append({name: tuple(x.shape) for name, x in named_leaves(batch) if isinstance(x, torch.Tensor)})
+        if self.strategy.spmd is not None:
+            for tensor in iterate_tensors(batch):
+                if tensor.device.type == "xla" and tensor.dim() and tensor.shape[0] % self.library.num_devices == 0:
+                    self.library.shard(tensor, 0)
+        return batch
+
+    def _finish(self, batch_idx: int, trains: bool) -> None:
+        """Run what a step has recorded, and warn of a compilation after the first steps."""
+        shapes, self._shapes = self._shapes, []
+        seen = self._seen[trains]
+        before = self.library.num_compilations()
+        self.library.sync()
+        if len(seen) >= _WARM_UP and self.library.num_compilations() > before and self._num_warnings < _MOST_WARNINGS:
+            self._num_warnings += 1
+            reason = (
+                "what it computes has changed (a branch or a number in Python)"
+                if shapes in seen
+                else f"its shapes are new: {_text(shapes)}; the batch before had {_text(seen[-1])}. Pad samples to few "
+                "lengths, and give the loader drop_last=True"
+            )
+            kind = "training_step" if trains else "evaluation step"
+            warnings.warn(f"XLA compiled the {kind} of batch {batch_idx} again: {reason}.", TrainwrightWarning, 2)
+        if len(seen) < _WARM_UP or shapes not in seen:
+            seen.append(shapes)
+
+    # For user-written training loops
+
+    def prepare_models(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
+    ) -> list[Callable[..., Any]]:
+        found = super().prepare_models(models, optimizers, plan)
+        for model in models:
+            self._divide_parameters(model)
+        self._models += models
+        return found
+
+    def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        optimizer.register_step_post_hook(lambda *_: self.library.sync())
+        return optimizer
+
+    def loop_state(
+        self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
+    ) -> FullState:
+        return XLAState(models, optimizers, self.device, is_main=self.is_main, names=names)
+
+    def batch_mover(self) -> Callable[[Any], Any] | None:
+        return self._move
+
+    def _move(self, batch: Any) -> Any:
+        if not any(model.training for model in self._models):  # no optimizer will end a step of an evaluation
+            self.library.sync()
+        moved = self._placed(move(batch, self.device))
+        self._shapes.clear()
+        return moved
+
+    def explain_error(self, error: BaseException, model: nn.Module) -> Exception | None:
+        if "device_ready_queues_" not in str(error):
+            return None
+        return ConfigurationError(
+            "torch ran a backward on another device before the first XLA device was used, and cannot run one there any "
+            "more in this process. Train on the XLA device first, or in a process of its own."
+        )
+
+    def unshard(self) -> None:
+        """Bring the task and the optimizers' states back to the host."""
+        move_module(self.task, torch.device("cpu"))
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                optimizer.state[parameter] = map_tensors(torch.Tensor.cpu, state)
+
+
+class XLAState(FullState):
+    """The state of a task on XLA devices; what a checkpoint reads of it are copies on the host."""
+
+    def model_state(self) -> dict[str, Any]:
+        return dict(map_tensors(torch.Tensor.cpu, super().model_state()))
+
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        return list(map_tensors(torch.Tensor.cpu, super().optimizer_states()))
+
+
+def _text(shapes: list[dict[str, tuple[int, ...]]]) -> str:
+    """Return the shapes of the batches of a step as a text: those of the last one, if there are several."""
+    return ", ".join(f"{name or 'batch'} {size}" for name, size in shapes[-1].items()) if shapes else "no tensors"
