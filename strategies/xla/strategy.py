@@ -80,7 +80,6 @@ class XLAEngine(Engine):
         if self.strategy.downcast_bf16:
             set_variable("XLA_DOWNCAST_BF16", "1")
         self.library = XLALibrary(spmd=self.strategy.spmd is not None)
-        self.library.manual_seed_all(torch.initial_seed())
         self._models: list[nn.Module] = []
         self._shapes: list[dict[str, tuple[int, ...]]] = []  # of the batches of the present step
         self._seen: dict[bool, list[Any]] = {True: [], False: []}  # of the different steps of training, of evaluation

@@ -14,7 +14,8 @@ from trainwright.launch.reading import check_supported, known_options, options_o
 
 # Flags with a value that requests something.
 _ACCEPTED = """
-config_file={file} quiet cpu multi_gpu use_xpu no_tpu_cluster mixed_precision=bf16 num_processes=2 num_machines=1
+config_file={file} quiet cpu multi_gpu tpu downcast_bf16 use_xpu no_tpu_cluster mixed_precision=bf16
+num_processes=2 num_machines=1
 num_cpu_threads_per_process=2 enable_cpu_affinity dynamo_backend=inductor dynamo_mode=default dynamo_use_fullgraph=true
 dynamo_use_dynamic=true dynamo_use_regional_compilation=true use_deepspeed use_fsdp use_parallelism_config gpu_ids=0,1
 same_network machine_rank=0 main_process_ip=10.0.0.1 main_process_port=0 tee=3 log_dir=logs role=default
@@ -33,8 +34,8 @@ parallelism_config_sp_seq_length=128 parallelism_config_sp_seq_length_is_variabl
 parallelism_config_sp_attn_implementation=sdpa deepspeed_multinode_launcher=standard mixed_precision=fp8 fp8_backend=ao
 """
 _REFUSED = """
-tpu tpu_cluster tpu_use_cluster tpu_use_sudo vm=a env=A=1 main_training_function=train
-downcast_bf16 ipex use_megatron_lm fsdp_activation_checkpointing_offload=true aws_access_key_id=K
+tpu_cluster tpu_use_cluster tpu_use_sudo vm=a env=A=1 main_training_function=train
+ipex use_megatron_lm fsdp_activation_checkpointing_offload=true aws_access_key_id=K
 aws_secret_access_key=K mpirun_hostfile=hosts mpirun_ccl=2 parallelism_config_cp_size=2 parallelism_config_sp_size=2
 megatron_lm_tp_degree=2 megatron_lm_pp_degree=2 megatron_lm_num_micro_batches=2 megatron_lm_sequence_parallelism=true
 megatron_lm_recompute_activations=true megatron_lm_use_distributed_optimizer=true megatron_lm_gradient_clipping=2
@@ -100,7 +101,7 @@ def test_the_tables_hold_every_option() -> None:
         ({"deepspeed_config": {"deepspeed_multinode_launcher": "standard", "deepspeed_hostfile": None}}, None),
         ({"distributed_type": "MEGATRON_LM"}, "distributed_type='MEGATRON_LM'"),
         ({"tpu_env": ["A=1"]}, "tpu_env"),
-        ({"downcast_bf16": "yes"}, "downcast_bf16"),
+        ({"distributed_type": "XLA", "downcast_bf16": "yes", "num_processes": 1}, None),
         ({"ipex_config": {"ipex": True}}, "--ipex"),
         ({"mpirun_config": {"mpirun_hostfile": "hosts"}}, "mpirun_hostfile"),
         ({"fsdp_config": {"activation_checkpointing_offload": True}}, "fsdp_activation_checkpointing_offload"),

@@ -91,7 +91,7 @@ _COMMON = {
     "tpu_env": [],
     "tpu_use_cluster": False,
 }
-_READ = {"machine_rank": 0, "num_machines": 1, "num_processes": 2}
+_READ = {"machine_rank": 0, "num_machines": 1, "num_processes": 2, "downcast_bf16": False}
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,10 @@ def test_files_of_accelerate_are_read(content: dict[str, Any], expected: dict[st
         (["--config_file", "/no/such.yaml", "a.py"], "cannot be read"),
         (["--use_fsdp", "--use_deepspeed", "{script}"], "--use_fsdp and --use_deepspeed exclude each other"),
         (["--zero_stage", "2", "{script}"], "--zero_stage needs --use_deepspeed too"),
+        (["--tpu", "--cpu", "{script}"], "--tpu and --cpu exclude each other"),
+        (["--tpu", "--num_processes", "8", "{script}"], "one process uses all devices of the machine"),
         (["--cpu", "--multi_gpu", "{script}"], "--cpu and --multi_gpu exclude each other"),
-        (["--tpu", "{script}"], "--tpu is not supported: TPUs"),
+        (["--tpu_use_cluster", "{script}"], "start the script on each machine of a pod with --tpu"),
         (["--use_megatron_lm", "{script}"], "--use_megatron_lm is not supported"),
         (["--fp8_backend", "te", "{script}"], "--fp8_backend is not supported: only torchao trains in fp8"),
         (["--num_processes", "0", "{script}"], "--num_processes 0: write a whole number of at least 1"),
@@ -159,7 +161,7 @@ def test_what_is_wrong_is_said_before_anything_starts(argv: list[str], text: str
     [
         (["a"], "does not hold a mapping"),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment='AMAZON_SAGEMAKER' is not supported"),
-        ({"distributed_type": "XLA"}, "distributed_type='XLA': TPUs are not supported"),
+        ({"distributed_type": "MEGATRON_LM"}, "distributed_type='MEGATRON_LM': Megatron-LM is not supported"),
         ({"num_procesess": 2}, "has the unknown key 'num_procesess'. Did you mean 'num_processes'"),
         ({"fsdp_config": 3}, "fsdp_config=3 is not a mapping"),
     ],

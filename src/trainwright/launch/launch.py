@@ -84,8 +84,14 @@ def check_options(config: LaunchConfig) -> None:
     check_supported(config)
     if config.use_fsdp and config.use_deepspeed:
         raise ConfigurationError("--use_fsdp and --use_deepspeed exclude each other. Pass one of them.")
-    if config.cpu and config.multi_gpu:
-        raise ConfigurationError("--cpu and --multi_gpu exclude each other. Pass one of them.")
+    for one, other in (("cpu", "multi_gpu"), ("tpu", "cpu"), ("tpu", "multi_gpu")):
+        if getattr(config, one) and getattr(config, other):
+            raise ConfigurationError(f"--{one} and --{other} exclude each other. Pass one of them.")
+    if config.tpu and (config.num_processes or 1) > 1:
+        raise ConfigurationError(
+            f"--num_processes {config.num_processes} with --tpu: one process uses all devices of the machine, with "
+            "Accelerator(strategy='xla_fsdp') or 'xla_ddp'. Pass --num_processes 1."
+        )
     for name, least in (("num_processes", 1), ("num_machines", 1), ("machine_rank", 0), ("max_restarts", 0)):
         value = getattr(config, name)
         if value is not None and value < least:
@@ -121,7 +127,7 @@ def _process_counts(config: LaunchConfig) -> tuple[int, int]:
     """Return the number of processes on this machine, and on all."""
     machines = config.num_machines or 1
     wanted = None if config.num_processes is None else config.num_processes // machines
-    if config.cpu or (wanted == 1 and machines == 1):
+    if config.cpu or config.tpu or (wanted == 1 and machines == 1):
         return wanted or 1, (wanted or 1) * machines
     named = None if config.gpu_ids in (None, _ALL) else len(str(config.gpu_ids).split(","))
     available = named if named is not None else device_count()

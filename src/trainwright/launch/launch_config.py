@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.process import variable as read
 
 _TRUE, _FALSE = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
 
@@ -98,7 +99,7 @@ def _option(group: str, help: str, read: Callable[[str], Any] = str, variable: s
 
 _LATER = "not supported yet"
 _MEGATRON = "Megatron-LM is not supported; --use_parallelism_config splits layers"
-_TPU = "TPUs are not supported; delete it, and start the script on GPUs or with --cpu"
+_TPU = "start the script on each machine of a pod with --tpu; trainwright tpu-config runs commands there"
 _MPI = "start the script by mpirun itself, whose variables are read"
 _SEQUENCES = "splitting sequences is not supported; use --parallelism_config_tp_size, which splits layers"
 _SECRET = "SageMaker is not supported, and a secret does not belong on a command line; delete it"
@@ -114,7 +115,7 @@ _REFUSED = {
     "parallelism_config_sp_backend parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable "
     "parallelism_config_sp_attn_implementation",
     _IPEX: "ipex!",
-    _TPU: "tpu! tpu_cluster! tpu_use_cluster! tpu_use_sudo! vm env main_training_function=main downcast_bf16!",
+    _TPU: "tpu_cluster! tpu_use_cluster! tpu_use_sudo! vm env main_training_function=main",
     _SECRET: "aws_access_key_id aws_secret_access_key",
     _MPI: "mpirun_hostfile mpirun_ccl=1",
     _OFFLOAD: "fsdp_activation_checkpointing_offload",
@@ -144,6 +145,8 @@ class LaunchConfig:
 
     cpu: bool | None = _hardware("Train on the CPU.", as_bool, "ACCELERATE_USE_CPU")
     multi_gpu: bool | None = _hardware("Use all GPUs of the machine, which is the default.", as_bool)
+    tpu: bool | None = _hardware("Train on a TPU, or another device of torch_xla that PJRT_DEVICE names.", as_bool)
+    downcast_bf16: bool | None = _hardware("Store float32 as bfloat16 there.", as_bool, "XLA_DOWNCAST_BF16")
     gpu_ids: str | None = _hardware("Numbers of the GPUs to use, separated by commas, or 'all'.")
     num_processes: int | None = _processes("Number on all machines. Default: one for each GPU; with --cpu 1.", int)
     num_cpu_threads_per_process: int | None = _processes("Threads of torch in each process.", int, "OMP_NUM_THREADS")
@@ -219,7 +222,7 @@ class LaunchConfig:
             value = getattr(self, option.name)
             if option.variable is not None and value is not None:
                 found[option.variable] = str(value).lower() if isinstance(value, bool) else str(value)
-        return found
+        return found | ({"PJRT_DEVICE": read("PJRT_DEVICE") or "TPU"} if self.tpu else {})
 
 
 def options() -> Iterator[Option]:

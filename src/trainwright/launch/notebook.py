@@ -21,6 +21,7 @@ from trainwright.core.process import variable
 from trainwright.launch.launch import PREFIX, check_options, is_busy, run_agent
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand, known_options
+from trainwright.processes.devices import device_type
 from trainwright.processes.launcher import first_error, import_path, patch_environment, serialize, work_folder
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.standing import user_line
@@ -103,7 +104,7 @@ def notebook_launcher(
         )
     host, _, port = rdzv_endpoint.rpartition(":") if ":" in rdzv_endpoint else (rdzv_endpoint or master_addr, "", "")
     config = _config(
-        cpu=None if accelerators else True,
+        cpu=True if device_type("auto") == "cpu" else None,
         num_processes=local * num_nodes,
         num_machines=num_nodes,
         machine_rank=node_rank,

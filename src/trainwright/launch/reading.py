@@ -36,8 +36,8 @@ _ALONE = (
 # Keys that request nothing of `trainwright launch`: those of `tpu-config`, and details of a type or a precision that is
 # refused by itself.
 SILENT = ("tpu_name", "tpu_zone", "commands", "command_file", "megatron_lm_config", "fp8_config")
-TYPES: dict[str, dict[str, bool]] = {"NO": {}, "FSDP": {"use_fsdp": True}, "DEEPSPEED": {"use_deepspeed": True}}
-_REFUSED_TYPES = {"XLA": "tpu", "TPU": "tpu", "MEGATRON_LM": "use_megatron_lm"}
+_SWITCH_OF = {"FSDP": "use_fsdp", "DEEPSPEED": "use_deepspeed", "XLA": "tpu", "TPU": "tpu"}
+TYPES: dict[str, dict[str, bool]] = {"NO": {}, **{kind: {name: True} for kind, name in _SWITCH_OF.items()}}
 DEVICES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU", "TP")
 
 
@@ -224,9 +224,8 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     if where != "LOCAL_MACHINE":
         raise ConfigurationError(f"{origin}: compute_environment={where!r} is not supported. Use LOCAL_MACHINE.")
     kind = str(left.pop("distributed_type", "NO")).upper()
-    if kind in _REFUSED_TYPES:
-        reason = known_options()[_REFUSED_TYPES[kind]].later
-        raise ConfigurationError(f"{origin}: distributed_type={kind!r}: {reason}.")
+    if kind == "MEGATRON_LM":
+        raise ConfigurationError(f"{origin}: distributed_type={kind!r}: {known_options()['use_megatron_lm'].later}.")
     if kind not in TYPES and kind not in DEVICES:
         raise ConfigurationError(
             f"{origin}: distributed_type={kind!r} is not supported. Use {', '.join((*TYPES, *DEVICES))}."

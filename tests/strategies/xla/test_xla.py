@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib import metadata
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +92,19 @@ def test_a_compilation_after_the_first_steps_is_a_warning_that_names_the_batch()
 @needs_xla
 def test_a_first_backward_elsewhere_is_an_error_that_says_what_to_do() -> None:
     assert "Train on the XLA device first" in run("too_late")
+
+
+@needs_xla
+def test_a_launched_script_finds_the_device(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from trainwright import Accelerator\nfound = Accelerator()\nprint(found.device, found.distributed_type)\n"
+    )
+    command = [sys.executable, "-m", "trainwright", "launch", "--tpu", "--downcast_bf16", str(script)]
+    done = subprocess.run(
+        command, env={**os.environ, "PJRT_DEVICE": "CPU"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1] == "xla:0 DistributedType.XLA"
 
 
 @needs_xla

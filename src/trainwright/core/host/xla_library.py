@@ -61,9 +61,13 @@ class XLALibrary:
             )
         if spmd:
             self._runtime.use_spmd()
+        self.seed: int | None = None
         if not hasattr(torch, "xla"):
-            torch._register_device_module("xla", self)  # type: ignore[no-untyped-call]  # torch has no types here; for core.rng
+            torch._register_device_module("xla", self)  # type: ignore[no-untyped-call]  # untyped; for core.rng
         self.device: torch.device = self._xla.device()
+        module = torch.get_device_module(self.device)
+        if module.seed != torch.initial_seed():  # torch.manual_seed does not seed added devices
+            module.manual_seed_all(torch.initial_seed())
         self._mesh: Any = None
         if spmd:
             self._sharding = load_xla("distributed.spmd")
@@ -99,4 +103,5 @@ class XLALibrary:
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the device's generator."""
+        self.seed = seed
         self._model.set_rng_state(seed & (2**63 - 1))
