@@ -11,6 +11,14 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 
+def parameter_groups(module: Any) -> list[Any]:
+    """Return torch's groups of the parameters that one unit gathers."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.9
+
+
 class OutsideSteps:
     """Gathers what lies in no unit where a module that needs it is called, and no step has gathered it.
 
@@ -28,7 +36,7 @@ class OutsideSteps:
         """Serve calls of the task, and of those of its modules that hold parameters of no unit. Not collective."""
         inside = {id(module) for unit in self._units for module in unit.modules()}
         state, gather = self._state, self._gather
-        groups = list(state._fsdp_param_groups)
+        groups = parameter_groups(self._root)
 
         # A function and no method, which a copy of the task would copy with all that is here. One call in each forward.
         def lend(module: nn.Module, _: Any) -> None:

@@ -30,7 +30,7 @@ from trainwright.strategies.data_ranks import DataRanks, metrics_over
 from trainwright.strategies.fsdp.build import MetaBuilding, materialize
 from trainwright.strategies.fsdp.layers.plan import Plan, SplitLayers
 from trainwright.strategies.fsdp.layers.ready import find_plan
-from trainwright.strategies.fsdp.outside import OutsideSteps
+from trainwright.strategies.fsdp.outside import OutsideSteps, parameter_groups
 from trainwright.strategies.fsdp.recompute import Recomputed
 from trainwright.strategies.mesh import data_axes
 from trainwright.strategies.precision import Precision
@@ -323,7 +323,7 @@ class ParallelModel:
     def _sharded_parameters(self) -> Iterator[Any]:
         """Yield torch's own records of the sharded parameters."""
         for module in (self.root, *self._units) if self._is_sharded else ():
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in parameter_groups(module):
                 yield from group.fsdp_params
 
     def _lay_out_gradients(self) -> None:
