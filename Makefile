@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# The oldest torch that pyproject.toml allows; the other packages as in constraints.txt.
-OLDEST := torch==2.9.0
+# The oldest torch that pyproject.toml allows, and a torchao for it; the other packages are those of constraints.txt.
+OLDEST_TORCH := 2.9.0
+OLDEST_TORCHAO := 0.17.0
 VENV_OLDEST := .venv-oldest
 STAMP_OLDEST := $(VENV_OLDEST)/.installed
 # Two workers, each with one file at a time, so that the tests of a file share their fixtures.
@@ -81,7 +82,7 @@ check-oldest: $(STAMP_OLDEST)
 
 $(STAMP_OLDEST): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV_OLDEST)
-	sed 's/^torch==.*/$(OLDEST)/' constraints.txt > $(VENV_OLDEST)/constraints.txt
+	sed 's/^torch==.*/torch==$(OLDEST_TORCH)/; s/^torchao==.*/torchao==$(OLDEST_TORCHAO)/' constraints.txt > $(VENV_OLDEST)/constraints.txt
 	$(VENV_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV_OLDEST)/constraints.txt torch
 	$(VENV_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV_OLDEST)/constraints.txt -e ".[dev]"
 	@touch $@
