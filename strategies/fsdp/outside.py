@@ -10,13 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-
-def parameter_groups(module: Any) -> list[Any]:
-    """Return torch's groups of the parameters that one unit gathers."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.9
+from trainwright.strategies.fsdp.unit_state import parameter_groups
 
 
 class OutsideSteps:

@@ -30,8 +30,9 @@ from trainwright.strategies.data_ranks import DataRanks, metrics_over
 from trainwright.strategies.fsdp.build import MetaBuilding, materialize
 from trainwright.strategies.fsdp.layers.plan import Plan, SplitLayers
 from trainwright.strategies.fsdp.layers.ready import find_plan
-from trainwright.strategies.fsdp.outside import OutsideSteps, parameter_groups
+from trainwright.strategies.fsdp.outside import OutsideSteps
 from trainwright.strategies.fsdp.recompute import Recomputed
+from trainwright.strategies.fsdp.unit_state import parameter_groups, reset_iteration
 from trainwright.strategies.mesh import data_axes
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.shards import counts_here, whole_output
@@ -312,7 +313,7 @@ class ParallelModel:
         `FSDPModule.reset_iter_state` promises it; in torch 2.13 it keeps the gradients of gathered parameters.
         """
         if self._is_sharded:
-            self.root.reset_iter_state()
+            reset_iteration(self.root)
         for sharded in self._sharded_parameters():
             sharded.unsharded_accumulated_grad = None
             gathered = getattr(sharded, "_unsharded_param", None)

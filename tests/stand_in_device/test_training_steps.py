@@ -153,7 +153,7 @@ def test_a_step_that_mixes_devices_is_caught() -> None:
                 1, device="cpu"
             )
 
-    with pytest.raises(RuntimeError, match="two (different )?devices"):
+    with pytest.raises(RuntimeError, match=r"two (different )?devices"):
         rehearse(Mixes())
 
 
