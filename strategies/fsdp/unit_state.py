@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
-def parameter_groups(unit: Any) -> list[Any]:
+def parameter_groups(unit: FSDPModule) -> list[Any]:
     """Return torch's groups of the parameters that one unit gathers."""
     return _groups(unit._get_fsdp_state())
 
 
-def reset_iteration(root: Any) -> None:
+def reset_iteration(root: FSDPModule) -> None:
     """Reset the units after an interrupted forward or backward, as `FSDPModule.reset_iter_state` does. Not collective.
 
     Args:
@@ -22,7 +24,7 @@ def reset_iteration(root: Any) -> None:
         root.reset_iter_state()
         return
     # torch 2.9 does not have the method.
-    state = root._get_fsdp_state()
+    state: Any = root._get_fsdp_state()
     if state._is_root is None:  # before the first forward
         return
     exchanges, iteration, stream = state._comm_ctx, state._state_ctx, state._device_handle.current_stream()
@@ -42,13 +44,15 @@ def reset_iteration(root: Any) -> None:
     iteration.post_backward_final_callback_queued = False
 
 
-def _groups(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.9
+def _groups(state: object) -> list[Any]:
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is not None:
+        return list(found)
+    group = getattr(state, "_fsdp_param_group", None)  # torch 2.9
+    return [] if group is None else [group]
 
 
-def _wait(stream: Any, pending: Any) -> None:
+def _wait(stream: torch.Stream, pending: object) -> None:
     event = getattr(pending, "event", None)
     if event is not None:
         stream.wait_event(event)

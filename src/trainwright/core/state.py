@@ -155,7 +155,7 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
     return state
 
 
-def _without_functions(state: Any) -> Any:
+def _without_functions(state: object) -> Any:
     if not isinstance(state, dict):
         return state
     kept = {key: value for key, value in state.items() if key != "anneal_func" or not callable(value)}
