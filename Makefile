@@ -1,14 +1,21 @@
-# make demo | test | test-all | test-xla | torture | check | bench | format | clean. Needs git, make and Python 3.11 or newer, nothing else.
+# make demo | test | test-all | test-xla | torture | check | check-oldest | bench | format | clean.
+# Needs git, make and Python 3.11 or newer, nothing else.
 
 PYTHON ?= python3
 VENV := .venv
 XLA := .venv-xla
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The oldest torch that pyproject.toml allows, and a torchao for it; the other packages are those of constraints.txt.
+OLDEST_TORCH := 2.9.0
+OLDEST_TORCHAO := 0.17.0
+VENV_OLDEST := .venv-oldest
+STAMP_OLDEST := $(VENV_OLDEST)/.installed
 # Two workers, each with one file at a time, so that the tests of a file share their fixtures.
 SUITE := $(BIN)/python tests/helpers/run_suite.py -n 2 --dist loadfile --no-loadscope-reorder
 # Whole programs are among the slow tests: make check does not even import their files.
 PROGRAMS := tests/outside_trials tests/ported tests/requirements
+FAST := -m pytest -q -n 2 -m "not (slow or distributed or exhaustive or torture)" $(PROGRAMS:%=--ignore=%)
 OPERATIONS := $(BIN)/python tests/helpers/compile_deepspeed.py
 
 # Where deepspeed finds ninja and stores the operations that it compiles. With ccache installed, their object files are
@@ -21,18 +28,19 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-xla torture check lint bench format clean
+.PHONY: help venv demo test test-all test-xla torture check check-oldest lint bench format clean
 
 help:
 	@echo "make demo     a digits classifier from an empty folder to a trained checkpoint"
 	@echo "make check    format, lint, types, architecture, fast tests (two minutes)"
+	@echo "make check-oldest  the fast tests on the oldest supported torch, in an environment of its own"
 	@echo "make test     the fast tests, and every feature in real processes (six to eight minutes)"
 	@echo "make test-all every test, with all combinations, sizes and repetitions"
 	@echo "make test-xla the tests of XLA, in an environment of 7 GB with torch_xla and its torch (four minutes)"
 	@echo "make torture  hundreds of kills of running trainings, thousands of damaged files (some minutes)"
 	@echo "make bench    the benchmarks"
 	@echo "make format   rewrite the sources in the house format"
-	@echo "make clean    remove what the other targets made (the environment stays)"
+	@echo "make clean    remove what the other targets made (the environments stay)"
 
 venv: $(STAMP)
 
@@ -78,7 +86,19 @@ lint: $(STAMP)
 	$(BIN)/mypy -p trainwright
 
 check: lint
-	$(BIN)/python -m pytest -q -n 2 -m "not (slow or distributed or exhaustive or torture)" $(PROGRAMS:%=--ignore=%)
+	$(BIN)/python $(FAST)
+
+# The fast tests compile no operation of deepspeed. The environment's own tools (ninja) come before those of $(VENV).
+check-oldest: $(STAMP_OLDEST)
+	PATH="$(CURDIR)/$(VENV_OLDEST)/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VENV_OLDEST)/torch_extensions" \
+		$(VENV_OLDEST)/bin/python $(FAST)
+
+$(STAMP_OLDEST): pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(VENV_OLDEST)
+	sed 's/^torch==.*/torch==$(OLDEST_TORCH)/; s/^torchao==.*/torchao==$(OLDEST_TORCHAO)/' constraints.txt > $(VENV_OLDEST)/constraints.txt
+	$(VENV_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV_OLDEST)/constraints.txt torch
+	$(VENV_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV_OLDEST)/constraints.txt -e ".[dev]"
+	@touch $@
 
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
@@ -90,4 +110,4 @@ format: $(STAMP)
 
 clean:
 	rm -rf demo build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -not -path "./$(VENV_OLDEST)/*" -prune -exec rm -rf {} +

@@ -14,6 +14,7 @@ from trainwright.callbacks.averaged_weights import AveragedWeights, AverageFunct
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.run import Run, Stage
+from trainwright.core.state import scheduler_state
 from trainwright.core.task import TaskModule
 
 
@@ -104,7 +105,7 @@ class StochasticWeightAveraging(Callback):
         return {
             "num_averaged": 0 if weights is None else weights.num_averaged,
             "latest_update_epoch": self._latest_update_epoch,
-            "scheduler_state": None if self._schedule is None else self._schedule.state_dict(),
+            "scheduler_state": None if self._schedule is None else scheduler_state(self._schedule),
             "average_model_state": {} if weights is None else weights.average(),
             "current_model_state": current,
         }

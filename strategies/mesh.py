@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor, debug
 
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.data_ranks import DataRanks
@@ -95,4 +96,15 @@ def forget_groups(mesh: DeviceMesh) -> None:
     groups have other names.
     """
     vars(mesh).get("_pg_registry", {}).clear()
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch has no types here
+    _clear_sharding_cache()
+
+
+def _clear_sharding_cache() -> None:
+    """Clear torch's cache of the placements that operations on DTensors result in."""
+    names = ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
+    functions = [getattr(debug, name) for name in names if hasattr(debug, name)]
+    for clear in functions:
+        clear()
+    if not functions:  # torch 2.9
+        dispatcher: Any = DTensor._op_dispatcher
+        dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import importlib.util
 import os
 import random
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+from packaging.version import Version
 
 _SEED = 20260101
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
@@ -64,7 +66,11 @@ def _requirement(what: str, reason: str) -> tuple[str, str]:
 
 
 def is_present(what: str) -> bool:
-    """Say whether this machine has `what`: "cuda", "cuda:2" (so many devices), or a package that can be imported."""
+    """Say whether this machine has `what`: "cuda", "cuda:2" (so many devices), "torch>=2.10", or a package that can be
+    imported."""
+    package, _, oldest = what.partition(">=")
+    if oldest:
+        return Version(importlib.metadata.version(package)).release >= Version(oldest).release
     kind, _, number = what.partition(":")
     if kind == "cuda":
         return torch.cuda.is_available() and torch.cuda.device_count() >= int(number or 1)

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning, nearest
 from trainwright.core.run import SchedulerConfig
+from trainwright.core.state import scheduler_state
 from trainwright.core.task import TaskModule
 
 _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
@@ -248,7 +249,7 @@ class Schedules:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return every schedule's state, in order."""
-        return [config.scheduler.state_dict() for config in self.configs]
+        return [scheduler_state(config.scheduler) for config in self.configs]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """Take back what `state_dict` returned."""

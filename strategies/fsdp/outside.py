@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
+from trainwright.strategies.fsdp.unit_state import parameter_groups
+
 
 class OutsideSteps:
     """Gathers what lies in no unit where a module that needs it is called, and no step has gathered it.
@@ -28,7 +30,7 @@ class OutsideSteps:
         """Serve calls of the task, and of those of its modules that hold parameters of no unit. Not collective."""
         inside = {id(module) for unit in self._units for module in unit.modules()}
         state, gather = self._state, self._gather
-        groups = list(state._fsdp_param_groups)
+        groups = parameter_groups(self._root)
 
         # A function and no method, which a copy of the task would copy with all that is here. One call in each forward.
         def lend(module: nn.Module, _: Any) -> None:

@@ -32,6 +32,7 @@ from trainwright.strategies.fsdp.layers.plan import Plan, SplitLayers
 from trainwright.strategies.fsdp.layers.ready import find_plan
 from trainwright.strategies.fsdp.outside import OutsideSteps
 from trainwright.strategies.fsdp.recompute import Recomputed
+from trainwright.strategies.fsdp.unit_state import parameter_groups, reset_iteration
 from trainwright.strategies.mesh import data_axes
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.shards import counts_here, whole_output
@@ -312,7 +313,7 @@ class ParallelModel:
         `FSDPModule.reset_iter_state` promises it; in torch 2.13 it keeps the gradients of gathered parameters.
         """
         if self._is_sharded:
-            self.root.reset_iter_state()
+            reset_iteration(self.root)
         for sharded in self._sharded_parameters():
             sharded.unsharded_accumulated_grad = None
             gathered = getattr(sharded, "_unsharded_param", None)
@@ -323,7 +324,7 @@ class ParallelModel:
     def _sharded_parameters(self) -> Iterator[Any]:
         """Yield torch's own records of the sharded parameters."""
         for module in (self.root, *self._units) if self._is_sharded else ():
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in parameter_groups(module):
                 yield from group.fsdp_params
 
     def _lay_out_gradients(self) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim.swa_utils import SWALR
 
-from trainwright.core.state import Group, TrainState
+from trainwright.core.state import Group, TrainState, scheduler_state
 
 counts = st.integers(0, 2**53)
 
@@ -39,3 +41,15 @@ def test_unknown_keys_are_left_for_a_newer_version_and_missing_ones_keep_their_v
 def test_a_group_does_not_print_its_batches_outputs() -> None:
     shown = {f.name for f in dataclasses.fields(Group) if f.repr}
     assert not {"last_output", "last_batch"} & shown
+
+
+def test_a_schedules_state_has_no_function() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    swa = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
+    constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    both = torch.optim.lr_scheduler.SequentialLR(optimizer, [constant, swa], milestones=[2])
+    for schedule, inner in ((swa, scheduler_state(swa)), (both, scheduler_state(both)["_schedulers"][1])):
+        json.dumps(scheduler_state(schedule))
+        assert inner["anneal_epochs"] == 2
+        schedule.load_state_dict(scheduler_state(schedule))
+    assert callable(swa.anneal_func)

@@ -83,7 +83,7 @@ def main() -> int:
     chosen = sys.argv[1:]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "tree"
-        ignored = shutil.ignore_patterns(".venv", ".git", "demo", ".*_cache", "runs")
+        ignored = shutil.ignore_patterns(".venv*", ".git", "demo", ".*_cache", "runs")
         shutil.copytree(_ROOT, folder, symlinks=True, ignore=ignored)
         noticed = {}
         for mutation in (m for m in MUTATIONS if not chosen or m.part in chosen):

@@ -3,7 +3,7 @@
 Under torch's FakeTensorMode, with a device type that torch knows and has no kernels for ("lazy"), a step runs as a
 whole: forward, backward, optimizer.
 Reading its values unawares (`float(t)`, `if t`) raises DataDependentOutputException, and mixing the device's tensors
-with the host's raises FakeTensorDeviceMismatchError. `.item()` and `.tolist()`, with which values are read on purpose,
+with the host's raises a RuntimeError. `.item()` and `.tolist()`, with which values are read on purpose,
 are counted instead, so that a test can say how many reads there are. Streams, speed and values are not rehearsed.
 """
 

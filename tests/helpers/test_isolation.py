@@ -80,7 +80,11 @@ def test_daemons_may_stay(): threading.Thread(target=release.wait, args=(20,), d
 @pytest.mark.requires("no_such_package", reason="it shows the reason")
 def test_needs_a_package(): raise AssertionError
 
+@pytest.mark.requires("torch>=99", reason="it shows the version")
+def test_needs_a_newer_torch(): raise AssertionError
+
 @pytest.mark.requires("torch", reason="everybody has it")
+@pytest.mark.requires("torch>=2.9", reason="the oldest supported one")
 def test_needs_torch(): release.set()
 """
 
@@ -99,9 +103,10 @@ def test_what_a_test_changes_is_put_back(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.exhaustive
 def test_a_left_over_thread_fails_its_test_and_a_missing_package_skips(tmp_path: Path) -> None:
     counts, output = _run_pytest(tmp_path, _LEAK)
-    assert counts == {"passed": 3, "skipped": 1, "error": 1}, output
+    assert counts == {"passed": 3, "skipped": 2, "error": 1}, output
     assert "threads left running: ['forgotten']" in output
     assert "needs no_such_package: it shows the reason" in output
+    assert "needs torch>=99: it shows the version" in output
 
 
 def test_a_thread_that_ends_in_time_is_no_leak() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from tests.conftest import is_present
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.pinned.stored import PinnedTask
@@ -28,7 +29,7 @@ from trainwright.trainer.checkpoints import restore
 
 # Of one optimizer step of `_Plain` with gradient clipping, in one process: calls of functions of the package, and
 # operations of torch.
-PYTHON_CALLS, OPERATIONS = 17, 51
+PYTHON_CALLS, OPERATIONS = 17, 51 if is_present("torch>=2.13") else 56  # torch 2.9 detaches 5 times more
 # Of a step in two processes, on each, without what is agreed upon every few steps: the buffer, the gradients, FSDP's
 # one unit and the norm.
 COLLECTIVES = {

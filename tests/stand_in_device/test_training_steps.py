@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tests.helpers.stand_in_device import STAND_IN, Reads, StandInStrategy, is_there, stand_in_device
 from trainwright.callbacks import (
@@ -22,7 +22,10 @@ from trainwright.core.task import TaskModule
 from trainwright.trainer.checkpoints.capture import capture
 from trainwright.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("_in_a_folder_of_its_own")
+pytestmark = [
+    pytest.mark.usefixtures("_in_a_folder_of_its_own"),
+    pytest.mark.requires("torch>=2.13", reason="torch 2.9 crashes when Python collects tensors of this stand-in"),
+]
 NUM_BATCHES = 12
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -150,7 +153,7 @@ def test_a_step_that_mixes_devices_is_caught() -> None:
                 1, device="cpu"
             )
 
-    with pytest.raises(FakeTensorDeviceMismatchError):
+    with pytest.raises(RuntimeError, match=r"two (different )?devices"):
         rehearse(Mixes())
 
 

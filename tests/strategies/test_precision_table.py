@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import ALL_GATHER, REDUCE_SCATTER, quiet_trainer
 from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.sources import ROOT
 from trainwright.callbacks.callback import Callback
@@ -139,8 +139,8 @@ def watch_exchanges(crossing: dict[str, set[torch.dtype]]) -> None:
 
         setattr(where, name, noting)
 
-    watch("gathered", "all_gather_single")
-    watch("reduced", "reduce_scatter_single")
+    watch("gathered", ALL_GATHER)
+    watch("reduced", REDUCE_SCATTER)
     watch("reduced", "all_reduce")
     watch("reduced", "reduce")
     watch("reduced", "all_reduce", _functional_collectives)

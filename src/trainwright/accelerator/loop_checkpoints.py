@@ -27,7 +27,7 @@ from trainwright.checkpoint.format.staging import remove_folder
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.host.folders import is_url
 from trainwright.core.rng import rng_state, set_rng_state
-from trainwright.core.state import TrainState
+from trainwright.core.state import TrainState, scheduler_state
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.sharded_saves import SaveTarget, ShardedSaves
 from trainwright.strategies.state import FullState
@@ -175,7 +175,7 @@ class LoopCheckpoints:
 
     def _entries(self, objects: LoopObjects, of_ranks: list[Any], steps: list[int]) -> dict[str, Any]:
         """Return the trainer part: the loop's own entry, and those that a Trainer reads."""
-        schedules = [scheduler.state_dict() for scheduler in objects.schedulers]
+        schedules = [scheduler_state(scheduler) for scheduler in objects.schedulers]
         scale = None if objects.scale is None else objects.scale.state_dict()
         return {
             "callbacks": {},

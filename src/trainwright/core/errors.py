@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterable
 from types import ModuleType
@@ -111,14 +112,24 @@ def require_package(module: str, *, purpose: str, install: str | None = None) ->
         install: the argument of `pip install`; None: the name of the top-level package. Default: None.
 
     Raises:
-        MissingPackageError: the package is not installed. An error inside an installed package is raised unchanged.
+        MissingPackageError: the package is not installed. An error inside an installed package is raised unchanged,
+            except that of a torchao which needs a newer torch.
     """
     root = module.partition(".")[0]
     if importlib.util.find_spec(root) is None:
         raise MissingPackageError(
             f"{purpose} needs the package {root!r}, which is not installed. Run: pip install {install or root}"
         )
-    return importlib.import_module(module)
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if root != "torchao":
+            raise
+        version = importlib.metadata.version
+        raise MissingPackageError(
+            f"{purpose} needs a torchao for torch {version('torch')}; torchao {version('torchao')} cannot be imported "
+            f"({error}). For torch 2.9, run: pip install torchao==0.17.0. For the newest torchao, upgrade torch."
+        ) from error
 
 
 def visible(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Progress of a run: the counters that every interval, logger and checkpoint uses."""
+"""Progress of a run: the counters that every interval, logger and checkpoint uses, and the state of schedules."""
 
 from __future__ import annotations
 
@@ -144,3 +144,21 @@ class SkippedData:
 
 class SkipRestOfEpoch(Exception):
     """Signal that an `on_train_batch_start` hook returned -1: the epoch ends before the current micro-batch."""
+
+
+def scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """Return the state of a learning-rate schedule without the function that torch 2.9's SWALR stores in it.
+
+    The constructor of SWALR sets that function. Schedules inside a SequentialLR or ChainedScheduler are included.
+    """
+    state: dict[str, Any] = _without_functions(scheduler.state_dict())
+    return state
+
+
+def _without_functions(state: object) -> Any:
+    if not isinstance(state, dict):
+        return state
+    kept = {key: value for key, value in state.items() if key != "anneal_func" or not callable(value)}
+    if isinstance(inner := kept.get("_schedulers"), list):
+        kept["_schedulers"] = [_without_functions(one) for one in inner]
+    return kept

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer, weights_of
+from tests.helpers.runs import REDUCE_SCATTER, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import TaskError
@@ -85,9 +85,9 @@ _AUTOMATIC: dict[str, Callable[[], tuple[list[int], dict[str, torch.Tensor]]]] =
         DDPStrategy(ddp_comm_wrapper=lambda hook: hook, sync_each_batch=True), "all_reduce", RegressionTask(),
         accumulate_grad_batches=3,
     ),
-    "fsdp": lambda: _count(FSDPStrategy(), "reduce_scatter_single", RegressionTask(), accumulate_grad_batches=3),
+    "fsdp": lambda: _count(FSDPStrategy(), REDUCE_SCATTER, RegressionTask(), accumulate_grad_batches=3),
     "fsdp, each": lambda: _count(
-        FSDPStrategy(sync_each_batch=True), "reduce_scatter_single", RegressionTask(), accumulate_grad_batches=3
+        FSDPStrategy(sync_each_batch=True), REDUCE_SCATTER, RegressionTask(), accumulate_grad_batches=3
     ),
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import SumMetric
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import REDUCE_SCATTER, assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.strategies.fsdp.sharded import Block, Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.callback import Callback
@@ -118,14 +118,14 @@ class PieceWatcher(Callback):
         self.crossings: list[int] = []
 
     def on_train_start(self, trainer: Any, task: Any) -> None:
-        exchange = dist.reduce_scatter_single
+        exchange = getattr(dist, REDUCE_SCATTER)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.crossings[-1] += 1
             return exchange(*args, **kwargs)
 
-        self._put_back = lambda: setattr(dist, "reduce_scatter_single", exchange)
-        dist.reduce_scatter_single = counted
+        self._put_back = lambda: setattr(dist, REDUCE_SCATTER, exchange)
+        setattr(dist, REDUCE_SCATTER, counted)
 
     def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
         self.crossings.append(0)

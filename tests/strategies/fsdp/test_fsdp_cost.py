@@ -178,6 +178,7 @@ def test_a_sharded_step_sends_what_a_hand_written_one_sends(kind: str, counted: 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.requires("torch>=2.13", reason="torch 2.9 itself makes more calls and operations")
 def test_a_sharded_step_computes_what_a_hand_written_one_computes(kind: str, counted: dict[Any, Any]) -> None:
     ours, hand = (_computed(counted[kind, name][0]) for name in ("ours", "hand"))
     accumulated, clip = _KINDS[kind]
@@ -187,6 +188,7 @@ def test_a_sharded_step_computes_what_a_hand_written_one_computes(kind: str, cou
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.requires("torch>=2.13", reason="torch 2.9 itself makes more calls and operations")
 def test_a_sharded_step_calls_little_more_than_a_hand_written_one(kind: str, counted: dict[Any, Any]) -> None:
     ours, hand = (counted[kind, name][1] for name in ("ours", "hand"))
     assert ours - hand <= 60 * _KINDS[kind][0]  # of some 7,700 and 14,000

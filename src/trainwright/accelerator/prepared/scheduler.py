@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.accelerator.accumulation import Accumulation
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.core.state import scheduler_state
 
 
 class AcceleratedScheduler:
@@ -52,8 +53,7 @@ class AcceleratedScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's state."""
-        found: dict[str, Any] = self.scheduler.state_dict()
-        return found
+        return scheduler_state(self.scheduler)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""

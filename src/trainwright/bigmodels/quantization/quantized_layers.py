@@ -284,13 +284,13 @@ class Torchao:
     def _config(self) -> Any:
         kinds = self.torchao.quantization
         if self.quant_type == "int4_weight_only":
-            return kinds.Int4WeightOnlyConfig(group_size=self.group_size)
+            return kinds.Int4WeightOnlyConfig(group_size=self.group_size, version=2)
         names = {
             "int8_weight_only": "Int8WeightOnlyConfig",
             "int8_dynamic": "Int8DynamicActivationInt8WeightConfig",
             "float8_weight_only": "Float8WeightOnlyConfig",
         }
-        return getattr(kinds, names[self.quant_type])()
+        return getattr(kinds, names[self.quant_type])(version=2)  # torchao 0.17 chooses 1: tensors inside of tensors
 
 
 def _with_pieces(weight: Any, pieces: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:

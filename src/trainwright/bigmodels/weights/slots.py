@@ -210,11 +210,12 @@ def like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if value.is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode():
             return like(tensor, value)
-    if type(tensor) in (nn.Parameter, AwayParameter):
+    if not isinstance(tensor, nn.Parameter):
+        return value
+    # Other classes than Parameter's own have other constructors; such a tensor is a parameter by a mark of torch.
+    if type(tensor) in (nn.Parameter, AwayParameter) or not issubclass(type(tensor), nn.Parameter):
         return nn.Parameter(value, requires_grad=tensor.requires_grad)
-    if isinstance(tensor, nn.Parameter):
-        return type(tensor)(value, requires_grad=tensor.requires_grad, **tensor.__dict__)
-    return value
+    return type(tensor)(value, requires_grad=tensor.requires_grad, **tensor.__dict__)
 
 
 def put(module: nn.Module, name: str, value: torch.Tensor) -> None:
