@@ -18,6 +18,7 @@ SCRIPTS = (
     "memory.py",
     "strategies.py",
     "bigmodel.py",
+    "offloaded_forward.py",
 )
 
 

@@ -163,7 +163,7 @@ def original_of(placeholder: torch.Tensor) -> torch.Tensor | None:
 
 
 def restored(placeholder: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a placeholder replaces, with the memory of `value`; a new one if nobody holds it."""
+    """Return the tensor that a placeholder replaces, with the memory of `value`; a new one if that one is gone."""
     original = original_of(placeholder)
     if original is None:
         return like(placeholder, value)
