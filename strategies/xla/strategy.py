@@ -27,6 +27,9 @@ from trainwright.strategies.strategy import Strategy
 
 _WARM_UP = 2  # optimizer steps: the first one creates the optimizer's state
 _MOST_WARNINGS = 5
+_MOST_ALIKE = (
+    5  # compilations for known shapes that are no mistake: what is logged differs in the first step of an epoch
+)
 _SPMD = ("ddp", "fsdp")
 
 
@@ -83,7 +86,7 @@ class XLAEngine(Engine):
         self._models: list[nn.Module] = []
         self._shapes: list[dict[str, tuple[int, ...]]] = []  # of the batches of the present step
         self._seen: dict[bool, list[Any]] = {True: [], False: []}  # of the different steps of training, of evaluation
-        self._num_warnings = 0
+        self._num_alike = self._num_warnings = 0
         super().start(topology)
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
@@ -122,10 +125,12 @@ class XLAEngine(Engine):
         seen = self._seen[trains]
         before = self.library.num_compilations()
         self.library.sync()
-        if len(seen) >= _WARM_UP and self.library.num_compilations() > before and self._num_warnings < _MOST_WARNINGS:
+        compiled = len(seen) >= _WARM_UP and self.library.num_compilations() > before
+        self._num_alike += compiled and shapes in seen
+        if compiled and (shapes not in seen or self._num_alike > _MOST_ALIKE) and self._num_warnings < _MOST_WARNINGS:
             self._num_warnings += 1
             reason = (
-                "what it computes has changed (a branch or a number in Python)"
+                "what it computes changes (a branch or a number in Python)"
                 if shapes in seen
                 else f"its shapes are new: {_text(shapes)}; the batch before had {_text(seen[-1])}. Pad samples to few "
                 "lengths, and give the loader drop_last=True"

@@ -205,6 +205,22 @@ def ragged(folder: str) -> list[str]:
     return [str(one.message) for one in caught if "XLA compiled" in str(one.message)]
 
 
+def changing(folder: str) -> list[str]:
+    """Train with a step that computes something else for each batch; the warnings."""
+
+    class Changing(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            for _ in range(self.trainer.global_step):
+                loss = loss + self.head.weight.square().mean()
+            return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(folder, strategy="xla", max_epochs=3).fit(Changing(), loader())
+    return [str(one.message) for one in caught if "XLA compiled" in str(one.message)]
+
+
 def too_late(folder: str) -> str:
     """Train on the CPU first, which torch_xla does not allow; the error."""
     fit(folder, accelerator="cpu")

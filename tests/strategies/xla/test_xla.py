@@ -90,6 +90,13 @@ def test_a_compilation_after_the_first_steps_is_a_warning_that_names_the_batch()
 
 
 @needs_xla
+def test_a_step_that_computes_something_else_each_time_is_a_warning() -> None:
+    found = run("changing")
+    assert found
+    assert all("a branch or a number in Python" in text for text in found)
+
+
+@needs_xla
 def test_a_first_backward_elsewhere_is_an_error_that_says_what_to_do() -> None:
     assert "Train on the XLA device first" in run("too_late")
 
