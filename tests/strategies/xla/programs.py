@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.helpers.calls import calls_of
-from trainwright import Accelerator, TaskModule, Trainer, seed_everything
+from trainwright import Accelerator, ModelCheckpoint, TaskModule, Trainer, seed_everything
+from trainwright.callbacks import EMAWeightAveraging
 from trainwright.state import AcceleratorState
 
 WIDTH, SAMPLES = 8, 64
@@ -98,6 +100,60 @@ def equal_losses(folder: str, **options: Any) -> dict[str, Any]:
         "tied": task.first.weight is task.second.weight,
         "devices": sorted({parameter.device.type for parameter in task.parameters()}),
     }
+
+
+class Language(TaskModule):
+    """A language model of one block with tied embeddings, weighed by tokens, with a metric of torchmetrics."""
+
+    def __init__(self, words: int = 16, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(words, width), nn.LayerNorm(width)
+        self.qkv, self.head = nn.Linear(width, 3 * width), nn.Linear(width, words, bias=False)
+        self.head.weight = self.embedding.weight
+        self.accuracy = MulticlassAccuracy(words)
+
+    def num_items(self, batch: Any) -> torch.Tensor:
+        return (batch[0][:, 1:] != 0).sum()
+
+    def predictions(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map tokens `(batch, time)` to logits `(batch × (time - 1), words)`."""
+        x = self.embedding(tokens[:, :-1])
+        query, key, value = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, dim=-1)
+        x = x + nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1)
+        return self.head(x).flatten(0, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self.predictions(batch[0]), batch[0][:, 1:].flatten(), ignore_index=0)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.accuracy(self.predictions(batch[0]), batch[0][:, 1:].flatten())
+        self.log("accuracy", self.accuracy)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def language_model(folder: str, **options: Any) -> list[dict[str, float]]:
+    """Train a language model with callbacks under XLA and on the CPU; the metrics of both, and of a test."""
+    tokens = torch.randint(0, 16, (32, 12), generator=torch.Generator().manual_seed(0))
+    batches = DataLoader(TensorDataset(tokens), batch_size=8)
+    found = []
+    for chosen in (options, {"accelerator": "cpu"}):
+        task = Language()
+        run = trainer(
+            folder,
+            accumulate_grad_batches=2,
+            gradient_clip_val=1.0,
+            callbacks=[ModelCheckpoint(monitor="accuracy", mode="max"), EMAWeightAveraging()],
+            **({"enable_checkpointing": True} | chosen),
+        )
+        run.fit(task, batches, batches)
+        metrics = {name: float(value) for name, value in run.callback_metrics.items()}
+        found.append(metrics | {"score": run.validate(task, batches, verbose=False)[0]["accuracy"]})
+    return found
 
 
 def counters() -> dict[str, int]:

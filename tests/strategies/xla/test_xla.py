@@ -47,6 +47,13 @@ def test_a_task_that_optimizes_by_hand() -> None:
 
 
 @needs_xla
+@pytest.mark.parametrize("strategy", ["xla", "xla_fsdp"])
+def test_a_language_model_with_callbacks_has_the_metrics_of_one_device(strategy: str) -> None:
+    under_xla, on_cpu = run("language_model", 2, strategy=strategy)
+    assert under_xla == pytest.approx(on_cpu, abs=1e-4)
+
+
+@needs_xla
 def test_bf16_is_near_that_of_the_cpu() -> None:
     assert run("equal_losses", strategy="xla", precision="bf16-mixed")["losses"] < 1e-2
 
