@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,13 @@ def test_an_engine_that_own_loops_do_not_have_is_named_as_the_trainer_takes_it(
 
 
 @pytest.mark.parametrize("cores", [1, 8, "auto"])
-def test_tpu_cores_lead_to_no_accelerator_that_there_is_not(cores: Any) -> None:
+def test_tpu_cores_lead_to_the_accelerator(cores: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
         quiet_trainer(tpu_cores=cores)
-    assert "there are no TPUs here" in str(caught.value)
-    assert not re.search(r"accelerator=.tpu", str(caught.value))
+    assert "accelerator='tpu'" in str(caught.value)
+    if importlib.util.find_spec("torch_xla") is None:
+        with pytest.raises(ConfigurationError, match=r"pip install torch==\S+ torch_xla=="):
+            quiet_trainer(accelerator="tpu")
 
 
 def test_the_logger_that_own_loops_are_sent_to_logs_without_a_trainer(

@@ -110,7 +110,7 @@ def test_what_is_not_here_says_what_to_do_instead() -> None:
         ("trainwright.callbacks", "ThroughputMonitor", "is trainwright.callbacks.Throughput here."),
         ("trainwright.callbacks", "Checkpoint", "Checkpoint of Lightning is not here: "),
         ("trainwright.loggers", "NeptuneLogger", "NeptuneLogger of Lightning is not here: "),
-        ("trainwright.strategies", "XLAStrategy", "XLAStrategy of Lightning is not here: "),
+        ("trainwright.strategies", "SingleDeviceXLAStrategy", "SingleDeviceXLAStrategy of Lightning is not here: "),
         ("trainwright.callbacks", "EarlyStoping", "Did you mean 'EarlyStopping'?"),
     ],
 )
