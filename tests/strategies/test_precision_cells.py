@@ -106,7 +106,9 @@ def _train(column: str) -> list[tuple[Any, str, list[float], set[torch.dtype], b
             if cell == "runs":
                 task, before = Layers(), Layers().model[1].weight
                 devices = 1 if column in _ALONE else "auto"
-                quiet_trainer(strategy=strategy, precision=precision, devices=devices, max_steps=1).fit(task, _batches())
+                quiet_trainer(strategy=strategy, precision=precision, devices=devices, max_steps=1).fit(
+                    task, _batches()
+                )
                 changed = not torch.equal(task.model[1].weight, before.to(task.model[1].weight.dtype))
                 found.append((repr(strategy), precision, task.losses, task.dtypes, changed))
     return found
