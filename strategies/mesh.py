@@ -65,13 +65,17 @@ class MeshShape:
         mine = places[processes.rank]
         return DataRanks(processes, mine["dp_replicate"] * self.dp_shard + mine["dp_shard"], first, group)
 
-    def device_mesh(self, device_type: str) -> DeviceMesh:
+    def device_mesh(self, device_type: str, *, shards: bool = False) -> DeviceMesh:
         """Return torch's mesh with the axes that are longer than 1. Collective.
 
         A mesh of one rank, or with replicas, has `dp_shard` even if it is 1, as torch 2.13 requires.
+
+        Args:
+            device_type: Of the ranks.
+            shards: Parameters are sharded along `dp_shard`, which is there even if it is 1.
         """
         longer = {name: length for name, length in self.lengths.items() if length > 1}
-        if self.dp_replicate > 1 or not longer:
+        if self.dp_replicate > 1 or shards or not longer:
             longer["dp_shard"] = self.dp_shard
         lengths = {name: longer[name] for name in self.lengths if name in longer}
         return init_device_mesh(device_type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))

@@ -258,7 +258,7 @@ class FSDPEngine(ParallelEngine):
         super().start(topology)
         self.gradients = ShardedGradients(self.device)
         shape = self.strategy.mesh_shape(self.settings)
-        self.mesh = mesh = shape.device_mesh(self.settings.device_type)
+        self.mesh = mesh = shape.device_mesh(self.settings.device_type, shards=self._sharding() is not None)
         apart = shape.tp > 1 and shape.size > shape.tp
         self.data_ranks = shape.data_ranks(self.processes, data_group(mesh) if apart else None)
 

@@ -218,7 +218,8 @@ def alone() -> dict[str, Any]:
 
 
 def _train_all() -> dict[str, Any]:
-    return {name: train("tp", task=Gpt(plan)) for name, plan in _PLANS.items()}
+    found = {name: train("tp", task=Gpt(plan)) for name, plan in _PLANS.items()}
+    return found | {"one data rank": train(FSDPStrategy(tp=2))}
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +229,7 @@ def split() -> list[dict[str, Any]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("plan", list(_PLANS))
+@pytest.mark.parametrize("plan", [*_PLANS, "one data rank"])
 def test_a_split_model_trains_evaluates_and_predicts_as_one_process_does(
     plan: str, split: list[dict[str, Any]], alone: dict[str, Any]
 ) -> None:
