@@ -1093,9 +1093,10 @@ class Accelerator:
             log_kwargs: Options for the `log` of trackers of your own, by their names. Default: None.
 
         Raises:
-            ConfigurationError: `init_trackers` has not been called, or `log_kwargs` names another tracker.
+            ConfigurationError: `init_trackers` has not been called, `log_kwargs` names another tracker, or `values` or
+                `step` has another type.
         """
-        self._trackers.each("log", values, step, options=log_kwargs)
+        self._trackers.log("log", values, step, log_kwargs)
 
     def log_images(
         self,
@@ -1104,7 +1105,7 @@ class Accelerator:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Record lists of images by their names, with each tracker that takes images. See `log`."""
-        self._trackers.each("log_images", values, step, options=log_kwargs)
+        self._trackers.log("log_images", values, step, log_kwargs)
 
     def log_table(
         self,
