@@ -81,7 +81,7 @@ class ModelPruning(Callback):
         is_whole = isinstance(amount, int)
         if not callable(amount) and not (amount >= 0 if is_whole else 0 <= amount <= 1):
             raise ConfigurationError(
-                f"ModelPruning(amount={amount!r}): expected a share from 0.0 to 1.0, a number of weights, or a function."
+                f"ModelPruning(amount={amount!r}): expected a share from 0.0 to 1.0, a number, or a function."
             )
         self._amount = amount
         self._apply = apply_pruning

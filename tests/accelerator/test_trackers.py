@@ -133,14 +133,16 @@ def test_a_tracker_that_failed_is_replaced_by_an_object_that_does_nothing() -> N
     with pytest.warns(TrainwrightWarning, match="'away' failed in start"):
         accelerator.init_trackers("project")
     for unwrap in (False, True):
-        with pytest.warns(TrainwrightWarning, match="'away' failed at its start: what get_tracker returns does nothing"):
+        with pytest.warns(
+            TrainwrightWarning, match="'away' failed at its start: what get_tracker returns does nothing"
+        ):
             accelerator.get_tracker("away", unwrap=unwrap).log({"a": 1})
 
 
 def test_a_wrong_call_is_an_error_and_disables_nothing(tmp_path: Path) -> None:
     recorder = Recorder()
     accelerator = Accelerator(cpu=True, log_with=[recorder, "tensorboard"], project_dir=tmp_path)
-    with pytest.raises(ConfigurationError, match="no option 'flush_sec'. Did you mean 'flush_secs'"):
+    with pytest.raises(ConfigurationError, match=r"no option 'flush_sec'\. Did you mean 'flush_secs'"):
         accelerator.init_trackers("project", init_kwargs={"tensorboard": {"flush_sec": 1}})
     with pytest.raises(ConfigurationError, match=r"init_kwargs=\{'mlflow'.* is wrong: .*'uri'"):
         Accelerator(cpu=True, log_with="mlflow").init_trackers("project", init_kwargs={"mlflow": {"uri": "x"}})

@@ -221,8 +221,16 @@ def test_actions_have_parts() -> None:
 
 
 _FACTS = {
-    **{"num_workers": 2, "prefetch_factor": None, "batch_size": 4, "pin_memory": False, "accumulate": 2},
-    **{"compile": True, "is_cpu": False, "is_32": True, "parameters": 300, "unfused": None},
+    "num_workers": 2,
+    "prefetch_factor": None,
+    "batch_size": 4,
+    "pin_memory": False,
+    "accumulate": 2,
+    "compile": True,
+    "is_cpu": False,
+    "is_32": True,
+    "parameters": 300,
+    "unfused": None,
 }
 
 
@@ -248,7 +256,12 @@ def test_advice_depends_on_what_is_set_and_measured() -> None:
 @pytest.mark.parametrize("part", [*PARTS, OTHER])
 def test_each_part_has_advice_with_its_number(part: str) -> None:
     facts = _FACTS
-    result = {"longest_wait_ms": 7.0, "step_ms": 10.0, "parts": {**dict.fromkeys((*PARTS, OTHER), 0.0), part: 7.0}, "callbacks": {"Slow": 7.0}}
+    result = {
+        "longest_wait_ms": 7.0,
+        "step_ms": 10.0,
+        "parts": {**dict.fromkeys((*PARTS, OTHER), 0.0), part: 7.0},
+        "callbacks": {"Slow": 7.0},
+    }
     (text,) = advice(result, facts)
     assert text.startswith(f"{part} is 70 % of a step")
     short = {**result, "step_ms": 1.0, "parts": {**result["parts"], part: 0.7}}  # type: ignore[dict-item]  # a dict

@@ -191,7 +191,7 @@ def test_the_header_counts_what_the_table_shows(tmp_path: Path, capsys: pytest.C
 def test_what_the_machine_lacks_is_an_error_or_a_warning(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="needs an NVIDIA GPU"):
         _fit(PyTorchProfiler(tmp_path, emit_nvtx=True))
-    with pytest.raises(ConfigurationError, match="'cuda' cannot be recorded on this machine. Supported: cpu"):
+    with pytest.raises(ConfigurationError, match=r"'cuda' cannot be recorded on this machine\. Supported: cpu"):
         _fit(PyTorchProfiler(tmp_path, activities=[torch.profiler.ProfilerActivity.CUDA]))
     with pytest.warns(TrainwrightWarning, match="needs CUDA; no snapshot is written"):
         _fit(PyTorchProfiler(tmp_path, memory_snapshot=True))

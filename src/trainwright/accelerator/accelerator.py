@@ -210,7 +210,7 @@ class Accelerator:
         self._syncs_each_batch = settings.accumulation.sync_each_batch or self.strategy.sync_each_batch
         self._others: list[Any] = []
         self._trackers = LoopTrackers(self.log_with, self.project_configuration.logging_dir)
-        self._traces: list[Path] = []
+        self._traces: list[str] = []
         self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
         self._begin(
             self.dataloader_config.data_seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process

@@ -320,7 +320,9 @@ class LoopTrackers:
                 is_option = isinstance(error, TypeError) and "unexpected keyword argument" in str(error)
                 if method == "start" and is_option and isinstance(tracker, LoggerTracker):
                     self.started.remove(tracker)
-                    raise ConfigurationError(f"an option in init_kwargs[{tracker.name!r}] is wrong: {error}.") from error
+                    raise ConfigurationError(
+                        f"an option in init_kwargs[{tracker.name!r}] is wrong: {error}."
+                    ) from error
                 self.started.remove(tracker)
                 self._unopened += [tracker] if method == "start" else []
                 warnings.warn(

@@ -190,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="trainwright profile",
         usage="trainwright profile CONFIG [--steps N] [--warmup N] [--json] [KEY=VALUE …]",
         description="Train a few steps of a configuration, without saving or logging, and show where their time goes.",
-        epilog="CONFIG is a file of `trainwright fit`, also as --config CONFIG. Further arguments override it, as there: trainer.devices=2 task.lr=0.1",
+        epilog="CONFIG, or --config CONFIG, is that of `trainwright fit`; overrides: trainer.devices=2 task.lr=0.1",
         allow_abbrev=False,
     )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps to measure (default: 20)")

@@ -85,7 +85,7 @@ def warn_without_records(schedule: Schedule, num_steps: int) -> None:
 
 def check_activities(given: Iterable[object] | None) -> None:
     """Raise a ConfigurationError for the first activity that torch cannot record on this machine."""
-    held = torch.profiler.supported_activities()
+    held = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch has no types here
     for activity in given or ():
         if activity not in held:
             names = ", ".join(name for name, each in _ACTIVITIES.items() if each in held)
@@ -93,9 +93,16 @@ def check_activities(given: Iterable[object] | None) -> None:
             raise ConfigurationError(f"the activity {wrong!r} cannot be recorded on this machine. Supported: {names}.")
 
 
-def allow_exports(profiler: torch.profiler.profile) -> None:
-    """Let a profiler export each cycle several times: torch can write a cycle once, and the first file is copied."""
-    export, cycle, first = profiler.export_chrome_trace, None, ""
+def adapt(profiler: torch.profiler.profile) -> None:
+    """Let a profiler export each cycle several times: torch can write a cycle once, and the first file is copied. A
+    step does not warn that events of the last cycle are cleared, since they were exported.
+    """
+    export, step, cycle, first = profiler.export_chrome_trace, profiler.step, None, ""
+
+    def stepped() -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*Profiler clears events at the end of each cycle")
+            step()
 
     def exported(path: str, *args: Any, **options: Any) -> None:
         nonlocal cycle, first
@@ -103,12 +110,14 @@ def allow_exports(profiler: torch.profiler.profile) -> None:
             export(str(path), *args, **options)
             cycle, first = profiler.profiler, str(path)
             return
-        source = gzip.open(first) if first.endswith(".gz") else open(first, "rb")
-        target = gzip.open(path, "wb") if str(path).endswith(".gz") else open(path, "wb")
-        with source, target:
+        with _opener(first)(first, "rb") as source, _opener(path)(path, "wb") as target:
             shutil.copyfileobj(source, target)
 
-    vars(profiler)["export_chrome_trace"] = exported
+    vars(profiler).update(export_chrome_trace=exported, step=stepped)
+
+
+def _opener(path: str) -> Callable[..., Any]:
+    return gzip.open if str(path).endswith(".gz") else open
 
 
 @dataclass(frozen=True)
@@ -175,7 +184,7 @@ class ProfileKwargs(KwargsHandler):
 
 @contextmanager
 def profiled(
-    options: ProfileKwargs, process_index: int, wait: Callable[[], None], written: list[Path]
+    options: ProfileKwargs, process_index: int, wait: Callable[[], None], written: list[str]
 ) -> Iterator[torch.profiler.profile]:
     """Yield a profiler that records the `with` block, and write its traces.
 
@@ -200,20 +209,20 @@ def profiled(
             return  # the loop ended before a step of this cycle
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            names = (folder / f"profile_{process_index}{f'-{i}' if i else ''}.json" for i in count())
+            names = (str(folder / f"profile_{process_index}{f'-{i}' if i else ''}.json") for i in count())
             written.append(next(path for path in names if path not in written))
-            profiler.export_chrome_trace(str(written[-1]))
+            profiler.export_chrome_trace(written[-1])
         if options.on_trace_ready is not None:
             options.on_trace_ready(profiler)
 
     profiler = options.build()
     profiler.on_trace_ready = ready
-    allow_exports(profiler)
+    adapt(profiler)
     with profiler:
         yield profiler
         is_over = True
-    if process_index == 0 and schedule is not None:
-        if not any(schedule(step) in RECORDING for step in range(profiler.step_num or 1)) or not profiler.step_num:
-            warn_without_records(schedule, profiler.step_num)
+    steps = profiler.step_num
+    if process_index == 0 and schedule is not None and all(schedule(i) not in RECORDING for i in range(steps)):
+        warn_without_records(schedule, steps)
     if folder is not None:
         wait()

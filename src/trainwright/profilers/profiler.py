@@ -89,7 +89,7 @@ class Profiler:
         return ""
 
     def describe(self, show: Callable[[str], Any] = print) -> None:
-        """Write the summary to its file, or pass that of rank 0 to `show`, with the names of all files. Default: print."""
+        """Write the summary to its file, or pass that of rank 0 to `show` (default: print), with the names of files."""
         text, path = self.summary(), self.path(".txt")
         if text and (self.dirpath is not None or self.filename is not None):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,19 +16,16 @@ from torch.profiler import ProfilerAction, record_function
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.profilers.profile_kwargs import (
     RECORDING,
-    allow_exports,
+    adapt,
     check_activities,
     make_schedule,
     warn_without_records,
 )
 from trainwright.profilers.profiler import Profiler
 
-_COLUMNS = tuple(
-    f"{own}{device}_{what}"
-    for what in ("time_total", "memory_usage")
-    for own in ("", "self_")
-    for device in ("cpu", "device")
-) + ("cpu_time", "device_time", "count", "flops")
+_TIMES = ("cpu_time", "device_time", "cpu_time_total", "device_time_total", "self_cpu_time_total")
+_MEMORY = ("cpu_memory_usage", "device_memory_usage", "self_cpu_memory_usage", "self_device_memory_usage")
+_COLUMNS = (*_TIMES, "self_device_time_total", *_MEMORY, "count", "flops")
 _DEFAULT_SCHEDULE = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
 
 
@@ -43,7 +40,8 @@ class PyTorchProfiler(Profiler):
             `torch.autograd.profiler.emit_nvtx`. Default: False.
         export_to_chrome: Write the traces. Default: True.
         row_limit: Rows of the table; -1: all. Default: 20.
-        sort_by_key: Column that the table is sorted by, for example `cpu_time_total`. Default: None, which is the total time on the device.
+        sort_by_key: Column that the table is sorted by, for example `cpu_time_total`. Default: None, which
+            is the total time on the device.
         record_module_names: Mark the forward of each module with its name. Default: True.
         table_kwargs: Further arguments of torch's `table`. Default: None.
         schedule: The steps to record: `wait`, `warmup`, `active`, `repeat` and `skip_first`, or a function of
@@ -143,7 +141,7 @@ class PyTorchProfiler(Profiler):
             self._is_exporting = False
 
         self.profiler = torch.profiler.profile(schedule=self.schedule, on_trace_ready=ready, **options)
-        allow_exports(self.profiler)
+        adapt(self.profiler)
         self._resources.enter_context(self.profiler)
         self._note()
 
@@ -178,9 +176,7 @@ class PyTorchProfiler(Profiler):
         self._num_recorded += self._records
         self._num_steps += 1
         if self.profiler is not None:
-            with warnings.catch_warnings():  # each cycle is exported when it ends
-                warnings.filterwarnings("ignore", ".*Profiler clears events at the end of each cycle")
-                self.profiler.step()
+            self.profiler.step()
             self._note()
 
     def _receive(self, profiler: Any) -> None:
