@@ -133,7 +133,7 @@ class QueuedLogger(Logger):
             require_package(self._package, purpose=type(self).__name__, install=pip)
         self.dropped = 0
         worker, is_open = _Worker(type(self).__name__), threading.Event()
-        worker.calls.put((partial(self._open_run, run, worker, is_open), False))
+        worker.calls.put((partial(_open, self, run, worker, is_open), False))
         has_answered = is_open.wait(self.start_patience)
         if has_answered and worker.error is not None:
             worker.calls.put((lambda: None, True))
@@ -150,7 +150,7 @@ class QueuedLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue values; those at steps that a resumed history already contains are skipped."""
         values = {name: float(value) for name, value in self.prefixed(metrics).items()}
-        self._put(self._write_new, values, int(step), _now())
+        self._put(_write_new, self, values, int(step), _now())
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Queue hyper-parameters, as nested dicts and lists."""
@@ -212,7 +212,7 @@ class QueuedLogger(Logger):
         if self._last_checkpoint is not None:
             worker.calls.put((partial(self._upload, *self._last_checkpoint), False))
             self._last_checkpoint = None
-        close = partial(self._close_run, worker, status)
+        close = partial(_close, self, worker, status)
         worker.calls.put(((lambda: None) if self._closes_in_caller else close, True))
         worker.join(self.patience)
         worker.is_abandoned = worker.is_alive()
@@ -243,7 +243,7 @@ class QueuedLogger(Logger):
                 "already open and continues as a new one."
             )
         else:
-            self._put(self._read_floors)
+            self._put(_read_floors, self)
 
     @property
     def name(self) -> str | None:
@@ -260,30 +260,6 @@ class QueuedLogger(Logger):
             self.warn_once(f"{type(self).__name__}: the run is not open yet; `experiment` does nothing.")
             return Silence()
         return self._experiment
-
-    def _open_run(self, run: RunInfo, worker: _Worker, has_answered: threading.Event) -> None:
-        try:
-            self._open(run)
-            self._floors = self._last_steps() if self._resumes else {}
-            self._exists, self._resumes, worker.is_open = True, False, True
-        except Exception as error:
-            worker.error = error  # `start` reads it as soon as the event is set
-            raise
-        finally:
-            has_answered.set()
-
-    def _read_floors(self) -> None:
-        self._floors = self._last_steps()
-
-    def _write_new(self, values: dict[str, float], step: int, seconds: float) -> None:
-        if self._floors:
-            values = {name: value for name, value in values.items() if step > self._floors.get(name, -1)}
-        if values:
-            self._write_metrics(values, step, seconds)
-
-    def _close_run(self, worker: _Worker, status: Status) -> None:
-        if worker.is_open:
-            self._close(status)
 
     def _upload(self, path: Path, aliases: tuple[str, ...]) -> None:
         try:
@@ -322,6 +298,40 @@ def to_image(pixels: Pixels) -> Any:
     from PIL import Image  # the packages of trackers need it
 
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+
+
+# What the thread of a logger calls
+
+
+def _open(logger: QueuedLogger, run: RunInfo, worker: _Worker, has_answered: threading.Event) -> None:
+    try:
+        logger._open(run)
+        if logger._resumes:
+            _read_floors(logger)
+        else:
+            logger._floors = {}
+        logger._exists, logger._resumes, worker.is_open = True, False, True
+    except Exception as error:
+        worker.error = error  # `start` reads it as soon as the event is set
+        raise
+    finally:
+        has_answered.set()
+
+
+def _close(logger: QueuedLogger, worker: _Worker, status: Status) -> None:
+    if worker.is_open:
+        logger._close(status)
+
+
+def _read_floors(logger: QueuedLogger) -> None:
+    logger._floors = logger._last_steps()
+
+
+def _write_new(logger: QueuedLogger, values: dict[str, float], step: int, seconds: float) -> None:
+    if logger._floors:
+        values = {name: value for name, value in values.items() if step > logger._floors.get(name, -1)}
+    if values:
+        logger._write_metrics(values, step, seconds)
 
 
 class _Worker(threading.Thread):
