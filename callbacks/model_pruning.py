@@ -78,6 +78,11 @@ class ModelPruning(Callback):
     ) -> None:
         self._given = parameters_to_prune
         self._names = tuple(parameter_names or ("weight", "bias"))
+        is_whole = isinstance(amount, int)
+        if not callable(amount) and not (amount >= 0 if is_whole else 0 <= amount <= 1):
+            raise ConfigurationError(
+                f"ModelPruning(amount={amount!r}): expected a share from 0.0 to 1.0, a number, or a function."
+            )
         self._amount = amount
         self._apply = apply_pruning
         self._is_permanent = make_pruning_permanent

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.core.errors import ConfigurationError, nearest, require_package
 from trainwright.core.measures import evaluating
 from trainwright.core.rng import isolate_rng
 from trainwright.loggers.hyperparams import flatten
@@ -21,6 +21,9 @@ from trainwright.loggers.versioned import VersionedLogger
 
 HPARAMS_FILE = "hparams.yaml"
 _EVENT_FILES = "events.out.tfevents.*"
+
+
+_WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
 
 
 class TensorBoardLogger(VersionedLogger):
@@ -59,6 +62,12 @@ class TensorBoardLogger(VersionedLogger):
         super().__init__(save_dir, name, version, prefix, sub_dir=sub_dir)
         self.wants_graph = log_graph
         self._default_hp_metric = default_hp_metric
+        for option in writer_options:
+            if option not in _WRITER_OPTIONS:
+                raise ConfigurationError(
+                    f"TensorBoardLogger has no option {option!r}.{nearest(option, _WRITER_OPTIONS)} Those of "
+                    f"SummaryWriter: {', '.join(_WRITER_OPTIONS)}."
+                )
         self._writer_options = writer_options
         self._writer: Any = None
 

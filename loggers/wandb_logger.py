@@ -15,6 +15,8 @@ from trainwright.loggers.logger import Logger, RunInfo, Status
 STEP_KEY = "trainer/global_step"
 """The x-axis of every curve: W&B's own step counts calls, and cannot be decreased."""
 
+_PATIENCE = 10.0  # seconds that a start waits for the server
+
 _EXIT_CODES: dict[Status, int] = {"success": 0, "failed": 1, "interrupted": 255}
 
 
@@ -131,7 +133,8 @@ class WandbLogger(Logger):
         return super().experiment
 
     def start(self, run: RunInfo) -> None:
-        """Open the W&B run. Blocks until its service has started, and online until the server has answered.
+        """Open the W&B run. Blocks until its service has started, and online until the server has answered. A server
+        that does not answer within 10 s is a warning, and the run is recorded offline.
 
         Raises:
             MissingPackageError: wandb is not installed.
@@ -157,7 +160,7 @@ class WandbLogger(Logger):
                 "id": self._id,
                 "resume": "allow",
             }
-            self._experiment, self._is_ours = wandb.init(**{**options, **self._init_options}), True
+            self._experiment, self._is_ours = self._init(wandb, {**options, **self._init_options}), True
         super().start(run)
         self._ended = None
         experiment = self._experiment
@@ -168,6 +171,18 @@ class WandbLogger(Logger):
         if getattr(experiment, "resumed", False) is True:
             held = experiment.summary.get(STEP_KEY)
             self._floor = int(held) if held is not None else None
+
+    def _init(self, wandb: Any, options: dict[str, Any]) -> Any:
+        if options.get("mode") in ("offline", "disabled") or options.get("settings") is not None:
+            return wandb.init(**options)
+        try:
+            return wandb.init(**options, settings=wandb.Settings(init_timeout=_PATIENCE))
+        except wandb.errors.CommError as error:
+            self.warn_once(
+                f"WandbLogger: the server opened no run within {_PATIENCE:g} s: {error}. The run is recorded offline; "
+                "send it with `wandb sync`."
+            )
+            return wandb.init(**{**options, "mode": "offline"})
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Add nested values to the run's config."""

@@ -40,6 +40,7 @@ class ClearMLLogger(QueuedLogger):
         options: of `Task.init`, for example `tags`, `output_uri`.
     """
 
+    _package = "clearml"
     _project_argument = "project_name"
 
     def __init__(

@@ -36,6 +36,7 @@ class CometLogger(QueuedLogger):
         options: of `comet_ml.ExperimentConfig`, for example `name`, `tags`, `offline_directory`.
     """
 
+    _package = "comet_ml"
     _folder_argument = ("offline_directory", "comet")
 
     def __init__(

@@ -26,6 +26,8 @@ class DVCLiveLogger(QueuedLogger):
             needs a DVC repository.
     """
 
+    _package = "dvclive"
+
     def __init__(
         self,
         dir: str | os.PathLike[str] | None = None,

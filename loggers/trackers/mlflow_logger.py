@@ -38,6 +38,7 @@ class MLFlowLogger(QueuedLogger):
         run_id: the run to resume; None: a new one. Default: None.
     """
 
+    _package = "mlflow.tracking"
     _project_argument = "experiment_name"
     _folder_argument = ("save_dir", "")
 

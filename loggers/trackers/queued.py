@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.loggers.hyperparams import plain
 from trainwright.loggers.images import to_pixels
-from trainwright.loggers.logger import Logger, RunInfo, Status, cells
+from trainwright.loggers.logger import Logger, RunInfo, Silence, Status, cells
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -27,15 +27,15 @@ Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 class QueuedLogger(Logger):
     """Logger that never waits for its backend while training runs.
 
-    `start` opens the run in the calling process, so that configuration errors are raised. Each later call converts its
-    values, puts them onto a bounded queue and returns. A daemon thread writes them in order. A full queue drops the new
-    call, with one warning; `finish` reports how many were dropped. After an error of the backend nothing more is
-    written, and every later call raises the error until `finish`. `finish` waits for the queue.
+    A daemon thread opens the run and writes in order what is logged. `start` waits at most `start_patience` seconds for
+    the run, and raises an error that occurs until then; a run that is not open yet is a warning. Each later call
+    converts its values, puts them onto a bounded queue and returns. A full queue drops the new call, with one warning;
+    `finish` reports how many were dropped. After an error of the backend nothing more is written, and every later call
+    raises the error until `finish`. `finish` waits for the queue.
 
     A sub-class defines the abstract methods, and those of the following that its backend supports:
     `_write_image(key, pixels, step)` with pixels H×W×C of 1, 3 or 4 channels, `_write_text(key, text, step)`,
-    `_write_table(key, columns, rows, step)`, `_write_checkpoint(path, aliases)`. The thread calls all but `_open` and
-    `_last_steps`.
+    `_write_table(key, columns, rows, step)`, `_write_checkpoint(path, aliases)`. The thread calls all of them.
 
     Args:
         prefix: put before the name of each metric, with a dash. Default: `""`.
@@ -45,12 +45,15 @@ class QueuedLogger(Logger):
 
     Attributes:
         capacity: the number of calls that the queue holds. Default: 10,000.
+        start_patience: the number of seconds that `start` waits for the run. Default: 10.
         patience: the number of seconds that `finish` waits for the queue. Default: 60.
         dropped: the number of calls that a full queue has dropped.
     """
 
     capacity: int = 10_000
+    start_patience: float = 10.0
     patience: float = 60.0
+    _package: ClassVar[str | None] = None  # `start` imports it in the caller, which may take longer than the patience
     _project_argument: ClassVar[str] = "project"
     _folder_argument: ClassVar[tuple[str, str] | None] = None  # its name, and a sub-folder of the run's root folder
     _closes_in_caller: ClassVar[bool] = False
@@ -115,30 +118,39 @@ class QueuedLogger(Logger):
         return {}
 
     def start(self, run: RunInfo) -> None:
-        """Open the run. Blocks until the backend has answered.
+        """Let the thread open the run, and wait for it at most `start_patience` seconds.
 
         Raises:
             MissingPackageError: the backend's package is not installed.
+            Exception: the backend's own, if it fails within the time.
         """
         if self._worker is not None and self._worker.error is not None:
             self._finish_at_exit()
         if self._run is not None:
             return
-        self._open(run)
-        self._floors = self._last_steps() if self._resumes else {}
-        self._exists, self._resumes = True, False
+        if self._package is not None:
+            pip = self._package.partition(".")[0].replace("_", "-")
+            require_package(self._package, purpose=type(self).__name__, install=pip)
         self.dropped = 0
-        self._worker = _Worker(type(self).__name__)
+        worker, is_open = _Worker(type(self).__name__), threading.Event()
+        worker.calls.put((partial(_open, self, run, worker, is_open), False))
+        has_answered = is_open.wait(self.start_patience)
+        if has_answered and worker.error is not None:
+            worker.calls.put((lambda: None, True))
+            raise worker.error
+        self._worker = worker
+        if not has_answered:
+            self.warn_once(
+                f"{type(self).__name__}: the backend has not answered within {self.start_patience:g} s. Training "
+                "continues. What is logged waits in the queue, and is written once the backend answers."
+            )
         super().start(run)
         atexit.register(self._finish_at_exit)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue values; those at steps that a resumed history already contains are skipped."""
         values = {name: float(value) for name, value in self.prefixed(metrics).items()}
-        if self._floors:
-            values = {name: value for name, value in values.items() if step > self._floors.get(name, -1)}
-        if values:
-            self._put(self._write_metrics, values, int(step), _now())
+        self._put(_write_new, self, values, int(step), _now())
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Queue hyper-parameters, as nested dicts and lists."""
@@ -200,7 +212,7 @@ class QueuedLogger(Logger):
         if self._last_checkpoint is not None:
             worker.calls.put((partial(self._upload, *self._last_checkpoint), False))
             self._last_checkpoint = None
-        close = partial(self._close, status)
+        close = partial(_close, self, worker, status)
         worker.calls.put(((lambda: None) if self._closes_in_caller else close, True))
         worker.join(self.patience)
         worker.is_abandoned = worker.is_alive()
@@ -231,7 +243,7 @@ class QueuedLogger(Logger):
                 "already open and continues as a new one."
             )
         else:
-            self._floors = self._last_steps()
+            self._put(_read_floors, self)
 
     @property
     def name(self) -> str | None:
@@ -244,6 +256,9 @@ class QueuedLogger(Logger):
         return self._id
 
     def _backend(self) -> Any:
+        if self._worker is not None and not self._worker.is_open:
+            self.warn_once(f"{type(self).__name__}: the run is not open yet; `experiment` does nothing.")
+            return Silence()
         return self._experiment
 
     def _upload(self, path: Path, aliases: tuple[str, ...]) -> None:
@@ -285,6 +300,40 @@ def to_image(pixels: Pixels) -> Any:
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
+# What the thread of a logger calls
+
+
+def _open(logger: QueuedLogger, run: RunInfo, worker: _Worker, has_answered: threading.Event) -> None:
+    try:
+        logger._open(run)
+        if logger._resumes:
+            _read_floors(logger)
+        else:
+            logger._floors = {}
+        logger._exists, logger._resumes, worker.is_open = True, False, True
+    except Exception as error:
+        worker.error = error  # `start` reads it as soon as the event is set
+        raise
+    finally:
+        has_answered.set()
+
+
+def _close(logger: QueuedLogger, worker: _Worker, status: Status) -> None:
+    if worker.is_open:
+        logger._close(status)
+
+
+def _read_floors(logger: QueuedLogger) -> None:
+    logger._floors = logger._last_steps()
+
+
+def _write_new(logger: QueuedLogger, values: dict[str, float], step: int, seconds: float) -> None:
+    if logger._floors:
+        values = {name: value for name, value in values.items() if step > logger._floors.get(name, -1)}
+    if values:
+        logger._write_metrics(values, step, seconds)
+
+
 class _Worker(threading.Thread):
     """A daemon thread that makes queued calls until the first error, and then the last call."""
 
@@ -292,6 +341,7 @@ class _Worker(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.calls: queue.SimpleQueue[tuple[Callable[[], None], bool]] = queue.SimpleQueue()
         self.error: Exception | None = None
+        self.is_open = False
         self.is_abandoned = False
         self.start()
 

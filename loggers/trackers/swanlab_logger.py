@@ -28,6 +28,7 @@ class SwanLabLogger(QueuedLogger):
         options: of `swanlab.init`, for example `mode="offline"`, `workspace`, `tags`.
     """
 
+    _package = "swanlab"
     _folder_argument = ("log_dir", "swanlog")
     _closes_in_caller = True  # Run.finish restores signal handlers, which only the main thread can
 

@@ -24,6 +24,8 @@ class TrackioLogger(QueuedLogger):
         options: of `trackio.init`, for example `space_id`, `server_url`, `group`.
     """
 
+    _package = "trackio"
+
     def __init__(
         self, project: str = "trainwright_logs", name: str | None = None, prefix: str = "", **options: Any
     ) -> None:

@@ -42,7 +42,6 @@ def test_memory_and_flops() -> None:
     assert "FLOPs" in prof.key_averages().table(sort_by="flops", row_limit=10)
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_a_schedule_calls_the_handler_for_each_cycle() -> None:
     seen: list[int] = []
     options = ProfileKwargs(
@@ -69,7 +68,35 @@ def test_a_schedule_that_never_becomes_active_is_told(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_without_a_step_the_warning_says_to_call_it() -> None:
+    options = ProfileKwargs(schedule_option={"active": 1})
+    accelerator = Accelerator(cpu=True)
+    with pytest.warns(TrainwrightWarning, match=r"did not call step\(\) of the profiler"), accelerator.profile(options):
+        _model()(_inputs())
+
+
+def test_each_cycle_and_context_has_a_file_and_the_handler_its_own(tmp_path: Path) -> None:
+    handler = torch.profiler.tensorboard_trace_handler(str(tmp_path / "board"))
+    schedule = {"wait": 1, "active": 1}
+    options = ProfileKwargs(schedule_option=schedule, output_trace_dir=str(tmp_path), on_trace_ready=handler)
+    accelerator = Accelerator(cpu=True)
+    for _ in range(2):
+        with accelerator.profile(options) as prof:
+            for _ in range(5):
+                _model()(_inputs())
+                prof.step()
+    names = {path.name for path in tmp_path.glob("*.json")}
+    assert names == {"profile_0.json", *(f"profile_0-{i}.json" for i in (1, 2, 3))}
+    assert len(list((tmp_path / "board").iterdir())) == 4
+
+
 def test_wrong_options_name_the_nearest() -> None:
+    context = Accelerator(cpu=True).profile({"activities": ["cpu"]})  # type: ignore[arg-type]  # it is wrong on purpose
+    with pytest.raises(ConfigurationError, match=r"expected ProfileKwargs\(…\)"), context:
+        pass
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigurationError, match="'cuda' cannot be recorded"):
+            ProfileKwargs(activities=["cuda"]).build()
     with pytest.raises(ConfigurationError, match=r"no key 'warm_up'.*'warmup'"):
         ProfileKwargs(schedule_option={"warm_up": 1})
     with pytest.raises(ConfigurationError, match=r"'cpuu'.*'cpu'"):

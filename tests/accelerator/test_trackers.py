@@ -119,6 +119,45 @@ def test_a_failure_ends_the_use_of_a_tracker_and_nothing_else() -> None:
     assert [call[0] for call in recorder.calls] == ["log", "log", "finish"]
 
 
+class Away(Recorder):
+    """A tracker whose server is away."""
+
+    name = "away"
+
+    def start(self) -> None:
+        raise OSError("the server is away")
+
+
+def test_a_tracker_that_failed_is_replaced_by_an_object_that_does_nothing() -> None:
+    accelerator = Accelerator(cpu=True, log_with=Away())
+    with pytest.warns(TrainwrightWarning, match="'away' failed in start"):
+        accelerator.init_trackers("project")
+    for unwrap in (False, True):
+        with pytest.warns(
+            TrainwrightWarning, match="'away' failed at its start: what get_tracker returns does nothing"
+        ):
+            accelerator.get_tracker("away", unwrap=unwrap).log({"a": 1})
+
+
+def test_a_wrong_call_is_an_error_and_disables_nothing(tmp_path: Path) -> None:
+    recorder = Recorder()
+    accelerator = Accelerator(cpu=True, log_with=[recorder, "tensorboard"], project_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"no option 'flush_sec'\. Did you mean 'flush_secs'"):
+        accelerator.init_trackers("project", init_kwargs={"tensorboard": {"flush_sec": 1}})
+    with pytest.raises(ConfigurationError, match=r"init_kwargs=\{'mlflow'.* is wrong: .*'uri'"):
+        Accelerator(cpu=True, log_with="mlflow").init_trackers("project", init_kwargs={"mlflow": {"uri": "x"}})
+    accelerator.init_trackers("project")
+    with pytest.raises(ConfigurationError, match="expected a mapping"):
+        accelerator.log([1, 2])  # type: ignore[arg-type]  # it is wrong on purpose
+    with pytest.raises(ConfigurationError, match="step='a'"):
+        accelerator.log({"a": 1}, step="a")  # type: ignore[arg-type]  # it is wrong on purpose
+    with pytest.warns(TrainwrightWarning, match="cannot log 'a', an object; it is skipped") as caught:
+        accelerator.log({"a": object(), "b": [1]}, step=0)
+    assert len(caught) == 1
+    assert [tracker.name for tracker in accelerator.trackers] == ["recorder", "tensorboard"]
+    accelerator.end_training()
+
+
 def test_all_are_those_that_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "trainwright.accelerator.trackers.find_spec", lambda name: name if name in ("tensorboard", "wandb") else None

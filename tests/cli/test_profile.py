@@ -58,9 +58,9 @@ class SlowSGD(torch.optim.SGD):
 
 
 class Net(tw.TaskModule):
-    def __init__(self, seconds: float = 0.0):
+    def __init__(self, seconds: float = 0.0, nap: float = 0.0):
         super().__init__()
-        self.seconds = seconds
+        self.seconds, self.nap = seconds, nap
         self.layer = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
         TASKS.append(self)
 
@@ -69,6 +69,12 @@ class Net(tw.TaskModule):
             loss = self.layer(batch).square().mean()
         self.log("loss", loss)
         return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        time.sleep(self.nap)
+
+    def validation_step(self, batch, batch_idx):  # without data: a notice
+        pass
 
     def configure_callbacks(self):
         return tw.ModelCheckpoint(every_n_train_steps=1)
@@ -112,7 +118,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def _profile(capsys: pytest.CaptureFixture[str], *words: str, steps: int = 5) -> dict[str, Any]:
     assert main(["profile", "config.yaml", "--steps", str(steps), "--json", *words]) == 0
     text = capsys.readouterr().out
-    found: dict[str, Any] = json.loads(text[text.index("{") :])
+    found: dict[str, Any] = json.loads(text)  # and nothing else, such as a notice
     return found
 
 
@@ -125,6 +131,7 @@ _NAPS = "trainer.callbacks=[{class_path: profiled_project.Naps, init_args: {seco
         ("data.seconds=0.005", "data wait", "% of a step with num_workers=0: set num_workers="),
         ("task.seconds=0.02", "optimizer", "parameter tensors: pass fused=True (or foreach=True) to SlowSGD"),
         (_NAPS, "callbacks", "Naps takes 2"),
+        ("task.nap=0.02", "callbacks", "the task's on_before_optimizer_step takes 2"),
     ],
 )
 def test_the_slow_part_is_named(word: str, part: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,15 +165,23 @@ def test_weights_are_those_of_a_fit_of_as_many_steps_and_nothing_is_written(
 
 def test_the_table_names_the_largest_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "config.yaml", "--steps", "2", "--warmup", "1", "data.seconds=0.005"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()[1:]  # after the notice
     assert lines[0].startswith("Mean of 2 steps after 1 warm-up steps: ")
     assert [line[:14].strip() for line in lines[2:10]] == [*PARTS[:-1], OTHER]
     assert lines[10] == "Largest part: data wait."
 
 
+@pytest.mark.parametrize("words", [["--config", "config.yaml"], ["-c", "config.yaml", "--trainer.max_epochs", "3"]])
+def test_the_configuration_is_given_as_to_fit(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *words, "--steps", "1", "--warmup", "1"]) == 0
+    assert "Mean of 1 steps" in capsys.readouterr().out
+
+
 def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "config.yaml", "--steps", "0"]) == 2
     assert "expected at least 1 of each" in capsys.readouterr().err
+    assert main(["profile", "config.yaml", "--step", "5"]) == 2
+    assert "unknown option --step. Did you mean '--steps'?" in capsys.readouterr().err
     assert main(["profile", "config.yaml", "trainer.limit_train_batches=0"]) == 2
 
 
@@ -205,13 +220,48 @@ def test_actions_have_parts() -> None:
     assert {name: part_of(name) for name in names} == names
 
 
-_FACTS = {"num_workers": 2, "prefetch_factor": None, "batch_size": 4, "accumulate": 2, "compile": True}
+_FACTS = {
+    "num_workers": 2,
+    "prefetch_factor": None,
+    "batch_size": 4,
+    "pin_memory": False,
+    "accumulate": 2,
+    "compile": True,
+    "is_cpu": False,
+    "is_32": True,
+    "parameters": 300,
+    "unfused": None,
+}
+
+
+def _advice(part: str, ms: float = 7.0, **facts: Any) -> str:
+    parts = {**dict.fromkeys((*PARTS, OTHER), 0.0), part: ms}
+    result = {"step_ms": 10.0, "parts": parts, "callbacks": {}, "longest_wait_ms": facts.pop("longest", ms)}
+    return advice(result, {**_FACTS, **facts})[0]
+
+
+def test_advice_depends_on_what_is_set_and_measured() -> None:
+    assert "precision" in _advice("forward", compile=False)
+    assert "precision" not in _advice("forward", compile=False, is_32=False)
+    assert _advice("backward", is_32=False).endswith("which is computation")
+    assert "pin_memory" in _advice("host to device")
+    assert "transfer_batch_to_device" in _advice("host to device", is_cpu=True)
+    assert "num_workers" not in _advice("data wait", 0.4, num_workers=0)
+    assert "num_workers=" in _advice("data wait", num_workers=0)
+    assert "less work per sample" in _advice("data wait")
+    assert "prefetch_factor" not in _advice("data wait")
+    assert "prefetch_factor=4" in _advice("data wait", longest=70.0)
 
 
 @pytest.mark.parametrize("part", [*PARTS, OTHER])
 def test_each_part_has_advice_with_its_number(part: str) -> None:
-    facts = {**_FACTS, "parameters": 300, "unfused": None}
-    result = {"step_ms": 10.0, "parts": {**dict.fromkeys((*PARTS, OTHER), 0.0), part: 7.0}, "callbacks": {"Slow": 7.0}}
+    facts = _FACTS
+    result = {
+        "longest_wait_ms": 7.0,
+        "step_ms": 10.0,
+        "parts": {**dict.fromkeys((*PARTS, OTHER), 0.0), part: 7.0},
+        "callbacks": {"Slow": 7.0},
+    }
     (text,) = advice(result, facts)
     assert text.startswith(f"{part} is 70 % of a step")
     short = {**result, "step_ms": 1.0, "parts": {**result["parts"], part: 0.7}}  # type: ignore[dict-item]  # a dict

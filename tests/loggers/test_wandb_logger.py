@@ -55,6 +55,7 @@ class FakeArtifact:
 def fake(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Put a stand-in where `require_package("wandb")` finds the package; `runs` are those that were made."""
     package = SimpleNamespace(run=None, runs=[], make={}, Artifact=FakeArtifact)
+    package.Settings, package.errors = SimpleNamespace, SimpleNamespace(CommError=ConnectionError)
 
     def init(**options: Any) -> FakeRun:
         package.runs.append(FakeRun(**package.make, **options))
@@ -141,6 +142,23 @@ def test_the_runs_name_and_options_reach_init(fake: SimpleNamespace, tmp_path: P
     assert (options["name"], options["project"], options["entity"], options["tags"]) == ("night", "p", "e", ["t"])
     assert options["dir"] == str(tmp_path)
     assert "mode" not in options
+
+
+def test_a_server_that_does_not_answer_leaves_an_offline_run(fake: SimpleNamespace, tmp_path: Path) -> None:
+    init = fake.init
+
+    def away(**options: Any) -> FakeRun:
+        if options.get("mode") != "offline":
+            assert options["settings"].init_timeout <= 10
+            raise ConnectionError("refused")
+        return init(**options)  # type: ignore[no-any-return]
+
+    fake.init = away
+    logger = WandbLogger(save_dir=tmp_path)
+    with pytest.warns(TrainwrightWarning, match="refused. The run is recorded offline; send it with `wandb sync`"):
+        logger.start(RunInfo(tmp_path))
+    logger.log_metrics({"loss": 1.0}, 0)
+    assert fake.runs[0].history == [{"loss": 1.0, "trainer/global_step": 0}]
 
 
 def checkpoints(folder: Path) -> list[Path]:

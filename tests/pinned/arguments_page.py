@@ -14,20 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from trainwright import Accelerator, TaskModule, Trainer
+from trainwright.callbacks import BackboneFinetuning, GarbageCollection, ModelPruning, SlowRankDetector
+from trainwright.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from trainwright.utils import ProfileKwargs
 
 FILE = Path(__file__).parents[2] / "docs" / "arguments.md"
 _HEAD = """# Arguments
 
-The arguments of the classes and methods that every program uses, and what a task may define. The page is made from the
-docstrings (`python -m tests.pinned.arguments_page`). `help(…)` shows the same for every public name, with the errors
-that each raises.
+The arguments of the classes and methods that every program uses, of profilers and some callbacks, and what a task may
+define. The page is made from the docstrings (`python -m tests.pinned.arguments_page`). `help(…)` shows the same for
+every public name, with the errors that each raises.
 """
 _ENTRY = re.compile(r"^ {4}(?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {8,}.*)*)", re.MULTILINE)
 
 
 def _arguments(function: Callable[..., Any]) -> Iterator[str]:
     """Yield a table row for each documented argument."""
-    args = re.search(r"^Args:\n((?: {4}.*\n?|\n)*)", inspect.getdoc(function) or "", re.MULTILINE)
+    args = re.search(r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n)*)", inspect.getdoc(function) or "", re.MULTILINE)
     parameters = inspect.signature(function).parameters
     yield "| argument | default | meaning |\n|---|---|---|"
     for entry in _ENTRY.finditer(args[1] if args else ""):
@@ -61,6 +64,9 @@ def arguments_page() -> str:
         "Accelerator": Accelerator,
     }.items():
         parts.append(f"## {title}\n\n" + "\n".join(_arguments(function)) + "\n")
+    listed = (Profiler, SimpleProfiler, AdvancedProfiler, PyTorchProfiler, ProfileKwargs)
+    for cls in (*listed, BackboneFinetuning, GarbageCollection, ModelPruning, SlowRankDetector):
+        parts.append(f"## {cls.__name__}\n\n" + "\n".join(_arguments(cls)) + "\n")
     parts.append("## TaskModule\n\n" + "\n".join(_methods(TaskModule)) + "\n")
     return "\n".join(parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -165,6 +166,37 @@ def test_the_merged_trace_has_a_lane_for_each_rank(tmp_path: Path) -> None:
     assert all(with_steps & of_rank for of_rank in lanes.values())
 
 
+def test_a_handler_may_export_each_cycle_too(tmp_path: Path) -> None:
+    handler = torch.profiler.tensorboard_trace_handler(str(tmp_path / "board"), use_gzip=True)
+    schedule = {"wait": 1, "active": 2, "repeat": 2}
+    _fit(PyTorchProfiler(tmp_path, schedule=schedule, on_trace_ready=handler))
+    theirs = sorted((tmp_path / "board").iterdir())
+    assert len(theirs) == 2
+    for own, path in zip(("fit-profile-0.json", "fit-profile-0-1.json"), theirs, strict=True):
+        assert json.loads(gzip.decompress(path.read_bytes())) == json.loads((tmp_path / own).read_text())
+
+
+def test_the_header_counts_what_the_table_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _fit(PyTorchProfiler(tmp_path, schedule={"wait": 2, "active": 2}))  # 8 steps; a third cycle has none
+    text = (tmp_path / "fit-profile-0.txt").read_text()
+    assert "2 steps recorded, in the last of 2 cycles" in text
+    assert not (tmp_path / "fit-profile-0-2.json").exists()
+    files = "fit-profile-0-1.json, fit-profile-0.json, fit-profile-0.txt"
+    assert f"Files of the profiler in {tmp_path}: {files}" in capsys.readouterr().out
+    _fit(PyTorchProfiler(tmp_path, schedule={"wait": 4, "active": 1}))
+    assert "1 steps recorded\n" in (tmp_path / "fit-profile-0.txt").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_what_the_machine_lacks_is_an_error_or_a_warning(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="needs an NVIDIA GPU"):
+        _fit(PyTorchProfiler(tmp_path, emit_nvtx=True))
+    with pytest.raises(ConfigurationError, match=r"'cuda' cannot be recorded on this machine\. Supported: cpu"):
+        _fit(PyTorchProfiler(tmp_path, activities=[torch.profiler.ProfilerActivity.CUDA]))
+    with pytest.warns(TrainwrightWarning, match="needs CUDA; no snapshot is written"):
+        _fit(PyTorchProfiler(tmp_path, memory_snapshot=True))
+
+
 def test_a_schedule_that_never_becomes_active_is_told(tmp_path: Path) -> None:
     with pytest.warns(TrainwrightWarning, match=r"recorded no step: the loop ran 8 steps, .* active after 100 steps"):
         _fit(PyTorchProfiler(tmp_path, schedule={"wait": 100, "active": 1}))
@@ -223,6 +255,10 @@ def test_wrong_arguments_name_the_nearest() -> None:
         quiet_trainer(profiler=3)
     with pytest.raises(ConfigurationError, match=r"no key 'aktive'.*'active'"):
         PyTorchProfiler(schedule={"aktive": 1})
+    with pytest.raises(ConfigurationError, match="has no active"):
+        PyTorchProfiler(schedule={"wait": 1})
+    with pytest.raises(ConfigurationError, match=r"'cpu_tme_total'.*'cpu_time_total'"):
+        PyTorchProfiler(sort_by_key="cpu_tme_total")
     with pytest.raises(ConfigurationError, match="at least 1 for active"):
         PyTorchProfiler(schedule={"active": 0})
     with pytest.raises(ConfigurationError, match=r"no argument 'with_flop'.*'with_flops'"):

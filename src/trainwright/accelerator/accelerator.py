@@ -210,6 +210,7 @@ class Accelerator:
         self._syncs_each_batch = settings.accumulation.sync_each_batch or self.strategy.sync_each_batch
         self._others: list[Any] = []
         self._trackers = LoopTrackers(self.log_with, self.project_configuration.logging_dir)
+        self._traces: list[str] = []
         self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
         self._begin(
             self.dataloader_config.data_seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process
@@ -725,9 +726,12 @@ class Accelerator:
 
         Args:
             profile_handler: Options of this context. Default: those in `kwargs_handlers`.
+
+        Raises:
+            ConfigurationError: `profile_handler` is of another type, or this machine does not have an activity.
         """
         options = profile_handler or self._settings.handlers.profile or ProfileKwargs()
-        return profiled(options, self.process_index, self.wait_for_everyone)
+        return profiled(options, self.process_index, self.wait_for_everyone, self._traces)
 
     def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
         """Divide the gradients of optimizers by the loss scale, once per step. Default: of all optimizers."""
@@ -1089,9 +1093,10 @@ class Accelerator:
             log_kwargs: Options for the `log` of trackers of your own, by their names. Default: None.
 
         Raises:
-            ConfigurationError: `init_trackers` has not been called, or `log_kwargs` names another tracker.
+            ConfigurationError: `init_trackers` has not been called, `log_kwargs` names another tracker, or `values` or
+                `step` has another type.
         """
-        self._trackers.each("log", values, step, options=log_kwargs)
+        self._trackers.log("log", values, step, log_kwargs)
 
     def log_images(
         self,
@@ -1100,7 +1105,7 @@ class Accelerator:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Record lists of images by their names, with each tracker that takes images. See `log`."""
-        self._trackers.each("log_images", values, step, options=log_kwargs)
+        self._trackers.log("log_images", values, step, log_kwargs)
 
     def log_table(
         self,

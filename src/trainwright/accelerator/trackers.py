@@ -58,7 +58,7 @@ _CLASSES: dict[LoggerType, type[LoggerTracker]] = {}
 class LoggerTracker(GeneralTracker):
     """Tracker that writes to a logger of `trainwright.loggers`. Each kind of logger has a sub-class.
 
-    It records numbers, tensors with one element, texts, and mappings of them. It warns once about each value of another
+    It records numbers, tensors with one element, texts, and mappings of them. It warns about the first value of another
     type. It writes on the first process only.
 
     Args:
@@ -76,7 +76,7 @@ class LoggerTracker(GeneralTracker):
         self.run_name = run_name
         self._folder = Path(logging_dir or ".")
         self.logger: Logger = LOGGERS.get(self.name).in_folder(self._folder, run_name, **options)
-        self._step = -1
+        self._step, self._has_warned = -1, False
 
     @property
     def tracker(self) -> Any:
@@ -109,8 +109,12 @@ class LoggerTracker(GeneralTracker):
                 metrics[name] = float(value.item() if has_one else value)
             elif isinstance(value, str):
                 self.logger.log_text(name, value, self._step)
-            else:
-                self.logger.warn_once(f"{self.name} cannot log {name!r}, a {type(value).__name__}; it is skipped.")
+            elif not self._has_warned:
+                self._has_warned, kind = True, type(value).__name__
+                self.logger.warn_once(
+                    f"{self.name} cannot log {name!r}, {'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}; it is "
+                    "skipped, and so are later ones without a warning."
+                )
         if metrics:
             self.logger.log_metrics(metrics, self._step)
 
@@ -209,7 +213,8 @@ def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | Gen
         else:
             check_owner(one)
             hint = " Another tracker is an object of a sub-class of GeneralTracker."
-            raise unknown("log_with", one if isinstance(one, str) else repr(one), LoggerType.list(), hint)
+            names = [*(kind.value for kind in _CLASSES), LoggerType.ALL.value]
+            raise unknown("log_with", one if isinstance(one, str) else repr(one), names, hint)
     return found
 
 
@@ -246,6 +251,7 @@ class LoopTrackers:
         self._folder = folder
         self.started: list[GeneralTracker] = []
         self._all: list[GeneralTracker] = []
+        self._unopened: list[GeneralTracker] = []  # they failed at their start
 
     def start(self, project: str, config: dict[str, Any] | None, options: Mapping[str, Mapping[str, Any]]) -> None:
         """Open a run of each tracker.
@@ -261,16 +267,37 @@ class LoopTrackers:
         names = [kind.name if isinstance(kind, GeneralTracker) else kind.value for kind in self._kinds]
         _check_names("init_kwargs", options, names)
         self.finish()
+        self._unopened = []
         self._all = [
-            kind
-            if isinstance(kind, GeneralTracker)
-            else _CLASSES[kind](project, self._folder, **options.get(kind.value, {}))
+            kind if isinstance(kind, GeneralTracker) else self._make(kind, project, options.get(kind.value, {}))
             for kind in self._kinds
         ]
         self.started = list(self._all)
-        self.each("start")
+        try:
+            self.each("start")
+        except ConfigurationError:
+            self.finish()
+            raise
         if config is not None:
             self.each("store_init_configuration", config)
+
+    def _make(self, kind: LoggerType, project: str, options: Mapping[str, Any]) -> LoggerTracker:
+        try:
+            return _CLASSES[kind](project, self._folder, **options)
+        except TypeError as error:
+            raise ConfigurationError(f"init_kwargs={{{kind.value!r}: {dict(options)!r}}} is wrong: {error}.") from error
+
+    def log(self, method: str, values: object, step: object, options: Mapping[str, Mapping[str, Any]] | None) -> None:
+        """Call `log` or `log_images` of each tracker.
+
+        Raises:
+            ConfigurationError: `values` is not a mapping or `step` is not a number, or as for `each`.
+        """
+        if self._kinds and not isinstance(values, Mapping):
+            raise ConfigurationError(f"accelerator.{method}({values!r}): expected a mapping of names to values.")
+        if self._kinds and step is not None and (isinstance(step, str) or not hasattr(step, "__int__")):
+            raise ConfigurationError(f"accelerator.{method}(…, step={step!r}): expected a whole number or None.")
+        self.each(method, values, step, options=options)
 
     def each(self, method: str, *args: Any, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Call a method of each tracker that has it.
@@ -289,8 +316,15 @@ class LoopTrackers:
                 getattr(tracker, method)(*args, **(options or {}).get(tracker.name, {}))
             except ConfigurationError:
                 raise
-            except Exception as error:  # noqa: BLE001  # whatever a tracker raises, the training continues
+            except Exception as error:  # whatever a tracker raises, the training continues
+                is_option = isinstance(error, TypeError) and "unexpected keyword argument" in str(error)
+                if method == "start" and is_option and isinstance(tracker, LoggerTracker):
+                    self.started.remove(tracker)
+                    raise ConfigurationError(
+                        f"an option in init_kwargs[{tracker.name!r}] is wrong: {error}."
+                    ) from error
                 self.started.remove(tracker)
+                self._unopened += [tracker] if method == "start" else []
                 warnings.warn(
                     f"the tracker {tracker.name!r} failed in {method} with {type(error).__name__}: {error}. It is not "
                     "used any more; training and the other trackers continue.",
@@ -299,7 +333,8 @@ class LoopTrackers:
                 )
 
     def get(self, name: str, *, unwrap: bool) -> Any:
-        """Return a tracker. On other processes than the first, return an object that does nothing.
+        """Return a tracker. On other processes than the first, and for one that failed at its start (with a warning),
+        return an object that does nothing.
 
         Raises:
             ConfigurationError: `name` is another tracker.
@@ -308,6 +343,10 @@ class LoopTrackers:
         _check_names("get_tracker", [name], list(named))
         found = named[name]
         if found.main_process_only and not PartialState().is_main_process:
+            return Silence()
+        if found in self._unopened:
+            text = f"the tracker {name!r} failed at its start: what get_tracker returns does nothing."
+            warnings.warn(text, TrainwrightWarning, stacklevel=3)
             return Silence()
         return found.tracker if unwrap else found  # type: ignore[attr-defined]  # checked by read_trackers
 

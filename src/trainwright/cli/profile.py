@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.registry import import_object
 from trainwright.loggers import Logger
 from trainwright.profilers.step_parts import OTHER, StepPartsProfiler
+from trainwright.strategies.precision import Precision
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -21,11 +24,15 @@ if TYPE_CHECKING:
 _TRACED_STEPS = 3  # further steps that measure communication, if there are several processes
 _NOTABLE = 20.0  # minimum percentage at which a part other than the largest gets advice
 _SHORT_MS = 2.0  # shorter steps get advice
+_OPTIONS = ("--steps", "--warmup", "--json", "--help")
+_SECTIONS = ("--task", "--data", "--trainer")
 _DROPPED = (ModelCheckpoint, ModelSummary, ProgressBar)
 _OFF = ("logger", "barebones", "fast_dev_run", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 _UNSET = ("profiler", "preemption_grace", "max_time", "max_samples", "max_tokens", "min_epochs", "min_steps")
 _REPLACED = {**dict.fromkeys(_OFF, False), **dict.fromkeys(_UNSET), "max_epochs": -1, "num_sanity_val_steps": 0}
-_LOADER_FACTS = ("num_workers", "prefetch_factor", "batch_size")
+_LOADER_FACTS = ("num_workers", "prefetch_factor", "batch_size", "pin_memory")
+_SHORT_WAIT_MS = 0.5  # a worker's own costs for a batch are about as long
+_UNEVEN = 3.0  # the longest wait in means, from which batches that are prepared ahead help
 
 
 class _Gather(Callback):
@@ -41,6 +48,8 @@ class _Gather(Callback):
         loader, optimizers = trainer.train_dataloader, list(trainer.optimizers)
         self.facts = {
             **{name: getattr(loader, name, None) for name in _LOADER_FACTS},  # None: a loader of another class
+            "is_cpu": trainer.run.engine.settings.device_type == "cpu",
+            "is_32": Precision.parse(trainer.settings.arguments.precision or "32-true").name == "32-true",
             "accumulate": trainer.settings.accumulate_grad_batches,
             "compile": bool(trainer.settings.arguments.compile),
             "parameters": sum(len(group["params"]) for each in optimizers for group in each.param_groups),
@@ -77,31 +86,42 @@ def advice(result: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
 
 
 def _change(part: str, result: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    compiled = "" if facts["compile"] else "trainer.compile=True or "
-    compute = f", which is computation: try {compiled}trainer.precision=bf16-mixed"
+    tries = [] if facts["compile"] else ["trainer.compile=True"]
+    tries += ["trainer.precision=bf16-mixed"] if facts["is_32"] else []
+    compute = ", which is computation" + (f": try {' or '.join(tries)}" if tries else "")
     more = f"trainer.accumulate_grad_batches={2 * facts['accumulate']}"
     fused = f"pass fused=True (or foreach=True) to {facts['unfused']}" if facts["unfused"] else f"set {more}"
-    callback, ms = max(result["callbacks"].items(), key=lambda item: item[1], default=("", 0.0))
+    name, ms = max(result["callbacks"].items(), key=lambda item: item[1], default=("", 0.0))
+    owner, _, hook = name.partition(".")  # a hook is given for the task only
+    slow = f"the task's {hook}" if hook else owner
+    moving = ": set pin_memory=True in the loader" if not facts["pin_memory"] else ": send less data for a batch"
     return {
-        "data wait": _change_of_loader(facts["num_workers"], facts["prefetch_factor"], os.cpu_count() or 1),
-        "host to device": ": set pin_memory=True in the loader",
+        "data wait": _change_of_loader(result, facts, os.cpu_count() or 1),
+        "host to device": ": see transfer_batch_to_device of the task" if facts["is_cpu"] else moving,
         "forward": compute,
         "backward": compute,
         "communication": f" with accumulate_grad_batches={facts['accumulate']}: set {more}, or use a larger batch",
         "optimizer": f" with {facts['parameters']} parameter tensors: {fused}",
-        "callbacks": f": {callback} takes {ms:.3g} ms of it. Do its work less often, or remove it",
+        "callbacks": f": {slow} takes {ms:.3g} ms of it. Do its work less often{'' if hook else ', or remove it'}",
         "validation": ": validate less often, with a larger trainer.val_check_interval",
         OTHER: ": it is outside of all other parts. See its Python functions with trainer.profiler=advanced",
     }[part]
 
 
-def _change_of_loader(workers: int | None, prefetch: int | None, cores: int) -> str:
+def _change_of_loader(result: Mapping[str, Any], facts: Mapping[str, Any], cores: int) -> str:
+    workers, wait = facts["num_workers"], result["parts"]["data wait"]
+    if wait < _SHORT_WAIT_MS:
+        return f": {wait:.2g} ms, which worker processes do not shorten. Use a larger batch, or do less work per sample"
     if workers is None:
         return ": load the data in worker processes, for example with a DataLoader of num_workers=2"
-    if workers < cores:
-        return f" with num_workers={workers}: set num_workers={min(2 * workers or 4, cores)}"
-    ahead = 2 * (prefetch or 2)
-    return f" with num_workers={workers} on {cores} cores: set prefetch_factor={ahead}, or do less work per sample"
+    if not workers:
+        return f" with num_workers=0: set num_workers={min(4, cores)}"
+    more = f"set num_workers={min(2 * workers, cores)}, or " if workers < cores else ""
+    text = f" with num_workers={workers} on {cores} cores: {more}do less work per sample"
+    if result["longest_wait_ms"] < _UNEVEN * wait:
+        return text
+    ahead = f"set prefetch_factor={2 * (facts['prefetch_factor'] or 2)}"
+    return f"{text}. The longest wait is {result['longest_wait_ms']:.3g} ms: {ahead}"
 
 
 def profile(argv: Sequence[str]) -> int:
@@ -119,8 +139,13 @@ def profile(argv: Sequence[str]) -> int:
     wanted, rest = _parser().parse_known_args(argv)
     if wanted.steps < 1 or wanted.warmup < 1:
         raise ConfigurationError(f"--steps {wanted.steps} --warmup {wanted.warmup}: expected at least 1 of each.")
+    configs = [rest.pop(0)] if rest and not rest[0].startswith("-") and "=" not in rest[0] else []
+    for word in rest:
+        option = word.partition("=")[0]
+        if option[:2] == "--" and option not in _SECTIONS and "." not in option and (hint := nearest(option, _OPTIONS)):
+            raise ConfigurationError(f"unknown option {option}.{hint}")
     line = read_command_line(rest)
-    line.configs[:0] = [] if wanted.config is None else [Path(wanted.config)]
+    line.configs[:0] = [Path(each) for each in configs]
     parser, settings = read_settings("fit", line)
     given = settings.trainer
     for name, value in _REPLACED.items():
@@ -139,7 +164,10 @@ def profile(argv: Sequence[str]) -> int:
     vars(task)["configure_callbacks"] = kept
     trainer.callbacks = [*trainer.callbacks, gather]
     trainer.max_steps = wanted.warmup + wanted.steps + traced
-    trainer.fit(task, datamodule=built.data, ckpt_path=settings.ckpt_path, load_weights_only=bool(settings.ckpt_path))
+    with redirect_stdout(sys.stderr if wanted.json else sys.stdout):  # a reader of the JSON gets nothing else
+        trainer.fit(
+            task, datamodule=built.data, ckpt_path=settings.ckpt_path, load_weights_only=bool(settings.ckpt_path)
+        )
     if trainer.interrupted:
         return INTERRUPTED
     if trainer.is_global_zero:
@@ -160,11 +188,11 @@ def _is_dropped(spec: Any) -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trainwright profile",
+        usage="trainwright profile CONFIG [--steps N] [--warmup N] [--json] [KEY=VALUE …]",
         description="Train a few steps of a configuration, without saving or logging, and show where their time goes.",
-        epilog="Further arguments override the configuration, as in `trainwright fit`: trainer.devices=2 task.lr=0.1",
+        epilog="CONFIG, or --config CONFIG, is that of `trainwright fit`; overrides: trainer.devices=2 task.lr=0.1",
         allow_abbrev=False,
     )
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="configuration file of `trainwright fit`")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps to measure (default: 20)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")

@@ -24,6 +24,7 @@ class ExportMixin(nn.Module):
     """
 
     example_input_array: Any = None
+    __jit_ignored_attributes__ = ("example_input_array",)  # read by torch.jit.script, which knows no type Any
 
     def to_onnx(self, file_path: str | Path | None = None, input_sample: object = None, **options: Any) -> Any:
         """Write `forward` as an ONNX file, in evaluation mode; `options` are passed to `torch.onnx.export`.

@@ -89,17 +89,16 @@ class Profiler:
         return ""
 
     def describe(self, show: Callable[[str], Any] = print) -> None:
-        """Write the summary to its file, or pass that of rank 0 to `show`. Default: print."""
-        text = self.summary()
-        if not text:
-            return
-        if self.dirpath is None and self.filename is None:
-            if self.rank == 0:
-                show(text)
-            return
-        path = self.path(".txt")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+        """Write the summary to its file, or pass that of rank 0 to `show` (default: print), with the names of files."""
+        text, path = self.summary(), self.path(".txt")
+        if text and (self.dirpath is not None or self.filename is not None):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n", encoding="utf-8")
+        elif text and not self.rank:
+            show(text)
+        files = sorted(each.name for ending in (".*", "-*") for each in path.parent.glob(self.path(ending).name))
+        if text and files and not self.rank:
+            show(f"Files of the profiler in {path.parent}: {', '.join(files)}")
 
     def watch(self, model: torch.nn.Module) -> None:
         """Mark the modules of a prepared model. Default: nothing."""

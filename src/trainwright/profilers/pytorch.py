@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, record_function
 
-from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.profilers.profile_kwargs import RECORDING, make_schedule, warn_without_records
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.profilers.profile_kwargs import (
+    RECORDING,
+    adapt,
+    check_activities,
+    make_schedule,
+    warn_without_records,
+)
 from trainwright.profilers.profiler import Profiler
 
+_TIMES = ("cpu_time", "device_time", "cpu_time_total", "device_time_total", "self_cpu_time_total")
+_MEMORY = ("cpu_memory_usage", "device_memory_usage", "self_cpu_memory_usage", "self_device_memory_usage")
+_COLUMNS = (*_TIMES, "self_device_time_total", *_MEMORY, "count", "flops")
 _DEFAULT_SCHEDULE = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
 
 
@@ -31,7 +40,8 @@ class PyTorchProfiler(Profiler):
             `torch.autograd.profiler.emit_nvtx`. Default: False.
         export_to_chrome: Write the traces. Default: True.
         row_limit: Rows of the table; -1: all. Default: 20.
-        sort_by_key: Column that the table is sorted by. Default: None, which is the total time on the device.
+        sort_by_key: Column that the table is sorted by, for example `cpu_time_total`. Default: None, which
+            is the total time on the device.
         record_module_names: Mark the forward of each module with its name. Default: True.
         table_kwargs: Further arguments of torch's `table`. Default: None.
         schedule: The steps to record: `wait`, `warmup`, `active`, `repeat` and `skip_first`, or a function of
@@ -44,7 +54,7 @@ class PyTorchProfiler(Profiler):
         **profiler_kwargs: Arguments of `torch.profiler.profile`.
 
     Raises:
-        ConfigurationError: An argument or a key of `schedule` is unknown.
+        ConfigurationError: An argument, a key of `schedule` or `sort_by_key` is unknown.
     """
 
     def __init__(
@@ -70,6 +80,11 @@ class PyTorchProfiler(Profiler):
         for name in profiler_kwargs:
             if name not in known:
                 raise ConfigurationError(f"PyTorchProfiler has no argument {name!r}.{nearest(name, known)}")
+        if sort_by_key is not None and _device_key(sort_by_key) not in _COLUMNS:
+            raise ConfigurationError(
+                f"PyTorchProfiler(sort_by_key={sort_by_key!r}) is unknown.{nearest(sort_by_key, _COLUMNS)} Known: "
+                f"{', '.join(_COLUMNS)}."
+            )
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.row_limit, self.sort_by_key = export_to_chrome, row_limit, sort_by_key
         self.record_module_names, self.table_kwargs = record_module_names, dict(table_kwargs or {})
@@ -86,6 +101,7 @@ class PyTorchProfiler(Profiler):
         self._handles: list[Any] = []
         self._traces: list[Path] = []
         self._num_steps = self._num_recorded = 0
+        self._in_cycles: list[int] = []  # recorded steps of each cycle
         self._text, self._flops, self._seconds = "", 0, 0.0
         self._records = self._is_exporting = False
         self._resources = ExitStack()
@@ -95,18 +111,29 @@ class PyTorchProfiler(Profiler):
         self._forget()
         for path in (self.path(".json"), *self.path("").parent.glob(f"{self.path('').name}-*.json")):
             path.unlink(missing_ok=True)  # of an earlier run; it must not be merged with this one
+        check_activities(self.profiler_kwargs.get("activities"))
         if self.emit_nvtx:
+            if not torch.cuda.is_available():
+                raise ConfigurationError("PyTorchProfiler(emit_nvtx=True) needs an NVIDIA GPU. Leave it out.")
             self._resources.enter_context(torch.autograd.profiler.emit_nvtx())  # type: ignore[no-untyped-call]  # torch's
             self._records = True
             return
-        if self.memory_snapshot and torch.cuda.is_available():
+        if self.memory_snapshot and not torch.cuda.is_available():
+            if not rank:
+                text = "PyTorchProfiler(memory_snapshot=True) needs CUDA; no snapshot is written."
+                warnings.warn(text, TrainwrightWarning, stacklevel=2)
+        elif self.memory_snapshot:
             torch.cuda.memory._record_memory_history()
         options = {"on_trace_ready": None, **self.profiler_kwargs}
         own = options.pop("on_trace_ready")
 
         def ready(profiler: Any) -> None:
+            done = sum(self._in_cycles)
             if self._is_exporting:  # an export failed; torch crashes if its profiler is exported again
                 return
+            if self._num_recorded == done:  # the stage ended before a step of this cycle
+                return
+            self._in_cycles.append(self._num_recorded - done)
             self._is_exporting = True
             self._receive(profiler)
             if own is not None:
@@ -114,6 +141,7 @@ class PyTorchProfiler(Profiler):
             self._is_exporting = False
 
         self.profiler = torch.profiler.profile(schedule=self.schedule, on_trace_ready=ready, **options)
+        adapt(self.profiler)
         self._resources.enter_context(self.profiler)
         self._note()
 
@@ -148,9 +176,7 @@ class PyTorchProfiler(Profiler):
         self._num_recorded += self._records
         self._num_steps += 1
         if self.profiler is not None:
-            with warnings.catch_warnings():  # each cycle is exported when it ends
-                warnings.filterwarnings("ignore", ".*Profiler clears events at the end of each cycle")
-                self.profiler.step()
+            self.profiler.step()
             self._note()
 
     def _receive(self, profiler: Any) -> None:
@@ -190,7 +216,9 @@ class PyTorchProfiler(Profiler):
         """Return torch's table of the last cycle, and the FLOPs of a step if they were recorded."""
         if not self._text:
             return ""
-        lines = [f"Profile of {self.stage} on rank {self.rank}: {self._num_recorded} steps recorded", self._text]
+        cycles = len(self._in_cycles)
+        of = f", in the last of {cycles} cycles" if cycles > 1 else ""
+        lines = [f"Profile of {self.stage} on rank {self.rank}: {self._in_cycles[-1]} steps recorded{of}", self._text]
         if self._flops and self._num_recorded:
             lines.append(f"FLOPs of a step: {self._flops / self._num_recorded:.6g} (matrix products and convolutions)")
             if self.peak_flops is not None and self._seconds:
@@ -213,6 +241,11 @@ class PyTorchProfiler(Profiler):
     def __getstate__(self) -> dict[str, Any]:
         """Omit the open profiler: a copy in another process starts its own."""
         return {**vars(self), "profiler": None, "_open": [], "_handles": [], "_resources": ExitStack()}
+
+
+def _device_key(key: str) -> str:
+    """Return a column's name as torch reads it: those of devices are the same column."""
+    return key.replace("cuda", "device").replace("xpu", "device").replace("privateuse1", "device")
 
 
 def merge_traces(paths: Iterable[tuple[int, Path]], target: Path) -> None:

@@ -45,6 +45,7 @@ class StepPartsProfiler(SimpleProfiler):
         self._done = self._measured = 0
         self._mark = self._wall = 0.0
         self._own: dict[str, float] = {}
+        self._waited = self._longest_wait = 0.0  # seconds of the data wait: until the step before, and of one step
         self._trace: Any = None
         self._regions: list[Any] = []
         self._shares: dict[str, float] = {}
@@ -77,6 +78,8 @@ class StepPartsProfiler(SimpleProfiler):
         elif self._done <= self.warmup + self.steps:
             self._measured, self._wall = self._done - self.warmup, now - self._mark
             self._own = {name: own for name, (_, _, own) in self.totals.items()}
+            waited = sum(own for name, own in self._own.items() if self._parts[name] == "data wait")
+            self._longest_wait, self._waited = max(self._longest_wait, waited - self._waited), waited
         if self._done == self.warmup + self.steps and self.traced:
             self._trace = torch.profiler.profile(activities=None)
             self._trace.__enter__()
@@ -106,14 +109,16 @@ class StepPartsProfiler(SimpleProfiler):
             part, ms = self._parts[name] or OTHER, 1000 * own / steps
             parts[part] += ms
             if part == "callbacks":
-                owner = name.partition("]")[2].partition(".")[0]
+                owner = name.partition("]")[2]  # of the task, with the hook
+                owner = owner if name.startswith("[TaskModule]") else owner.partition(".")[0]
                 callbacks[owner] = callbacks.get(owner, 0.0) + ms
         step = 1000 * self._wall / steps
         parts[OTHER] = step - sum(parts.values())
         for part, share in self._shares.items():
             moved = parts[part] * share
             parts[part], parts["communication"] = parts[part] - moved, parts["communication"] + moved
-        return {"steps": self._measured, "step_ms": step, "parts": parts, "callbacks": callbacks}
+        longest = {"longest_wait_ms": 1000 * self._longest_wait}
+        return {"steps": self._measured, "step_ms": step, "parts": parts, "callbacks": callbacks, **longest}
 
 
 def communication_shares(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:

@@ -190,6 +190,50 @@ def _fit(logger: Any, folder: Path) -> float:
     return time.perf_counter() - begin
 
 
+class Away(Stub):
+    """A backend that answers when the event is set."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.answer = threading.Event()
+        self.start_patience = 0.1
+
+    def _open(self, run: RunInfo) -> None:
+        assert self.answer.wait(20)
+        if self.fails:
+            raise OSError("the server is away")
+        super()._open(run)
+
+
+def test_a_start_does_not_wait_for_a_server_and_nothing_is_lost_if_it_answers(tmp_path: Path) -> None:
+    logger = Away()
+    begin = time.perf_counter()
+    with pytest.warns(TrainwrightWarning, match=r"has not answered within 0\.1 s\. Training continues"):
+        _started(logger, tmp_path)
+    assert time.perf_counter() - begin < 2
+    assert logger.version is None
+    with pytest.warns(TrainwrightWarning, match="is not open yet"):
+        logger.experiment.anything()
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.answer.set()
+    logger.finish("success")
+    assert logger.calls == [(0, {"loss": 1.0}), "success"]
+    assert logger.version == "first"
+
+
+def test_a_server_that_fails_after_the_start_is_an_error_of_a_later_call(tmp_path: Path) -> None:
+    logger = Away(fails=True)
+    with pytest.warns(TrainwrightWarning, match="has not answered"):
+        _started(logger, tmp_path)
+    logger.answer.set()
+    with pytest.raises(OSError, match="the server is away"):
+        logger.finish("success")
+    assert logger.calls == []
+    with pytest.raises(OSError, match="the server is away"):
+        _started(logger, tmp_path)  # it fails within the time
+    assert not logger.is_started
+
+
 @pytest.mark.slow
 def test_a_backend_that_hangs_delays_a_training_by_less_than_a_second(tmp_path: Path) -> None:
     _fit(False, tmp_path)

@@ -47,7 +47,8 @@ def test_export_is_in_evaluation_mode_and_restores_the_mode() -> None:
 def test_torchscript_is_written_and_read(method: str, tmp_path: Path) -> None:
     sample = torch.randn(2, 4)
     task = RegressionTask()
-    script = task.to_torchscript(tmp_path / "task.pt", method, sample)
+    task.example_input_array = sample
+    script = task.to_torchscript(tmp_path / "task.pt", method)
     assert task.training
     assert not script.training
     expected = task.eval()(sample)
