@@ -145,6 +145,7 @@ def test_weights_and_biases_opens_no_second_run_after_a_fit(tmp_path: Path, monk
 
     class Wandb:
         run = None
+        Settings = dict
 
         @staticmethod
         def init(**options: Any) -> Run:
