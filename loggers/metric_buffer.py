@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,19 +58,39 @@ class _StageMetrics:
         self.num_dataloaders = 1
 
 
+class DivertedCall(NamedTuple):
+    """A call of `log` that was only recorded; `options` are its keyword arguments in order."""
+
+    name: str
+    value: object
+    options: tuple[Any, ...]
+
+    def repeat(self, buffer: MetricBuffer) -> None:
+        """Log the value now."""
+        buffer.log(self.name, self.value, **dict(zip(_OPTIONS, self.options, strict=True)))
+
+
+_OPTIONS = (
+    *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "sync_dist", "add_dataloader_idx"),
+    *("batch_size", "rank_zero_only"),
+)
+
+
 class MetricBuffer:
     """Buffer of the values that tasks and callbacks log, without waiting and without communication.
 
-    The loop sets three plain attributes:
+    The loop sets plain attributes:
 
     Attributes:
         in_step: True during a training or evaluation step (or a hook of one batch).
         batch: the current micro-batch, which determines the weight in a mean; None outside. Set it to None again after
             the batch, otherwise the buffer keeps it alive.
         dataloader_idx: index of the evaluation loader of the batch, if there are several; None outside.
+        diverted: takes the arguments of each call of `log`, which then does nothing else; None: nothing is diverted.
     """
 
     def __init__(self) -> None:
+        self.diverted: list[DivertedCall] | None = None
         self.in_step: bool = False
         self.batch: Any = None
         self.dataloader_idx: int | None = None
@@ -200,6 +220,11 @@ class MetricBuffer:
             TaskError: the value is not a single number, or no epoch has begun.
             ConfigurationError: options that contradict each other or an earlier call in the same epoch.
         """
+        if self.diverted is not None:
+            given = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, batch_size)
+            kept_value = value.detach().clone() if isinstance(value, Tensor) else value
+            self.diverted.append(DivertedCall(name, kept_value, (*given, rank_zero_only)))
+            return
         options = (
             prog_bar,
             logger,

@@ -28,6 +28,7 @@ from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as Torc
 from trainwright.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import ModelParallelStrategy as ModelParallelStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy as TensorParallelStrategy
+from trainwright.strategies.megatron.strategy import MegatronStrategy as MegatronStrategy
 from trainwright.strategies.offload.training import OffloadStrategy as OffloadStrategy
 from trainwright.strategies.precision import Precision as Precision
 from trainwright.strategies.registry import STRATEGIES as STRATEGIES

@@ -168,8 +168,8 @@ def counts_here(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
 
 
 def _copied_over(tensor: torch.Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of the axes along which all ranks hold the same values."""
-    axes = cut_axes(tensor)
+    """Return the names of the axes along which all ranks hold the same values; stages of a pipeline never do."""
+    axes = {"pp", *cut_axes(tensor)}
     return tuple(name for name in mesh.mesh_dim_names or () if name not in axes)
 
 

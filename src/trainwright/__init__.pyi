@@ -154,6 +154,7 @@ from trainwright.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy as TensorParallelStrategy
 from trainwright.strategies.launched import DynamoBackend as DynamoBackend
 from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin
+from trainwright.strategies.megatron.strategy import MegatronStrategy as MegatronStrategy
 from trainwright.strategies.offload.training import OffloadStrategy as OffloadStrategy
 from trainwright.strategies.strategy import SingleDeviceStrategy as SingleDeviceStrategy
 from trainwright.strategies.strategy import Strategy as Strategy

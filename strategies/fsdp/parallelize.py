@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import get_process_group_ranks
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -70,8 +71,8 @@ class Usage:
     the others to places where they do not belong, and torch 2.13 does not notice.
     """
 
-    def __init__(self, model: nn.Module, processes: Processes) -> None:
-        self._model, self._processes = model, processes
+    def __init__(self, model: nn.Module, processes: Processes, peers: Sequence[int]) -> None:
+        self._model, self._processes, self._peers = model, processes, peers
         self._parameters = dict(model.named_parameters())
         self._mark = self._steps = 0
 
@@ -85,7 +86,7 @@ class Usage:
     def check(self) -> None:
         """Compare with the other ranks; if any differ, all raise a TaskError. Collective, on the host."""
         marks = [mark for (mark,) in self._processes.gather_integers([self._mark])]
-        if len(set(marks)) > 1:
+        if len({marks[rank] for rank in self._peers}) > 1:
             unused = self._processes.gather_object([n for n, p in self._parameters.items() if p.grad is None])
             raise TaskError(
                 f"{type(self._model).__name__} used other parameters on one rank than on another{_example(unused)}, "
@@ -154,7 +155,7 @@ def parallelize(
     plan: Plan | None,
     recomputed: Recomputed,
     compile_options: Mapping[str, Any] | None,
-    building: MetaBuilding,
+    building: MetaBuilding | None,
     sharding: Sharding | None,
     ranks: DataRanks,
     device: torch.device,
@@ -167,11 +168,12 @@ def parallelize(
     values, is split, and sharded. No device ever holds more than its shards and one full part.
 
     Args:
-        root: The outermost module whose forward is called: the model, or a module around it.
+        root: The outermost module whose forward is called: the model, or a module around it, or around a part of it.
         units: The parts that are gathered one by one, inner ones first.
         mesh: All the axes of the run, by name.
         plan: The strategy's argument; used if the mesh has the axis `tp`.
         compile_options: None: units are not compiled.
+        building: None: what is within `root` is built and has its values.
         sharding: None: nothing is sharded over the data-parallel `ranks`.
         context: Creates the context of a forward outside of a step.
     """
@@ -190,9 +192,10 @@ def parallelize(
         if layers is not None:
             undo.callback(layers.undo)
         undo.callback(traces.remove)
-        built = building.names_to_reset(model, ranks.processes)
+        built = None if building is None else building.names_to_reset(model, ranks.processes)
         for part in (*units, root):
-            materialize(model, part, built, device)
+            if built is not None:
+                materialize(model, part, built, device)
             if layers is not None:
                 layers.split(part)
             if sharding is not None:
@@ -206,7 +209,7 @@ def parallelize(
             splits_loss = layers.splits_loss
             if splits_loss:
                 undo.enter_context(loss_parallel())
-        if sharding is not None:
+        if sharding is not None and building is not None:
             undo.enter_context(OutsideSteps(root, units, context).served(model))
         outputs_split = None if layers is None else splits_loss
         return ParallelModel(model, root, units, mesh, ranks, undo.pop_all(), outputs_split=outputs_split)
@@ -239,7 +242,8 @@ class ParallelModel:
     ) -> None:
         self.root: Any = root
         self.mesh: DeviceMesh | None = mesh
-        self.usage = Usage(model, ranks.processes) if ranks.size > 1 else None
+        peers = range(ranks.processes.world_size) if ranks.group is None else get_process_group_ranks(ranks.group)
+        self.usage = Usage(model, ranks.processes, peers) if ranks.size > 1 else None
         self.is_together = True
         self._units: list[Any] = units
         self._undo, self._outputs_split = undo, outputs_split
@@ -268,10 +272,13 @@ class ParallelModel:
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward that no backward follows, and free the gathered parameters: readers see the true ones."""
         output = self._run_unsharded(*args, **kwargs)
-        if self._is_sharded:
-            for module in (self.root, *self._units):
-                module.reshard()  # no backward will
+        self.reshard()
         return output
+
+    def reshard(self) -> None:
+        """Free the gathered parameters after a forward that no backward follows. Not collective."""
+        for module in (self.root, *self._units) if self._is_sharded else ():
+            module.reshard()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the model of a user-written loop. Collective."""
@@ -345,7 +352,7 @@ class ParallelModel:
         for parameters in by_dtype.values():
             parts = [parameter.grad.to_local() for parameter in parameters]
             flat = torch.cat([part.reshape(-1) for part in parts])
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=parameters[0].device_mesh.get_group())
             summed = torch.split(flat, [part.numel() for part in parts])
             for parameter, shard in zip(parameters, summed, strict=True):
                 parameter.grad = DTensor.from_local(
@@ -359,9 +366,7 @@ class ParallelModel:
         if not self.is_together:
             return
         self.is_together = False
-        if self._is_sharded:
-            for module in (self.root, *self._units):
-                module.reshard()
+        self.reshard()
         self._undo.close()
         self.root = self.mesh = self.usage = None
         self._units = []

@@ -136,4 +136,5 @@ def forget_one_by_one(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
 
 
 def _is_mixed(group: Mapping[str, Any]) -> bool:
-    return len({p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}) > 1
+    here = [p for p in group["params"] if not p.is_meta]  # what other stages of a pipeline hold is not stepped here
+    return len({p.device_mesh if isinstance(p, DTensor) else None for p in here}) > 1

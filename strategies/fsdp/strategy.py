@@ -259,7 +259,7 @@ class FSDPEngine(ParallelEngine):
         self.gradients = ShardedGradients(self.device)
         shape = self.strategy.mesh_shape(self.settings)
         self.mesh = mesh = shape.device_mesh(self.settings.device_type, shards=self._sharding() is not None)
-        apart = shape.tp > 1 and shape.size > shape.tp
+        apart = 1 < shape.dp_replicate * shape.dp_shard < shape.size
         self.data_ranks = shape.data_ranks(self.processes, data_group(mesh) if apart else None)
 
     # Model and optimizers
@@ -298,12 +298,17 @@ class FSDPEngine(ParallelEngine):
     def _place(self, task: TaskModule) -> None:
         self._parallelize(task, StepModule(task), self._building)
 
-    def _parallelize(self, model: nn.Module, root: nn.Module, building: MetaBuilding) -> ParallelModel:
-        """Shard a model. Collective."""
+    def _parallelize(self, model: nn.Module, root: nn.Module, building: MetaBuilding | None) -> ParallelModel:
+        """Shard a model, or the part of it within `root`. Collective.
+
+        Args:
+            building: None: what is within `root` has its values.
+        """
         check_can_be_cut(model)
         assert self.mesh is not None  # made in `start`
         given = self.strategy
-        units = find_units(model, given.auto_wrap_policy, given.min_num_params)
+        inside = set(root.modules())
+        units = [u for u in find_units(model, given.auto_wrap_policy, given.min_num_params) if u in inside]
         warn_of_large_rest(model, units, given.mesh_shape(self.settings).dp_shard)
         found = parallelize(
             model,

@@ -21,6 +21,7 @@ from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
+from trainwright.strategies.megatron.strategy import MegatronStrategy
 from trainwright.strategies.offload.training import OffloadStrategy
 
 # name → (the Trainer's argument, or what makes it, processes); a further strategy is one line
@@ -34,17 +35,27 @@ STRATEGIES: dict[str, tuple[str | Callable[[], Any], int]] = {
     "documented": (documented_strategy, 2),
     "offload": (lambda: OffloadStrategy("disk", "disk", min_num_params=1, stream=True), 1),
     "tp": ("tp", 2),
+    "pp": (lambda: MegatronStrategy(pp=2), 2),
     "hsdp": (lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)), 2),
     "ddp_4": ("ddp", 4),
     "fsdp_4": ("fsdp", 4),
     "hsdp_4": (lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), 4),
     "tp_4": (lambda: TensorParallelStrategy(tp=4), 4),
     "fsdp_tp_4": (lambda: FSDPStrategy(tp=2), 4),
+    "pp_4": (lambda: MegatronStrategy(pp=2, dp_shard=2), 4),
+    "pp_tp_4": (lambda: MegatronStrategy(pp=2, tp=2), 4),
     "zero1_4": ("deepspeed_stage_1", 4),
     "zero2_4": ("deepspeed_stage_2", 4),
     "zero3_4": ("deepspeed_stage_3", 4),
 }
-_DATA_RANKS = {"tp": 1, "tp_4": 1, "fsdp_tp_4": 2}  # where several processes see the same data
+_DATA_RANKS = {
+    "tp": 1,
+    "tp_4": 1,
+    "fsdp_tp_4": 2,
+    "pp": 1,
+    "pp_4": 2,
+    "pp_tp_4": 1,
+}  # where several processes see the same data
 
 NAMES = list(STRATEGIES)
 _FOUR = [name for name in NAMES if STRATEGIES[name][1] == 4]
@@ -60,7 +71,14 @@ PAIRS = [
 
 
 # Pairs of two sharded strategies that `make test` keeps; the other pairs without "single" are exhaustive.
-_KEPT_PAIRS = {("fsdp", "zero3"), ("zero3", "fsdp"), ("tp", "fsdp"), ("fsdp", "fsdp_tp_4")}
+_KEPT_PAIRS = {
+    ("fsdp", "zero3"),
+    ("zero3", "fsdp"),
+    ("tp", "fsdp"),
+    ("fsdp", "fsdp_tp_4"),
+    ("pp", "fsdp"),
+    ("fsdp", "pp"),
+}
 
 
 def _is_kept(reader: str, writer: str) -> bool:
@@ -157,7 +175,8 @@ def train(
         callbacks=[recorder] if save_to is None else [recorder, SaveAtEnd(save_to)],
     )
     trainer.fit(task, micro_batches(), ckpt_path=ckpt_path)
-    if trainer.strategy.capabilities.gradients == "hidden":  # then there is the engine's word alone
+    # Where this rank does not see all gradients there is the engine's word alone.
+    if trainer.strategy.capabilities.gradients == "hidden" or name.startswith("pp"):
         recorder.norms = [float("nan") if norm is None else norm for norm in recorder.reported]
     return recorder, weights_of(task)
 

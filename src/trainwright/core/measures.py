@@ -33,6 +33,11 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     order = float(norm_type)
     if not order > 0:
         raise ConfigurationError(f"grad_norm(norm_type={norm_type!r}): write a number above 0, or 'inf'.")
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ConfigurationError(
+            "grad_norm: this rank holds one stage of the model, and sees no gradients of the others. Set "
+            "gradient_clip_val: the norm over all stages is then `result.grad_norm` in on_train_step_end."
+        )
     norms: dict[str, torch.Tensor] = {}
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -89,6 +89,13 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         """Return the units that a sharding strategy shards and gathers one at a time, for example `self.blocks`. They
         must be called as modules (`block(x)`) in the steps. Parameters outside of them are gathered for the full step.
         Called after the model is built; None: the strategy's own arguments define them.
+        """
+        return None
+
+    def pipeline_stages(self) -> Sequence[Sequence[nn.Module]] | None:
+        """Return the modules of each stage of a pipeline, in the order in which the model calls them; called after the
+        model is built. Each module of a stage gets, as its first argument, what the one before it has returned. A
+        module that several stages use is in each of them. None: the strategy divides the layers.
         """
         return None
 

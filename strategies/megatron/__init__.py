@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the layers of one model are divided into stages over ranks."""

@@ -1,0 +1,151 @@
+"""The division of a model into the stages of a pipeline."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.task import TaskModule
+
+Stages = list[list[nn.Module]]
+"""The modules of each stage, in the order of their calls."""
+
+
+def find_stages(task: nn.Module, num_stages: int, split_points: Sequence[str] | None) -> Stages:
+    """Return the modules of each stage, in the order of their calls. Not collective.
+
+    The task's `pipeline_stages` determines them, or `split_points`. Otherwise the layers, which are the children of the
+    largest ModuleList or Sequential, are divided so that the largest stage has as few parameters as possible. What is
+    registered before the layers belongs to the first stage, and what is registered after them to the last one.
+
+    Args:
+        task: A task or a model, built.
+        num_stages: At least 2.
+        split_points: Names of the layers with which the second and each further stage begin.
+
+    Raises:
+        ConfigurationError: The model has too few layers, or stages are described wrongly.
+    """
+    own = task.pipeline_stages() if isinstance(task, TaskModule) and split_points is None else None
+    if own is not None:
+        return _checked(task, [list(stage) for stage in own], num_stages)
+    layers, names = _layers(task, num_stages)
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    around = {id(module) for module in task.modules() if any(layer in set(module.modules()) for layer in layers[:1])}
+    before: list[nn.Module] = []
+    after: list[nn.Module] = []
+    found, covered = before, set[int]()
+    for module in task.modules():
+        if id(module) in inside:
+            found = after
+        elif id(module) not in around and id(module) not in covered and any(True for _ in module.parameters()):
+            found.append(module)
+            covered |= {id(part) for part in module.modules()}
+    starts = _starts(split_points, names, num_stages) if split_points is not None else None
+    if starts is None:
+        starts = _balanced([_weight([layer]) for layer in layers], _weight(before), _weight(after), num_stages)
+    bounds = [0, *starts, len(layers)]
+    stages = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]
+    return [[*before, *stages[0]], *stages[1:-1], [*stages[-1], *after]]
+
+
+def _checked(task: nn.Module, stages: Stages, num_stages: int) -> Stages:
+    name = f"{type(task).__name__}.pipeline_stages"
+    if len(stages) != num_stages or not all(stages):
+        raise ConfigurationError(
+            f"{name} returned {len(stages)} stage(s), {sum(map(bool, stages))} of them with modules, and the pipeline "
+            f"has {num_stages}. Return a list of modules for each stage."
+        )
+    known = {id(module) for module in task.modules()}
+    if any(id(module) not in known for stage in stages for module in stage):
+        raise ConfigurationError(f"{name} returned a module that is not in the task.")
+    held = {id(p) for stage in stages for module in stage for p in module.parameters()}
+    ancestors = {id(m) for m in task.modules() if any(part in set(m.modules()) for stage in stages for part in stage)}
+    loose = [
+        plain_name(f"{prefix}.{key}".lstrip("."))
+        for prefix, module in task.named_modules()
+        if id(module) not in ancestors
+        for key, parameter in module.named_parameters(recurse=False)
+        if id(parameter) not in held
+    ]
+    if loose:
+        raise ConfigurationError(f"{name} leaves out {', '.join(loose[:5])}. Put each module into a stage.")
+    return stages
+
+
+def _layers(task: nn.Module, num_stages: int) -> tuple[list[nn.Module], list[str]]:
+    """Return the layers of a model with their names."""
+    found: list[tuple[bool, int, str, nn.Module]] = []
+    for name, module in task.named_modules():
+        children = list(module.children())
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) >= num_stages:
+            alike = isinstance(module, nn.ModuleList) and len(set(map(type, children))) == 1
+            found.append((alike, sum(p.numel() for p in module.parameters()), name, module))
+    if not found:
+        raise ConfigurationError(
+            f"{type(task).__name__} has no ModuleList or Sequential of at least {num_stages} layers that a pipeline of "
+            f"{num_stages} stages could divide. Use fewer stages, or define pipeline_stages() in the task."
+        )
+    _, _, prefix, container = max(found, key=lambda one: one[:2])
+    named = [(f"{prefix}.{name}".lstrip("."), child) for name, child in container.named_children()]
+    return [child for _, child in named], [plain_name(name) for name, _ in named]
+
+
+def _starts(split_points: Sequence[str], names: list[str], num_stages: int) -> list[int]:
+    if len(split_points) != num_stages - 1:
+        raise ConfigurationError(
+            f"split_points={list(split_points)!r} divide a model into {len(split_points) + 1} stages, and the pipeline "
+            f"has {num_stages}. Name the first layer of each stage but the first: {num_stages - 1} name(s)."
+        )
+    for name in split_points:
+        if name not in names:
+            raise ConfigurationError(
+                f"split_points: {name!r} is not a layer.{nearest(name, names)} Layers: {', '.join(names)}."
+            )
+    starts = [names.index(name) for name in split_points]
+    if starts != sorted(set(starts)) or starts[0] == 0:
+        raise ConfigurationError(
+            f"split_points={list(split_points)!r} are not in the order of the layers, or leave a stage without layers."
+        )
+    return starts
+
+
+def _weight(modules: Iterable[nn.Module]) -> int:
+    """Return the number of parameters that are multiplied: an embedding only looks its rows up."""
+    parts = {id(part): part for module in modules for part in module.modules()}
+    return sum(
+        p.numel()
+        for part in parts.values()
+        if not isinstance(part, nn.Embedding)
+        for p in part.parameters(recurse=False)
+    )
+
+
+def _balanced(weights: list[int], before: int, after: int, num_stages: int) -> list[int]:
+    """Return the index of the first layer of each stage but the first, so that the heaviest stage is light."""
+    totals = [0]
+    for weight in weights:
+        totals.append(totals[-1] + weight)
+    num = len(weights)
+    # best[s][i]: the heaviest of s stages over the first i layers, and where the last of them begins
+    best: list[dict[int, tuple[int, int]]] = [{i: (before + totals[i], 0) for i in range(1, num + 1)}]
+    for stage in range(1, num_stages):
+        extra = after if stage == num_stages - 1 else 0
+        best.append(
+            {
+                stop: min(
+                    (max(best[-1][start][0], totals[stop] - totals[start] + extra), start)
+                    for start in range(stage, stop)
+                )
+                for stop in range(stage + 1, num + 1)
+            }
+        )
+    starts, stop = [], num
+    for row in reversed(best[1:]):
+        stop = row[stop][1]
+        starts.append(stop)
+    return starts[::-1]

@@ -1,0 +1,220 @@
+"""The state of a model whose stages are on several ranks, as checkpoints and callbacks see it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.format.pieces import Pieces, whole_region
+from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.tree import map_tensors
+from trainwright.processes.process_group import Processes
+from trainwright.strategies.fsdp.build import MetaBuilding
+from trainwright.strategies.fsdp.parallelize import ParallelModel
+from trainwright.strategies.fsdp.state import ShardedState, forget_one_by_one
+from trainwright.strategies.megatron.staged_model import Wire
+from trainwright.strategies.state import FullState
+
+
+class PipelineState(ShardedState):
+    """Reads and writes the stages by the task's own names. Tensors of other ranks' stages are on the device `meta`.
+
+    Args:
+        wire: To the other ranks of the pipeline.
+        owners: Stage that owns a tensor, by plain name.
+        everywhere: Names of tensors that every rank holds.
+        mesh: All axes of the run.
+        processes: Of the run.
+    """
+
+    def __init__(
+        self,
+        task: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        *,
+        wire: Wire,
+        owners: Mapping[str, int],
+        everywhere: Collection[str],
+        mesh: DeviceMesh,
+        processes: Processes,
+        is_main: bool,
+        model: ParallelModel,
+        building: MetaBuilding,
+        writes_pieces: bool,
+        names: Mapping[torch.Tensor, str] | None = None,
+    ) -> None:
+        super().__init__(
+            task,
+            optimizers,
+            device,
+            is_main=is_main,
+            model=model,
+            building=building,
+            writes_pieces=writes_pieces,
+            names=names,
+        )
+        self._wire, self._owners, self._everywhere, self._processes = wire, owners, everywhere, processes
+        others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
+        self._is_first = all(mesh.get_local_rank(name) == 0 for name in others)
+        named = [*self._task.named_parameters(), *self._task.named_buffers()]
+        self._stages = {id(t): owners[plain_name(n)] for n, t in named if plain_name(n) in owners}
+
+    def _is_elsewhere(self, name: str) -> bool:
+        stage = self._owners.get(plain_name(name))
+        return stage is not None and stage not in self._wire.own
+
+    def _collected(self, tensor: torch.Tensor, stage: int | None, *, keep: bool) -> torch.Tensor:
+        """Return a tensor of a stage whole, on the host. Collective.
+
+        Args:
+            tensor: On other ranks than the stage's one like it, on any device.
+            stage: None: every rank has it.
+            keep: False: this rank gets a tensor on the device `meta`.
+        """
+        if stage is None:
+            return super()._whole(tensor, keep=keep)
+        is_source = self._wire.ranks[stage] == self._wire.rank
+        full = super()._whole(tensor, keep=True) if is_source else None
+        full = self._wire.broadcast(full, stage)
+        return full.cpu() if keep else torch.empty_like(full, device="meta")
+
+    def _whole(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
+        return self._collected(tensor, self._stages.get(id(tensor)), keep=keep)
+
+    # What a checkpoint holds
+
+    def in_pieces(self, tree: Any) -> Any:
+        model, optimizers = tree
+        model = {name: self._piece(value, name) for name, value in model.items()}
+        optimizers = [
+            {**one, "state": {name: self._piece(held, name) for name, held in one["state"].items()}}
+            for one in optimizers
+        ]
+        return super().in_pieces((model, optimizers))
+
+    def _piece(self, tree: object, name: str) -> Any:
+        if plain_name(name) not in self._owners:
+            return tree
+        is_ours = self._is_first and not self._is_elsewhere(name)
+
+        def piece(tensor: torch.Tensor) -> Any:
+            if isinstance(tensor, DTensor):
+                return tensor
+            shape = tuple(tensor.shape)
+            return Pieces(shape, tensor.dtype, ((whole_region(shape), tensor.detach()),) if is_ours else ())
+
+        return map_tensors(piece, tree)
+
+    def model_state(self) -> dict[str, Any]:
+        if self.saves_pieces:
+            return super().model_state()
+        done: dict[int, torch.Tensor] = {}
+        found: dict[str, Any] = {}
+        for name, value in self._task.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor):
+                if id(value) not in done:
+                    stage = self._owners.get(plain_name(name))
+                    done[id(value)] = self._collected(value, stage, keep=self._is_main).detach()
+                value = done[id(value)]
+            found[name] = value
+        return found
+
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+        def is_dropped(name: str) -> bool:
+            return self._is_elsewhere(name) and plain_name(name) not in self._everywhere
+
+        here = {name: _empty(value) if is_dropped(name) else value for name, value in state.items()}
+        return super().load_model_state(here, strict)
+
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        states = FullState.optimizer_states(self)
+        shapes = self._processes.gather_object(
+            [
+                {name: map_tensors(_empty, held) for name, held in one["state"].items() if not self._is_elsewhere(name)}
+                for one in states
+            ]
+        )
+        found = []
+        for k, (optimizer, state) in enumerate(zip(self._optimizers, states, strict=True)):
+            forget_one_by_one(optimizer, state)
+            self._check_sharded(optimizer, state["state"], "which is sharded. Build it from the parameter.")
+            held = {}
+            for name, own in state["state"].items():
+                stage = self._owners.get(plain_name(name))
+                if self._is_elsewhere(name):
+                    own = shapes[self._wire.global_rank(stage or 0)][k][name]
+                held[name] = own if self.saves_pieces else self._tree(own, stage)
+            found.append({**state, "state": held})
+        return found
+
+    def _tree(self, tree: object, stage: int | None) -> Any:
+        return map_tensors(lambda tensor: self._collected(tensor, stage, keep=self._is_main), tree)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        mine = {name: {} if self._is_elsewhere(name) else held for name, held in state.get("state", {}).items()}
+        super().load_optimizer_state(optimizer, {**state, "state": mine})
+
+    # Single tensors
+
+    def missing_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if id(tensor) in self._stages:  # its stage needs the others to hand it out
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return super().missing_like(tensor)
+
+    def full_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
+        parameters = {plain_name(name): p for name, p in self._task.named_parameters()}
+        there = self._processes.gather_object(
+            [name for name, p in parameters.items() if p.grad is not None and not self._is_elsewhere(name)]
+        )
+        found = {}
+        for name, parameter in parameters.items():
+            stage = self._owners.get(name)
+            owner = self._processes.rank if stage is None else self._wire.global_rank(stage)
+            if name in there[owner]:
+                grad = parameter if parameter.grad is None else parameter.grad
+                found[name] = self._collected(grad, stage, keep=keep).detach()
+        return found
+
+    def collect(self, name: str, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
+        """Return a parameter or buffer whole, on the host (see `full_tensor`). Collective."""
+        return self._collected(tensor, self._owners.get(plain_name(name)), keep=keep).detach()
+
+
+def _empty(tensor: object) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def owners_of(task: nn.Module, modules: Sequence[nn.Module]) -> tuple[dict[str, int], set[str]]:
+    """Return the stage that owns each parameter and buffer of a task, by plain name, and the names that every rank has.
+
+    The owner is the first stage that holds it. What belongs to no stage, as it lies in a module around them, is on
+    every rank: the first stage trains such parameters, and the last one runs the whole step, which may change buffers.
+
+    Args:
+        task: Its stages' modules are in it.
+        modules: For each stage a module that holds its parts.
+    """
+    first: dict[int, int] = {}
+    for stage, module in reversed(list(enumerate(modules))):
+        for tensor in (*module.parameters(), *module.buffers()):
+            first[id(tensor)] = stage
+    owners: dict[str, int] = {}
+    everywhere: set[str] = set()
+    for name, tensor in (
+        *task.named_parameters(remove_duplicate=False),
+        *task.named_buffers(remove_duplicate=False),
+    ):
+        if id(tensor) not in first:
+            everywhere.add(plain_name(name))
+        outside = 0 if isinstance(tensor, nn.Parameter) else len(modules) - 1
+        owners[plain_name(name)] = first.get(id(tensor), outside)
+    return owners, everywhere

@@ -1,0 +1,351 @@
+"""Megatron-style parallelism: pipeline stages, split layers and shards on one mesh of ranks."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.format.optimizer import load_named_optimizer_state
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.signatures import overrides
+from trainwright.core.task import TaskModule
+from trainwright.processes.devices import DistributedType
+from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.fsdp.build import give_up, materialize
+from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
+from trainwright.strategies.fsdp.parallelize import Sharding
+from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
+from trainwright.strategies.megatron.staged_model import Pipeline, Wire
+from trainwright.strategies.megatron.stages import find_stages
+from trainwright.strategies.megatron.state import PipelineState, owners_of
+from trainwright.strategies.megatron.step import PipelineSchedules, PipelineStep
+from trainwright.strategies.mesh import MeshShape
+from trainwright.strategies.shards import local_piece
+from trainwright.strategies.steps.step import Step, StepParts
+from trainwright.strategies.units import WrapPolicy, replace_parameters
+
+SCHEDULES = ("1f1b", "gpipe")
+
+
+class MegatronStrategy(FSDPStrategy):
+    """Trains one model that is divided over ranks in several ways at once.
+
+    Its layers are divided into `pp` stages of a pipeline, each layer is split over `tp` ranks, and what a rank then
+    holds of the parameters, gradients and states of optimizers is sharded over `dp_shard` ranks. The model is written
+    for one process. The product of all sizes is the number of processes.
+
+    A step calls the model once. Each stage runs the step up to its layers, and the last one runs it to its end: what
+    `training_step` draws from torch's generators before it calls the model is the same in every stage.
+
+    Args:
+        pp: Stages of the pipeline. Default: 1.
+        tp: Ranks that split each layer (see `FSDPStrategy`). Default: 1.
+        dp_shard: Ranks that shard a stage and see different data; None: as many as the other sizes leave.
+        dp_replicate: Replicas of the model, which see different data. Default: 1.
+        schedule: Order of the stages' micro-batches, which are those of one optimizer step (`accumulate_grad_batches`):
+            `"1f1b"` or `"gpipe"`. Default: `"1f1b"`.
+        split_points: Names of the layers with which the second and each further stage begin. Default: None, which asks
+            the task's `pipeline_stages`, and otherwise divides the parameters evenly.
+        tensor_parallel_plan: See `FSDPStrategy`.
+        auto_wrap_policy: Units that are sharded one by one; see `FSDPStrategy`.
+        weights_after_stage, state_dict_type: See `FSDPStrategy`.
+        timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
+
+    Raises:
+        ConfigurationError: A size or a schedule is unknown; when the run is configured, the product of the sizes is not
+            the number of processes.
+    """
+
+    distributed_type: ClassVar[DistributedType | None] = DistributedType.MEGATRON_LM
+    capabilities = Capabilities(
+        gradients="sharded",
+        manual_optimization=False,
+        lockstep_evaluation=True,
+        whole_weights=False,
+        weight_averages=False,
+        lone_steps=False,
+        closures=False,
+        inference_mode=False,
+        trials=False,
+        late_groups=False,
+        converted_layers=False,
+    )
+
+    def __init__(
+        self,
+        *,
+        pp: int = 1,
+        tp: int = 1,
+        dp_shard: int | None = None,
+        dp_replicate: int = 1,
+        schedule: str = "1f1b",
+        split_points: Sequence[str] | None = None,
+        tensor_parallel_plan: Plan | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        weights_after_stage: str = "main",
+        state_dict_type: str = "sharded",
+        timeout: float | datetime.timedelta | Duration | str | None = None,
+        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
+        process_group_backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            tp=tp,
+            tensor_parallel_plan=tensor_parallel_plan,
+            auto_wrap_policy=auto_wrap_policy,
+            weights_after_stage=weights_after_stage,
+            state_dict_type=state_dict_type,
+            timeout=timeout,
+            hang_timeout=hang_timeout,
+            process_group_backend=process_group_backend,
+        )
+        for name, size in {"pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}.items():
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ConfigurationError(f"{name}={size!r}: write a whole number of at least 1.")
+        check_tp_size(tp)
+        if schedule.lower() not in SCHEDULES:
+            raise ConfigurationError(
+                f"schedule={schedule!r} is unknown.{nearest(schedule.lower(), SCHEDULES)} "
+                f"Known: {', '.join(SCHEDULES)}."
+            )
+        self.pp, self.dp_shard, self.dp_replicate = pp, dp_shard, dp_replicate
+        self.schedule = schedule.lower()
+        self.split_points = None if split_points is None else list(split_points)
+
+    def mesh_shape(self, settings: EngineSettings) -> MeshShape:
+        world, fixed = settings.num_processes, self.pp * self.tp * self.dp_replicate
+        shards = world // fixed if self.dp_shard is None else self.dp_shard
+        if fixed * shards != world or not shards:
+            sizes = f"pp={self.pp}, tp={self.tp}, dp_replicate={self.dp_replicate}"
+            product = fixed * (self.dp_shard or 1)
+            below, above = world // product * product, -(-world // product) * product
+            nearby = " or ".join(str(size) for size in dict.fromkeys((below, above)) if size)
+            raise ConfigurationError(
+                f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) takes {product} process(es) or a multiple, and "
+                f"the run has {world}. Start {nearby}, or change the sizes."
+                if self.dp_shard is None
+                else f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) takes {product} processes, and the run has "
+                f"{world}. Start {product}, or change the sizes."
+            )
+        return MeshShape(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=shards, tp=self.tp)
+
+    def check(self, settings: EngineSettings) -> None:
+        super().check(settings)
+        if self.pp > 1 and settings.compile_options is not None:
+            raise ConfigurationError("compile=True is not supported with pp > 1. Leave it out, or use pp=1.")
+
+    def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
+        super().check_task(task, settings)
+        if self.pp > 1 and not overrides(task, "configure_model", TaskModule):
+            find_stages(task, self.pp, self.split_points)
+
+    def engine(self, settings: EngineSettings) -> Engine:
+        return (PipelineEngine if self.pp > 1 else FSDPEngine)(self, settings)
+
+
+class PipelineEngine(FSDPEngine):
+    """Trains the stages of a model on several ranks, each of them sharded and split over others."""
+
+    strategy: MegatronStrategy
+    mesh: DeviceMesh
+    state: PipelineState
+
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
+        self._base_seed: int = self.processes.broadcast_object(torch.initial_seed()) + self.data_ranks.rank
+        optimizers = super().prepare(task, make_optimizers, plan)
+        self._training_call = self._eval_call = None  # the pipeline calls its stages
+        return optimizers
+
+    def _sharding(self) -> Sharding | None:
+        shape = self.strategy.mesh_shape(self.settings)
+        return super()._sharding() if shape.dp_replicate * shape.dp_shard > 1 else None
+
+    def _place(self, task: TaskModule) -> None:
+        given, group = self.strategy, self.mesh["pp"].get_group()
+        wire = Wire(group, range(given.pp), self.device)
+        stages = find_stages(task, given.pp, given.split_points)
+        self.pipeline = pipeline = Pipeline(task, stages, wire)
+        self._owners, self._everywhere = owners_of(task, pipeline.modules)
+        self._ties = self._find_ties(task)
+        (own,) = (pipeline.modules[i] for i in wire.own)
+        kept = {id(p) for p in own.parameters()}
+        built = self._building.names_to_reset(task, self.processes)
+        for module in pipeline.modules:
+            materialize(task, module, built, self.device)
+            if module is not own:
+                _drop(task, module, kept)
+        self._materialize_rest(task)
+        before = {id(p): (p, module, key) for module, key, p in _own_parameters(own)}
+        model = self._parallelize(task, own, None)
+        # What is sharded is another parameter: tied places outside of this rank's stage get it, too.
+        replace_parameters(task, {i: module.get_parameter(key) for i, (_, module, key) in before.items()})
+        pipeline.release = model.reshard
+        self._undo_pipeline = pipeline.install()
+        for name in self._ties:
+            if self._owners[plain_name(name)] not in wire.own:
+                model.counted[id(task.get_parameter(name))] = False
+
+    def _find_ties(self, task: nn.Module) -> dict[str, list[int]]:
+        """Return the stages of each parameter that several of them hold, by its first name."""
+        found: dict[str, list[int]] = {}
+        for name, parameter in task.named_parameters():
+            stages = [
+                module.index
+                for module in self.pipeline.modules
+                if any(parameter is other for other in module.parameters())
+            ]
+            if len(stages) > 1:
+                found[name] = stages
+        return found
+
+    def _materialize_rest(self, task: nn.Module) -> None:
+        """Give what belongs to no stage, which every rank holds, memory and rank 0's values. Collective."""
+        for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
+            if plain_name(name) in self._everywhere:
+                tensor.data = tensor.data.to(self.device).contiguous()
+                dist.broadcast(tensor.detach(), src=0)
+
+    def make_step(self, parts: StepParts) -> Step:
+        wire = self.pipeline.wire
+        return PipelineStep(
+            parts,
+            self.pipeline,
+            PipelineSchedules(self.strategy.schedule, self.pipeline),
+            self.processes,
+            source=self._source(),
+            base_seed=self._base_seed,
+            synchronize=self.gradients.models[0].synchronize,
+            sum_shared=lambda: self._sum_shared(wire),
+        )
+
+    def _source(self) -> int:
+        """Return the global rank whose losses count in this rank's pipeline: of ranks that split layers the first."""
+        shape = self.strategy.mesh_shape(self.settings)
+        place = {**shape.coordinates(self.processes.rank), "pp": self.pipeline.wire.ranks[-1], "tp": 0}
+        return next(rank for rank in range(shape.size) if shape.coordinates(rank) == place)
+
+    def _sum_shared(self, wire: Wire) -> None:
+        """Complete the gradients of parameters that several stages or no stage holds. Collective."""
+        around = [p.grad for n, p in self.task.named_parameters() if n in self._everywhere and p.grad is not None]
+        for grad in around if self.data_ranks.group is not None else ():
+            dist.all_reduce(grad, group=self.data_ranks.group)  # no module that is sharded holds them
+            grad /= self.data_ranks.size
+        for name, stages in self._ties.items():
+            parameter, first = self.task.get_parameter(name), stages[0]
+            if wire.rank == wire.ranks[first]:
+                for stage in stages[1:]:
+                    _piece(parameter).add_(wire.receive(stage))
+                for stage in stages[1:]:
+                    wire.send(_piece(parameter), stage)
+            elif any(wire.ranks[stage] == wire.rank for stage in stages):
+                wire.send(_piece(parameter), first)
+                _piece(parameter).copy_(wire.receive(first))
+
+    def _state_of(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
+    ) -> PipelineState:
+        return PipelineState(
+            module,
+            optimizers,
+            self.device,
+            is_main=self.is_main,
+            model=self.gradients.models[0],
+            building=self._building,
+            writes_pieces=self.strategy.state_dict_type == "sharded",
+            names=names,
+            wire=self.pipeline.wire,
+            owners=self._owners,
+            everywhere=self._everywhere,
+            mesh=self.mesh,
+            processes=self.processes,
+        )
+
+    def begin_evaluation(self) -> None:
+        """Make all ranks share the buffers of one. Collective."""
+        group = self.data_ranks.group
+        if group is not None:
+            for buffer in self.task.buffers():
+                if not buffer.is_meta:
+                    dist.broadcast(local_piece(buffer), group=group, group_src=0)
+        wire = self.pipeline.wire
+        for name, buffer in self.task.named_buffers():
+            if plain_name(name) in self._everywhere:
+                dist.broadcast(buffer, wire.global_rank(-1), group=wire.group)
+
+    def unshard(self) -> None:
+        self.begin_save()
+        self._take_apart()
+        task, weights, state = self.task, self.strategy.weights_after_stage, self.state
+        if weights == "none":
+            give_up(task)
+            return
+        keep = self.is_main or weights == "all"
+        states = state.optimizer_states()
+        values = {
+            name: state.collect(name, tensor, keep=keep)
+            for name, tensor in [*task.named_parameters(), *task.named_buffers()]
+        }
+        old = dict(task.named_parameters())
+        new = {id(p): nn.Parameter(values[name], requires_grad=p.requires_grad) for name, p in old.items()}
+        replace_parameters(task, new)
+        for owner, key, name in _places(task):
+            owner._buffers[key] = values[name]
+        names: dict[torch.Tensor, str] = {p: name for name, p in task.named_parameters()}
+        for optimizer, found in zip(self.optimizers, states, strict=True):
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group["params"] = [new[id(p)] for p in group["params"]]
+            if self.is_main:
+                load_named_optimizer_state(optimizer, found, names)
+
+    def _take_apart(self) -> None:
+        undo = vars(self).pop("_undo_pipeline", None)
+        if undo is not None:
+            undo()
+        super()._take_apart()
+
+
+def _piece(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's piece of a gradient; of zeros where there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local_piece(parameter.grad)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield each parameter within a module with the module that holds it and its name there."""
+    for owner in module.modules():
+        for key, parameter in owner.named_parameters(recurse=False):
+            yield owner, key, parameter
+
+
+def _places(task: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield where each buffer is: module, key and whole name."""
+    for prefix, module in task.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            name = f"{prefix}.{key}" if prefix else key
+            if buffer is not None:
+                yield module, key, name
+
+
+def _drop(task: nn.Module, module: nn.Module, kept: set[int]) -> None:
+    """Put the parameters and buffers of a module on the device `meta`, but for some parameters."""
+    new = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in module.parameters()
+        if id(p) not in kept
+    }
+    replace_parameters(task, new)
+    for owner in module.modules():
+        for key, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[key] = torch.empty_like(buffer, device="meta")

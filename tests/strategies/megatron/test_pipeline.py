@@ -1,0 +1,283 @@
+"""A pipeline trains, evaluates and saves as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer, weights_of
+from trainwright.callbacks.callback import Callback
+from trainwright.cli.parity.parity_compare import GRADIENT, LOSS, NORM, PARAMETER, Tolerance, compare
+from trainwright.cli.parity.parity_tape import StepTape, Tape
+from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.task import TaskModule
+from trainwright.strategies.megatron.staged_model import Pipeline
+from trainwright.strategies.megatron.stages import find_stages
+from trainwright.strategies.megatron.strategy import MegatronStrategy
+
+_WIDTH, _VOCABULARY, _LENGTH = 8, 12, 6
+_EXACT = Tolerance(atol=1e-7, rtol=1e-5)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Mix, where the mask is set."""
+        return x + torch.tanh(self.mix(self.norm(x))) * mask
+
+
+class Language(nn.Module):
+    """A language model with a tied embedding, positions of its own, and a mask that every layer gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(_LENGTH, _WIDTH))
+        self.embed = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits of (batch, length, vocabulary)."""
+        x = self.embed(tokens) + self.positions[: tokens.shape[1]]
+        mask = (tokens > 0).unsqueeze(-1).to(x.dtype)
+        for block in self.blocks:
+            x = block(x, mask)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Speaker(TaskModule):
+    """Predicts the next token; counts tokens as items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.model = Language()
+        self.drawn: list[float] = []
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the tokens that are not 0."""
+        logits, targets = self.model(tokens[:, :-1]), tokens[:, 1:]
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
+
+    def num_items(self, batch: Any) -> Any:
+        """Count the targets."""
+        return (batch[:, 1:] > 0).sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Draw a number before the model is called, and log another after."""
+        self.drawn.append(float(torch.rand(())))
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the loss and the number of rows."""
+        self.log("val_loss", self.loss(batch), batch_size=len(batch))
+        self.log("rows", float(len(batch)), reduce_fx="sum")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the logits."""
+        logits: torch.Tensor = self.model(batch)
+        return logits
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+def batches(lengths: tuple[int, ...] = (6,) * 12) -> list[torch.Tensor]:
+    """Return micro-batches of three rows of tokens, some of them 0."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, _VOCABULARY, (3, length), generator=generator) for length in lengths]
+
+
+class Held(Callback):
+    """Notes, while training, which parameters have values on this rank."""
+
+    def on_train_start(self, trainer: Any, task: Any) -> None:
+        self.names = {name for name, parameter in task.named_parameters() if not parameter.is_meta}
+
+
+def train(folder: Path, strategy: Any, *, data: Any = None) -> dict[str, Any]:
+    """Train, validate after each epoch and predict; return what can be compared."""
+    folder.mkdir(exist_ok=True)
+    task, held = Speaker(), Held()
+    trainer = quiet_trainer(
+        devices="auto" if isinstance(strategy, MegatronStrategy) else 1,
+        strategy=strategy,
+        max_epochs=2,
+        gradient_clip_val=0.5,
+        callbacks=[StepTape(folder, 4, seed=0), held],
+    )
+    trainer.fit(task, batches() if data is None else data, batches((6,) * 5))
+    return {
+        "tape": Tape.read(type(trainer.strategy).__name__, folder),
+        "metrics": dict(trainer.callback_metrics),
+        "weights": weights_of(task),
+        "predictions": trainer.predict(task, batches((6,) * 5)),
+        "held": held.names,
+        "drawn": task.drawn,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tapes lie."""
+    return tmp_path_factory.mktemp("pipeline")
+
+
+_MIXED = (6, 4, 6, 3, 5, 6, 4, 4, 2, 6, 5)  # of several lengths, and the last step has fewer micro-batches
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> dict[str, Any]:
+    """One process, each by its data."""
+    return {
+        "even": train(folder / "one", "single"),
+        "mixed": train(folder / "one-mixed", "single", data=batches(_MIXED)),
+    }
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    """Two ranks, each by its schedule and data."""
+
+    def runs() -> dict[str, Any]:
+        def run(schedule: str, data: Any = None) -> dict[str, Any]:
+            return train(folder / f"{schedule}-{data is None}", MegatronStrategy(pp=2, schedule=schedule), data=data)
+
+        return {"1f1b": run("1f1b"), "gpipe": run("gpipe"), "mixed": run("1f1b", batches(_MIXED))}
+
+    found: list[dict[str, Any]] = run_distributed(runs, 2, init=False, timeout=180)
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "data"), [("1f1b", "even"), ("gpipe", "even"), ("mixed", "mixed")])
+def test_every_step_is_that_of_one_process(name: str, data: str, one: Any, two: Any) -> None:
+    result = compare(one[data]["tape"], two[0][name]["tape"], _EXACT)
+    assert result.equal, result.found
+    assert set(result.worst) == {LOSS, NORM, GRADIENT, PARAMETER}
+    for found in (two[0][name], two[1][name]):
+        torch.testing.assert_close(found["weights"], one[data]["weights"], rtol=1e-5, atol=1e-6)
+        assert found["metrics"] == pytest.approx(one[data]["metrics"], abs=1e-5)
+        torch.testing.assert_close(found["predictions"], one[data]["predictions"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.distributed
+def test_four_ranks_divide_stages_and_data(one: Any, folder: Path) -> None:
+    strategy = MegatronStrategy(pp=2, dp_shard=2, weights_after_stage="all")
+    found = run_distributed(lambda: train(folder / "four", strategy), 4, init=False, timeout=180)
+    result = compare(one["even"]["tape"], found[0]["tape"], _EXACT)
+    assert result.equal, result.found
+    assert found[3]["metrics"]["val_loss"] == pytest.approx(one["even"]["metrics"]["val_loss"], abs=1e-5)
+
+
+@pytest.mark.distributed
+def test_a_rank_holds_its_own_stage_and_draws_as_the_others(two: Any) -> None:
+    shared = {"model.positions", "model.embed.weight"}  # the model reads the first one itself; the other is tied
+    first, second = (rank["1f1b"]["held"] for rank in two)
+    assert first & second == shared
+    assert {name.rpartition(".")[0] for name in first - shared} == {
+        f"model.blocks.{i}.{part}" for i in (0, 1, 2) for part in ("norm", "mix")
+    }
+    assert "model.norm.weight" in second
+    assert two[0]["1f1b"]["drawn"] == two[1]["1f1b"]["drawn"]
+    assert len(set(two[0]["1f1b"]["drawn"])) == 24
+
+
+def test_layers_are_divided_by_their_parameters() -> None:
+    task = Speaker()
+    stages = find_stages(task, 2, None)
+    assert stages[0] == [task.model.embed, *task.model.blocks[:3]]  # the last stage has the head, too
+    assert stages[1] == [*task.model.blocks[3:], task.model.norm, task.model.head]
+    assert find_stages(task, 2, ["model.blocks.1"])[0] == [task.model.embed, task.model.blocks[0]]
+    wide = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 40), nn.Linear(40, 4), nn.Linear(4, 4))
+    assert [len(stage) for stage in find_stages(wide, 2, None)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pp": 5}, "has no ModuleList or Sequential of at least 5 layers"),
+        ({"pp": 3, "split_points": ["model.blocks.1"]}, r"divide a model into 2 stages.*has 3.*2 name"),
+        ({"pp": 2, "split_points": ["model.block.1"]}, r"is not a layer. Did you mean 'model.blocks.1'"),
+        ({"pp": 2, "split_points": ["model.blocks.0"]}, "leave a stage without layers"),
+        ({"pp": 2, "dp_shard": 2}, r"dp_shard=2\) takes 4 processes, and the run has \d. Start 4"),
+        ({"pp": 2, "schedule": "1f2b"}, "schedule='1f2b' is unknown. Did you mean '1f1b'"),
+        ({"pp": 0}, "pp=0: write a whole number"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_before_a_process_starts(arguments: Any, message: str) -> None:
+    def start() -> None:
+        devices = 2 if "dp_shard" in arguments else arguments["pp"]
+        quiet_trainer(strategy=MegatronStrategy(**arguments), devices=devices, max_steps=1).fit(Speaker(), batches())
+
+    with pytest.raises(ConfigurationError, match=message):
+        start()
+
+
+class Twice(Speaker):
+    """Calls the model twice in a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch) + self.loss(batch)
+
+
+class Leaky(Speaker):
+    """Hands something that only the first stage has to a layer of the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.forward = self._forward  # type: ignore[method-assign]  # as a subclass would define it
+
+    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        model = self.model
+        x = first = model.embed(tokens)
+        for block in model.blocks:
+            x = block(x, first)
+        logits: torch.Tensor = model.head(model.norm(x))
+        return logits
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("task", "message"), [(Twice, "called the model twice"), (Leaky, "argument 1 of Block .* comes from another stage")]
+)
+def test_a_model_that_a_pipeline_cannot_run_is_refused_in_its_first_step(task: Any, message: str) -> None:
+    def run() -> str:
+        trainer = quiet_trainer(devices="auto", strategy=MegatronStrategy(pp=2), max_steps=1, accumulate_grad_batches=2)
+        try:
+            trainer.fit(task(), batches())
+        except (TaskError, RuntimeError) as error:  # of this rank, or as another one has gone
+            return str(error)
+        return ""
+
+    found = run_distributed(run, 2, init=False, timeout=60)
+    with pytest.raises(TaskError, match=message):
+        raise TaskError(" ".join(found))
+
+
+def test_the_pipeline_leaves_no_trace_on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Speaker()
+    before = {name: set(vars(module)) for name, module in task.named_modules()}
+
+    class Wire:
+        rank, ranks, own, device = 0, [0, 1], [0], torch.device("cpu")
+
+    wire: Any = Wire()
+    Pipeline(task, find_stages(task, 2, None), wire).install()()
+    assert {name: set(vars(module)) for name, module in task.named_modules()} == before
+    assert all(module._compiled_call_impl is None for module in task.modules())
