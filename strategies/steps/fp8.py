@@ -19,7 +19,7 @@ from trainwright.strategies.precision import Precision
 ModuleFilter = Callable[[nn.Module, str], bool]
 
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-_MULTIPLE = 16  # of the sizes of float8 matrix products
+MULTIPLE = 16  # of the sizes of float8 matrix products
 _MOST_NAMES = 10
 
 
@@ -116,8 +116,8 @@ class Fp8(Precision):
         sizes = (layer.in_features, layer.out_features)
         if type(layer) is not nn.Linear:
             return f"a {type(layer).__name__}"
-        if any(size % _MULTIPLE for size in sizes):
-            return f"not multiples of {_MULTIPLE}"
+        if any(size % MULTIPLE for size in sizes):
+            return f"not multiples of {MULTIPLE}"
         if min(sizes) < self.min_features:
             return f"smaller than min_features={self.min_features}"
         if any(name == skipped or name.startswith(f"{skipped}.") for skipped in self.skip):
@@ -215,6 +215,16 @@ def convert_layer(layer: nn.Linear, config: Any) -> Callable[[], None]:
     return undo
 
 
+def float8_linear(layer: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the output of a converted layer for a shard of its weight, which gets scales of its own."""
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+    if torch.is_autocast_enabled(inputs.device.type):
+        inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
+    output: torch.Tensor = matmul_with_hp_or_float8_args.apply(inputs, weight.t(), layer.linear_mm_config, layer.config)
+    return output if bias is None else output + bias.to(output.dtype)
+
+
 def has_ao_layers(model: nn.Module) -> bool:
     """Return whether layers of a model were converted to torchao's float8 training."""
     return any(map(is_converted, model.modules()))
@@ -234,7 +244,7 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable
         fqn: its name in the model.
         layers_to_filter: names of layers that are not converted.
     """
-    if isinstance(module, nn.Linear) and (module.in_features % _MULTIPLE or module.out_features % _MULTIPLE):
+    if isinstance(module, nn.Linear) and (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
         return False
     return fqn not in layers_to_filter
 
