@@ -26,6 +26,7 @@ class Precision:
         autocast_dtype: dtype that matrix products are cast to while parameters stay float32; None: no autocast.
         scaled: the loss is scaled so that small float16 gradients do not vanish.
         converts_layers: `convert` changes layers of models.
+        gathers_float8: FSDP gathers the weights of converted layers in float8.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Precision:
     scaled: bool = False
 
     converts_layers: ClassVar[bool] = False
+    gathers_float8: ClassVar[bool] = False
 
     @classmethod
     def parse(cls, spec: str | int | Precision) -> Precision:

@@ -37,9 +37,11 @@ class Fp8(Precision):
         min_features: layers with fewer input or output features are not converted. Default: 0.
         module_filter: a function of a module and its name that returns True for layers to be converted. It replaces
             the rule for the first and the last layer. Default: None.
+        fp8_all_gather: FSDP gathers the weights of converted layers in float8 instead of bf16, which halves the bytes.
+            For the recipe `"tensorwise"`; other strategies ignore it. Default: False.
 
     Raises:
-        ConfigurationError: The recipe is unknown.
+        ConfigurationError: The recipe is unknown, or cannot be combined with `fp8_all_gather`.
     """
 
     name: str = field(default="fp8", init=False)
@@ -50,6 +52,7 @@ class Fp8(Precision):
     skip: str | tuple[str, ...] = ()
     min_features: int = 0
     module_filter: ModuleFilter | None = None
+    fp8_all_gather: bool = False
 
     converts_layers: ClassVar[bool] = True
 
@@ -60,6 +63,17 @@ class Fp8(Precision):
             raise ConfigurationError(
                 f"recipe={self.recipe!r} is unknown.{nearest(self.recipe, _RECIPES)} Known: {', '.join(_RECIPES)}."
             )
+        if getattr(self.recipe, "enable_fsdp_float8_all_gather", False):
+            object.__setattr__(self, "fp8_all_gather", True)
+        if self.fp8_all_gather and not _is_tensorwise(self.recipe):
+            raise ConfigurationError(
+                f"fp8_all_gather=True with recipe={self.recipe!r}: shards of a weight are cast with one scale for all. "
+                "Use recipe='tensorwise', or leave fp8_all_gather out."
+            )
+
+    @property
+    def gathers_float8(self) -> bool:  # type: ignore[override]
+        return self.fp8_all_gather
 
     def check_device(self, device_type: str) -> None:
         if not is_torchao_available():
@@ -94,11 +108,9 @@ class Fp8(Precision):
         config = self.recipe
         if isinstance(config, str):
             # Padding lets micro-batches have any number of rows.
-            config = replace(_torchao().Float8LinearConfig.from_recipe_name(config), pad_inner_dim=True)
-        if config.enable_fsdp_float8_all_gather:
-            raise ConfigurationError(
-                "enable_fsdp_float8_all_gather=True is not supported: parameters are gathered in bf16. Use False."
-            )
+            config = replace(float8().Float8LinearConfig.from_recipe_name(config), pad_inner_dim=True)
+        # It would replace the parameters before they are sharded; `Float8Gather` extends the shards.
+        config = replace(config, enable_fsdp_float8_all_gather=False)
         if config.emulate or has_float8_products(device):
             return config
         if device.type != "cuda" and _keeps_an_operand(config):
@@ -138,7 +150,8 @@ class AORecipeKwargs(KwargsHandler):
             None, which are all but the first and the last linear layer. Layers whose sizes are not multiples of 16 are
             never converted.
         pad_inner_dim: Pad micro-batches to a multiple of 16 rows, if `config` is None. Default: None, which is True.
-        enable_fsdp_float8_all_gather: Only False: FSDP gathers parameters in bf16. Default: None.
+        enable_fsdp_float8_all_gather: FSDP gathers weights of converted layers in float8. Default: None, which is what
+            `config` says, or False.
     """
 
     config: Any = None
@@ -152,25 +165,31 @@ class AORecipeKwargs(KwargsHandler):
         Raises:
             ConfigurationError: An option is not supported, or torchao is not installed.
         """
-        if self.enable_fsdp_float8_all_gather:
-            raise ConfigurationError(
-                "AORecipeKwargs(enable_fsdp_float8_all_gather=True) is not supported: parameters are gathered in bf16. "
-                "Leave it out."
-            )
         recipe = "tensorwise" if self.config is None else self.config
         if self.config is None and self.pad_inner_dim is False:
             Fp8().check_device("cpu")
-            recipe = _torchao().Float8LinearConfig()
-        return Fp8(recipe=recipe, module_filter=self.module_filter_func)
+            recipe = float8().Float8LinearConfig()
+        return Fp8(
+            recipe=recipe,
+            module_filter=self.module_filter_func,
+            fp8_all_gather=bool(self.enable_fsdp_float8_all_gather),
+        )
 
 
-def _torchao() -> Any:
+def float8() -> Any:
+    """Return torchao's package of float8 training."""
     return load_torchao("precision='fp8'").float8  # takes a second
 
 
 def has_float8_products(device: torch.device) -> bool:
     """Return whether a device multiplies matrices in float8."""
     return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (8, 9))
+
+
+def _is_tensorwise(recipe: Any) -> bool:
+    if isinstance(recipe, str):
+        return recipe == "tensorwise"
+    return bool(recipe.cast_config_weight.scaling_granularity.name == "TENSORWISE")
 
 
 def _keeps_an_operand(config: Any) -> bool:
@@ -202,7 +221,7 @@ def convert_layer(layer: nn.Linear, config: Any) -> Callable[[], None]:
         A function that undoes it.
     """
     before, own = type(layer), set(vars(layer))
-    made = _torchao().convert_to_float8_training(layer, config=config)
+    made = float8().convert_to_float8_training(layer, config=config)
     added = {name: value for name, value in vars(made).items() if name not in own}
     vars(layer).update(added)
     layer.__class__ = type(made)
@@ -217,11 +236,11 @@ def convert_layer(layer: nn.Linear, config: Any) -> Callable[[], None]:
 
 def float8_linear(layer: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return the output of a converted layer for a shard of its weight, which gets scales of its own."""
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-
     if torch.is_autocast_enabled(inputs.device.type):
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
-    output: torch.Tensor = matmul_with_hp_or_float8_args.apply(inputs, weight.t(), layer.linear_mm_config, layer.config)
+    output: torch.Tensor = float8().float8_linear.matmul_with_hp_or_float8_args.apply(
+        inputs, weight.t(), layer.linear_mm_config, layer.config
+    )
     return output if bias is None else output + bias.to(output.dtype)
 
 

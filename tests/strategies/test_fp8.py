@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies import Fp8, FSDPStrategy, Precision
 from trainwright.strategies.fsdp.layers.styles import FusedColwise
-from trainwright.utils import AORecipeKwargs, convert_model_to_fp8_ao, has_ao_layers
+from trainwright.utils import AORecipeKwargs, FullyShardedDataParallelPlugin, convert_model_to_fp8_ao, has_ao_layers
 
 pytestmark = [
     pytest.mark.requires("torchao", reason="it converts the layers"),
@@ -275,13 +276,114 @@ def test_shards_of_layers_have_sizes_of_float8_products() -> None:
     run_distributed(_narrow, 2)
 
 
-def _loop(precision: str, handlers: list[Any] | None = None) -> tuple[list[torch.Tensor], nn.Module, Accelerator]:
-    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, cpu=True)
+def _gathered_by_hand(batches: Any) -> list[torch.Tensor]:
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    model = TinyGPT()
+    config = Float8LinearConfig(emulate=True, pad_inner_dim=True, enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=_is_inner)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for part in (*model.blocks, model):
+        fully_shard(part, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses = []
+    for batch in batches:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def _gathered(strategy: Any, devices: int) -> None:
+    from torchao.float8 import Float8LinearConfig
+
+    recipe = Float8LinearConfig(enable_fsdp_float8_all_gather=True, pad_inner_dim=True)
+    moved: dict[bool, int] = {}
+    tasks = {}
+    for narrow in (True, False):
+        task = tasks[narrow] = Split()
+        with _bytes_gathered() as counted:
+            fit(Fp8(recipe=recipe) if narrow else "fp8", task=task, strategy=strategy, devices=devices)
+        moved[narrow] = sum(counted)
+        assert {type(p.data) for p in task.parameters()} == {torch.Tensor}
+        assert not any("fsdp" in name for p in task.parameters() for name in vars(p))
+    assert moved[True] < 0.75 * moved[False]
+    narrow, wide = (torch.stack(tasks[key].losses).numpy() for key in (True, False))
+    assert narrow == pytest.approx(wide, rel=0.02)
+    if strategy.tp == 1:
+        expected = torch.stack(_gathered_by_hand(tasks[True].batches)).numpy()
+        assert narrow == pytest.approx(expected, rel=1e-6)
+
+
+@contextlib.contextmanager
+def _bytes_gathered() -> Iterator[list[int]]:
+    """Count the bytes that `fully_shard` gathers."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    counted: list[int] = []
+    own = collectives.DefaultAllGather.__call__
+
+    def call(self: Any, **arguments: Any) -> Any:
+        counted.append(arguments["output_tensor"].nbytes)
+        return own(self, **arguments)
+
+    collectives.DefaultAllGather.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield counted
+    finally:
+        collectives.DefaultAllGather.__call__ = own  # type: ignore[method-assign]
+
+
+def test_weights_gathered_in_float8_train_as_torchao_alone_gathers_them() -> None:
+    run_distributed(_gathered, 2, FSDPStrategy(weights_after_stage="all"), 2)
+
+
+def test_shards_of_split_layers_are_gathered_in_float8() -> None:
+    run_distributed(_gathered, 4, FSDPStrategy(weights_after_stage="all", tp=2), 4)
+
+
+def _gathered_in_a_loop() -> None:
+    handler = AORecipeKwargs(enable_fsdp_float8_all_gather=True)
+    losses, _, accelerator = _loop("fp8", [handler], fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    assert losses[-1] < 0.8 * losses[0]
+    accelerator.end_training()
+
+
+def test_a_loop_gathers_weights_in_float8() -> None:
+    run_distributed(_gathered_in_a_loop, 2)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_only_weights_with_one_scale_are_gathered_in_float8(recipe: str) -> None:
+    with pytest.raises(ConfigurationError, match="Use recipe='tensorwise'"):
+        Fp8(recipe=recipe, fp8_all_gather=True)
+
+
+@pytest.mark.parametrize("options", [{"cpu_offload": True}, {"reshard_after_forward": 2}])
+def test_options_for_which_weights_are_not_gathered_in_float8(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"fp8_all_gather=True with {next(iter(options))}="):
+        quiet_trainer(precision=Fp8(fp8_all_gather=True), strategy=FSDPStrategy(**options), devices=2, max_steps=1).fit(
+            Language(), loader()
+        )
+
+
+def _loop(
+    precision: str, handlers: list[Any] | None = None, **arguments: Any
+) -> tuple[list[torch.Tensor], nn.Module, Accelerator]:
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, cpu=True, **arguments)
     model = TinyGPT()
     parameters = [id(p) for p in model.parameters()]
     names = list(model.state_dict())
     prepared, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=2e-3), loader())
-    assert [id(p) for p in model.parameters()] == parameters
+    assert arguments or [id(p) for p in model.parameters()] == parameters
     assert list(model.state_dict()) == names
     losses = []
     for (batch,) in data:
@@ -399,10 +501,6 @@ def test_strategies_that_cannot_train_it_refuse_it(strategy: Any) -> None:
     ("arguments", "expected"),
     [
         ({"mixed_precision": "bf16", "kwargs_handlers": [AORecipeKwargs()]}, "Use 'fp8', or leave it out"),
-        (
-            {"mixed_precision": "fp8", "kwargs_handlers": [AORecipeKwargs(enable_fsdp_float8_all_gather=True)]},
-            "gathered in bf16",
-        ),
         ({"mixed_precision": "fp9"}, "Did you mean 'fp8'"),
     ],
 )
