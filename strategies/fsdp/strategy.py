@@ -219,7 +219,7 @@ class FSDPStrategy(DataParallel):
 
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
-        self.mesh_shape(settings)
+        self.check_converts(settings, self.mesh_shape(settings).tp == 1 or settings.precision.splits_converted)
         if settings.precision.gathers_float8 and (self.cpu_offload or type(self.reshard_after_forward) is int):
             name = "cpu_offload" if self.cpu_offload else "reshard_after_forward"
             raise ConfigurationError(

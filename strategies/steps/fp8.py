@@ -55,6 +55,7 @@ class Fp8(Precision):
     fp8_all_gather: bool = False
 
     converts_layers: ClassVar[bool] = True
+    fp8_backend: ClassVar[str] = "AO"
 
     def __post_init__(self) -> None:
         if isinstance(self.skip, str):
@@ -171,7 +172,9 @@ class AORecipeKwargs(KwargsHandler):
             recipe = float8().Float8LinearConfig()
         return Fp8(
             recipe=recipe,
-            module_filter=self.module_filter_func,
+            module_filter=None
+            if self.module_filter_func is filter_first_and_last_linear_layers
+            else self.module_filter_func,
             fp8_all_gather=bool(self.enable_fsdp_float8_all_gather),
         )
 
@@ -268,6 +271,17 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable
     return fqn not in layers_to_filter
 
 
+def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
+    """Return whether a layer of a model can be converted: see `filter_linear_layers`, and it is not the first or last.
+
+    Args:
+        module: the model. For a layer alone the sizes decide; as `module_filter_func` it is the default rule.
+        fqn: the layer's name in the model.
+    """
+    layer = module if isinstance(module, nn.Linear) else module.get_submodule(fqn)
+    return filter_linear_layers(layer, fqn, find_first_last_linear_layers(module))
+
+
 def convert_model_to_fp8_ao(
     model: nn.Module, config: Any = None, module_filter_func: ModuleFilter | None = None
 ) -> None:
@@ -278,6 +292,8 @@ def convert_model_to_fp8_ao(
         config: A `torchao.float8.Float8LinearConfig`. Default: None, which is torchao's.
         module_filter_func: See `AORecipeKwargs`.
     """
+    if module_filter_func is filter_first_and_last_linear_layers:
+        module_filter_func = None
     edges = find_first_last_linear_layers(model)
     for name, layer in list(linear_layers(model)):
         chosen = (

@@ -135,7 +135,7 @@ def test_files_of_accelerate_are_read(content: dict[str, Any], expected: dict[st
         (["--cpu", "--multi_gpu", "{script}"], "--cpu and --multi_gpu exclude each other"),
         (["--tpu", "{script}"], "--tpu is not supported: TPUs"),
         (["--use_megatron_lm", "{script}"], "--use_megatron_lm is not supported"),
-        (["--fp8_backend", "te", "{script}"], "--fp8_backend is not supported: only torchao trains in fp8"),
+        (["--fp8_backend", "te", "{script}"], "--fp8_backend is not supported: fp8 is configured in the script"),
         (["--num_processes", "0", "{script}"], "--num_processes 0: write a whole number of at least 1"),
         (["--num_machines", "2", "{script}"], "needs --machine_rank, --main_process_ip, --main_process_port too"),
         (["--num_machines", "2", "--num_processes", "3", "--machine_rank", "0", "--main_process_ip", "a",

@@ -52,7 +52,12 @@ _HOMES = {
     "launch.config_file": "write_basic_config",
     "processes.random_states": "set_seed synchronize_rng_state synchronize_rng_states",
     "strategies.steps.fp8": (
-        "AORecipeKwargs convert_model_to_fp8_ao filter_linear_layers find_first_last_linear_layers has_ao_layers"
+        "AORecipeKwargs convert_model_to_fp8_ao filter_first_and_last_linear_layers filter_linear_layers "
+        "find_first_last_linear_layers has_ao_layers"
+    ),
+    "strategies.steps.transformer_engine": (
+        "FP8RecipeKwargs TERecipeKwargs apply_fp8_autowrap contextual_fp8_autocast convert_model "
+        "has_transformer_engine_layers"
     ),
     "strategies.precision": "get_grad_scaler",
 }
@@ -67,7 +72,8 @@ _UTILS = {
     "bnb": "BnbQuantizationConfig load_and_quantize_model",
     "constants": _CONSTANTS,
     "dataclasses": (
-        f"{_CHOICES} AORecipeKwargs AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType "
+        f"{_CHOICES} AORecipeKwargs FP8RecipeKwargs TERecipeKwargs "
+        "AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType "
         "DataLoaderConfiguration DeepSpeedPlugin get_module_class_from_name "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs "
         "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration "
@@ -102,10 +108,12 @@ _UTILS = {
         "listify pad_across_processes recursively_apply reduce send_to_device slice_tensors"
     ),
     "other": (
-        "convert_model_to_fp8_ao filter_linear_layers find_first_last_linear_layers has_ao_layers "
+        "convert_model_to_fp8_ao filter_linear_layers filter_first_and_last_linear_layers "
+        "find_first_last_linear_layers has_ao_layers "
         "clear_environment convert_file_size_to_int extract_model_from_parallel is_peft_model load "
         "patch_environment save wait_for_everyone write_basic_config"
     ),
+    "transformer_engine": ("apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers"),
     "random": "set_seed synchronize_rng_state synchronize_rng_states",
     "versions": "compare_versions is_torch_version",
 }
