@@ -26,6 +26,9 @@ class Precision:
         autocast_dtype: dtype that matrix products are cast to while parameters stay float32; None: no autocast.
         scaled: the loss is scaled so that small float16 gradients do not vanish.
         converts_layers: `convert` changes layers of models.
+        gathers_float8: FSDP gathers the weights of converted layers in float8.
+        splits_converted: tensor parallelism can split converted layers.
+        fp8_backend: `"AO"`, `"TE"` or `"NO"`.
     """
 
     name: str
@@ -34,6 +37,9 @@ class Precision:
     scaled: bool = False
 
     converts_layers: ClassVar[bool] = False
+    gathers_float8: ClassVar[bool] = False
+    splits_converted: ClassVar[bool] = True
+    fp8_backend: ClassVar[str] = "NO"
 
     @classmethod
     def parse(cls, spec: str | int | Precision) -> Precision:
@@ -48,6 +54,10 @@ class Precision:
             from trainwright.strategies.steps.fp8 import Fp8
 
             return Fp8()
+        if spec == "transformer-engine":
+            from trainwright.strategies.steps.te_layers import TransformerEnginePrecision
+
+            return TransformerEnginePrecision()
         found = _KNOWN.get(str(spec))
         if found is None:
             names = ", ".join([*dict.fromkeys(p.name for p in _KNOWN.values()), "fp8"])
@@ -85,10 +95,19 @@ class Precision:
         """
         return nullcontext() if self.param_dtype is None else _DefaultDtype(self.param_dtype)
 
+    def autocast(self, device_type: str, **options: Any) -> Any:
+        """Return a new context of autocast in `autocast_dtype`.
+
+        Args:
+            device_type: where forwards are computed.
+            options: of `torch.autocast`.
+        """
+        return torch.autocast(device_type, dtype=self.autocast_dtype, **options)
+
     def forward_context(self, device_type: str) -> Any | None:
         """Return a reusable context for forward passes on this type of device, or None when none is needed."""
         if self.autocast_dtype is not None:
-            return torch.autocast(device_type, dtype=self.autocast_dtype)
+            return self.autocast(device_type)
         return None if self.param_dtype is None else _DefaultDtype(self.param_dtype)
 
 
