@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from trainwright.strategies.steps.fp8 import float8, is_converted
 
@@ -22,10 +26,11 @@ class Float8Gather:
         units: The same.
     """
 
-    def __init__(self, root: Any, units: Iterable[Any]) -> None:
+    def __init__(self, root: nn.Module, units: Iterable[nn.Module]) -> None:
         self._records = [
             record
             for module in (root, *units)
+            if isinstance(module, FSDPModule)
             for group in module._get_fsdp_state()._fsdp_param_groups
             for record in group.fsdp_params
             if record._module_info.param_name == "weight"
@@ -67,21 +72,26 @@ class Float8Gather:
         self._records, self._weights = [], []
 
 
-def _extend(record: Any) -> Any:
+def _extend(record: FSDPParam) -> Any:
     """Set the extensions on a shard, which stays a plain tensor for optimizers and checkpoints."""
     layer, shard = record._module_info.module, record._sharded_local_tensor
     dtype = layer.config.cast_config_weight.target_dtype
     weight = float8().fsdp_utils.WeightWithDynamicFloat8CastTensor(shard.detach(), layer.linear_mm_config, dtype)
 
     # As bytes, which every process group gathers.
-    def before(mesh: Any) -> Any:
+    def before(mesh: DeviceMesh) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor]]:
         (data,), scale = weight.fsdp_pre_all_gather(mesh)
         return (data.view(torch.uint8),), scale
 
-    def after(gathered: Any, scale: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
-        (data,) = gathered
-        found = weight.fsdp_post_all_gather((data.view(dtype),), scale, param_dtype, out=out)
-        return None if out is not None else (found[0], (data,))
+    def after(
+        gathered: tuple[torch.Tensor],
+        scale: tuple[torch.Tensor],
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
+        found = weight.fsdp_post_all_gather((gathered[0].view(dtype),), scale, param_dtype, out=out)
+        return None if found is None else (found[0], gathered)
 
     vars(shard).update(fsdp_pre_all_gather=before, fsdp_post_all_gather=after)
     record._init_extensions()

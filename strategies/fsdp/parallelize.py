@@ -200,7 +200,7 @@ def parallelize(
                 sharding.apply(part, data_axes(mesh), device, is_root=part is root)
         if sharding is not None:
             sharding.prefetch_units(units)
-            if sharding.precision.gathers_float8:
+            if sharding.precision.fp8_all_gather:
                 gather = Float8Gather(root, units)
                 undo.callback(gather.undo)
         traces.note()

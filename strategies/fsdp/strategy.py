@@ -220,7 +220,7 @@ class FSDPStrategy(DataParallel):
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
         self.check_converts(settings, self.mesh_shape(settings).tp == 1 or settings.precision.splits_converted)
-        if settings.precision.gathers_float8 and (self.cpu_offload or type(self.reshard_after_forward) is int):
+        if settings.precision.fp8_all_gather and (self.cpu_offload or type(self.reshard_after_forward) is int):
             name = "cpu_offload" if self.cpu_offload else "reshard_after_forward"
             raise ConfigurationError(
                 f"fp8_all_gather=True with {name}={getattr(self, name)!r}: weights are not gathered in float8 with it. "

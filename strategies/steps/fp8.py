@@ -38,7 +38,8 @@ class Fp8(Precision):
         module_filter: a function of a module and its name that returns True for layers to be converted. It replaces
             the rule for the first and the last layer. Default: None.
         fp8_all_gather: FSDP gathers the weights of converted layers in float8 instead of bf16, which halves the bytes.
-            For the recipe `"tensorwise"`; other strategies ignore it. Default: False.
+            For the recipe `"tensorwise"`; other strategies ignore it. Default: False, or what a `Float8LinearConfig`
+            says.
 
     Raises:
         ConfigurationError: The recipe is unknown, or cannot be combined with `fp8_all_gather`.
@@ -52,7 +53,7 @@ class Fp8(Precision):
     skip: str | tuple[str, ...] = ()
     min_features: int = 0
     module_filter: ModuleFilter | None = None
-    fp8_all_gather: bool = False
+    fp8_all_gather: bool = False  # type: ignore[misc]  # a class variable of other precisions
 
     converts_layers: ClassVar[bool] = True
     fp8_backend: ClassVar[str] = "AO"
@@ -64,17 +65,13 @@ class Fp8(Precision):
             raise ConfigurationError(
                 f"recipe={self.recipe!r} is unknown.{nearest(self.recipe, _RECIPES)} Known: {', '.join(_RECIPES)}."
             )
-        if getattr(self.recipe, "enable_fsdp_float8_all_gather", False):
+        if not isinstance(self.recipe, str) and self.recipe.enable_fsdp_float8_all_gather:
             object.__setattr__(self, "fp8_all_gather", True)
         if self.fp8_all_gather and not _is_tensorwise(self.recipe):
             raise ConfigurationError(
                 f"fp8_all_gather=True with recipe={self.recipe!r}: shards of a weight are cast with one scale for all. "
                 "Use recipe='tensorwise', or leave fp8_all_gather out."
             )
-
-    @property
-    def gathers_float8(self) -> bool:  # type: ignore[override]
-        return self.fp8_all_gather
 
     def check_device(self, device_type: str) -> None:
         if not is_torchao_available():
@@ -152,7 +149,7 @@ class AORecipeKwargs(KwargsHandler):
             never converted.
         pad_inner_dim: Pad micro-batches to a multiple of 16 rows, if `config` is None. Default: None, which is True.
         enable_fsdp_float8_all_gather: FSDP gathers weights of converted layers in float8. Default: None, which is what
-            `config` says, or False.
+            `config` says, or False; in Accelerate it is True.
     """
 
     config: Any = None
@@ -170,13 +167,10 @@ class AORecipeKwargs(KwargsHandler):
         if self.config is None and self.pad_inner_dim is False:
             Fp8().check_device("cpu")
             recipe = float8().Float8LinearConfig()
-        return Fp8(
-            recipe=recipe,
-            module_filter=None
-            if self.module_filter_func is filter_first_and_last_linear_layers
-            else self.module_filter_func,
-            fp8_all_gather=bool(self.enable_fsdp_float8_all_gather),
-        )
+        chosen = self.module_filter_func
+        if chosen is filter_first_and_last_linear_layers:
+            chosen = None
+        return Fp8(recipe=recipe, module_filter=chosen, fp8_all_gather=bool(self.enable_fsdp_float8_all_gather))
 
 
 def float8() -> Any:
@@ -237,7 +231,9 @@ def convert_layer(layer: nn.Linear, config: Any) -> Callable[[], None]:
     return undo
 
 
-def float8_linear(layer: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def float8_linear(
+    layer: nn.Module, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """Return the output of a converted layer for a shard of its weight, which gets scales of its own."""
     if torch.is_autocast_enabled(inputs.device.type):
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))

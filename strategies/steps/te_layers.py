@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.core.names.kwargs_handler import KwargsHandler
 from trainwright.core.names.packages import is_transformer_engine_available
-from trainwright.strategies.precision import Precision
+from trainwright.strategies.precision import Contexts, Precision
+from trainwright.strategies.steps.fp8 import MULTIPLE
 
 _INSTALL = "--no-build-isolation 'transformer_engine[pytorch]'"
 _DEVICES = ("cuda",)
-_MULTIPLE = 16
 _STATE = "_extra_state"
+_NOT_OF_RECIPES = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "backend")
 
 
 @dataclass(frozen=True)
@@ -55,20 +58,13 @@ class TERecipeKwargs(KwargsHandler):
         Raises:
             ConfigurationError: The format is unknown, or block scaling has options of delayed scaling.
         """
-        recipes = _load(".common.recipe")
-        named = {
-            "margin": self.margin,
-            "interval": self.interval,
-            "fp8_format": self.fp8_format,
-            "amax_history_len": self.amax_history_len,
-            "amax_compute_algo": self.amax_compute_algo,
-            "override_linear_precision": self.override_linear_precision,
-        }
-        given = {name: value for name, value in named.items() if value is not None}
-        if self.use_mxfp8_block_scaling and given.keys() - {"margin", "fp8_format"}:
+        recipes: Any = _load(".common.recipe")
+        given = {name: value for name, value in self.to_kwargs().items() if name not in _NOT_OF_RECIPES}
+        delayed = sorted(given.keys() - {"margin", "fp8_format"})
+        if self.use_mxfp8_block_scaling and delayed:
             raise ConfigurationError(
-                f"use_mxfp8_block_scaling=True has no {', '.join(sorted(given.keys() - {'margin', 'fp8_format'}))}, "
-                "which are options of delayed scaling. Leave them out."
+                f"use_mxfp8_block_scaling=True has no {', '.join(delayed)}, which are options of delayed scaling. "
+                "Leave them out."
             )
         if self.fp8_format is not None:
             name = str(self.fp8_format).upper()
@@ -130,63 +126,71 @@ class TransformerEnginePrecision(Precision):
             )
 
     def convert(self, models: Sequence[nn.Module], device: torch.device, undo: ExitStack) -> None:
-        if models and not sum(_convert(model, undo) for model in models):
+        if models and not sum(_convert(model, _engine_layer, undo) for model in models):
             raise ConfigurationError(
                 f"{', '.join(type(model).__name__ for model in models)} has no linear layer or layer norm that "
-                f"transformer_engine replaces: sizes must be multiples of {_MULTIPLE}. Use precision='bf16-mixed'."
+                f"transformer_engine replaces: sizes must be multiples of {MULTIPLE}. Use precision='bf16-mixed'."
             )
 
-    def autocast(self, device_type: str, **options: Any) -> Any:
-        return _Autocast(super().autocast(device_type, **options), self.options)
+    def autocast(
+        self, device_type: str, *, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> AbstractContextManager[None]:
+        outer = partial(super().autocast, device_type, enabled=enabled, cache_enabled=cache_enabled)
+        recipe, evaluates = self.options.make_recipe(), bool(self.options.use_autocast_during_eval)
+        return Contexts(outer, lambda: _autocast(enabled and (evaluates or torch.is_grad_enabled()), recipe))
 
 
-class _Autocast(AbstractContextManager[None]):
-    """torch's autocast with transformer_engine's in it. Can be reused, but not nested in itself."""
-
-    def __init__(self, outer: Any, options: TERecipeKwargs) -> None:
-        self._outer, self._evaluates = outer, bool(options.use_autocast_during_eval)
-        self._recipe = options.make_recipe()
-        self._entered = ExitStack()
-
-    def __enter__(self) -> None:
-        with ExitStack() as entered:
-            entered.enter_context(self._outer)
-            entered.enter_context(_autocast(self._evaluates or torch.is_grad_enabled(), self._recipe))
-            self._entered = entered.pop_all()
-
-    def __exit__(self, *_: object) -> None:
-        self._entered.close()
-
-
-def _load(part: str) -> Any:
+def _load(part: str) -> ModuleType:
     require_package("transformer_engine", purpose="fp8 by transformer_engine", install=_INSTALL)
     return importlib.import_module(f"transformer_engine{part}")
 
 
-def _autocast(enabled: bool, recipe: Any) -> Any:
-    te = _load(".pytorch")
+def _autocast(enabled: bool, recipe: object) -> AbstractContextManager[None]:
+    te: Any = _load(".pytorch")
     if hasattr(te, "autocast"):  # since 2.9
-        return te.autocast(enabled=enabled, recipe=recipe)
-    return te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)
+        context = te.autocast(enabled=enabled, recipe=recipe)
+    else:
+        context = te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)
+    return context  # type: ignore[no-any-return]  # the package has no types
 
 
-def _convert(model: nn.Module, undo: ExitStack, *, linear: bool = True, norms: bool = True) -> int:
-    """Replace layers of a model. Return how many."""
-    te, made = _load(".pytorch"), 0
+def _engine_layer(layer: nn.Module, *, linear: bool = True, norms: bool = True) -> nn.Module | None:
+    """Return transformer_engine's layer for one of torch's; None: there is none."""
+    te: Any = _load(".pytorch")
+    new: nn.Module
+    if type(layer) is nn.Linear and linear and not any(size % MULTIPLE for size in layer.weight.shape):
+        sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
+        new = te.Linear(*sizes, bias=bias, params_dtype=layer.weight.dtype)
+    elif type(layer) is nn.LayerNorm and norms and len(layer.normalized_shape) == 1 and layer.bias is not None:
+        new = te.LayerNorm(layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype)
+    else:
+        return None
+    # Maxima of past steps stay out of checkpoints, which every precision reads.
+    new.register_state_dict_post_hook(_drop_extra_state)
+    new.register_load_state_dict_post_hook(_forget_missing)
+    return new
+
+
+def _torch_layer(layer: Any, *, linear: bool = True, norms: bool = True) -> nn.Module | None:
+    """Return torch's layer for one of transformer_engine's; None: there is none."""
+    te: Any = _load(".pytorch")
+    if isinstance(layer, te.Linear) and linear:
+        has_bias = layer._parameters.get("bias") is not None
+        return nn.Linear(layer.in_features, layer.out_features, bias=has_bias, device="meta")
+    if isinstance(layer, te.LayerNorm) and norms:
+        return nn.LayerNorm(tuple(layer.weight.shape), eps=layer.eps, device="meta")
+    return None
+
+
+def _convert(model: nn.Module, make: Callable[[nn.Module], nn.Module | None], undo: ExitStack) -> int:
+    """Replace the layers of a model for which `make` returns others. Return how many."""
+    made = 0
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            new: Any = None
-            if type(child) is nn.Linear and linear and not any(size % _MULTIPLE for size in child.weight.shape):
-                bias = child.bias is not None
-                new = te.Linear(child.in_features, child.out_features, bias=bias, params_dtype=child.weight.dtype)
-            elif type(child) is nn.LayerNorm and norms and len(child.normalized_shape) == 1 and child.bias is not None:
-                new = te.LayerNorm(child.normalized_shape[0], eps=child.eps, params_dtype=child.weight.dtype)
-            if new is not None and child is not None:
+            new = None if child is None else make(child)
+            if child is not None and new is not None:
                 _exchange(parent, name, child, new)
                 undo.callback(_exchange, parent, name, new, child)
-                # Maxima of past steps stay out of checkpoints, which every precision reads.
-                new.register_state_dict_post_hook(_drop_extra_state)
-                new.register_load_state_dict_post_hook(_forget_missing)
                 made += 1
     return made
 
@@ -200,11 +204,11 @@ def _exchange(parent: nn.Module, name: str, old: nn.Module, new: nn.Module) -> N
     parent._modules[name] = new
 
 
-def _drop_extra_state(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+def _drop_extra_state(_: nn.Module, state: dict[str, object], prefix: str, __: object) -> None:
     state.pop(prefix + _STATE, None)
 
 
-def _forget_missing(_: nn.Module, keys: Any) -> None:
+def _forget_missing(_: nn.Module, keys: _IncompatibleKeys) -> None:
     keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(_STATE)]
 
 
@@ -217,30 +221,18 @@ def convert_model(
         model: The model.
         to_transformer_engine: False replaces transformer_engine's layers by torch's. Default: True.
     """
-    if to_transformer_engine:
-        _convert(model, ExitStack(), linear=_convert_linear, norms=_convert_ln)
-        return
-    te = _load(".pytorch")
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            new: nn.Module | None = None
-            if isinstance(child, te.Linear) and _convert_linear:
-                has_bias = child._parameters.get("bias") is not None
-                new = nn.Linear(child.in_features, child.out_features, bias=has_bias, device="meta")
-            elif isinstance(child, te.LayerNorm) and _convert_ln:
-                new = nn.LayerNorm(tuple(child.weight.shape), eps=child.eps, device="meta")
-            if new is not None and child is not None:
-                _exchange(parent, name, child, new)
+    make = _engine_layer if to_transformer_engine else _torch_layer
+    _convert(model, partial(make, linear=_convert_linear, norms=_convert_ln), ExitStack())
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
     """Return whether a model has layers of transformer_engine."""
-    te = _load(".pytorch")
+    te: Any = _load(".pytorch")
     return any(isinstance(module, (te.Linear, te.LayerNorm, te.TransformerLayer)) for module in model.modules())
 
 
 def contextual_fp8_autocast(
-    model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
+    model_forward: Callable[..., Any], fp8_recipe: object, use_during_eval: bool = False
 ) -> Callable[..., Any]:
     """Return a forward function, with the module as its first argument, that computes in fp8.
 
@@ -250,7 +242,7 @@ def contextual_fp8_autocast(
         use_during_eval: Compute in fp8 also in `eval()` mode. Default: False.
     """
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
         with _autocast(use_during_eval or self.training, fp8_recipe):
             return model_forward(*args, **kwargs)
 
@@ -267,5 +259,5 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
     """
     options = fp8_recipe_handler or TERecipeKwargs()
     forward = contextual_fp8_autocast(model.forward, options.make_recipe(), bool(options.use_autocast_during_eval))
-    vars(model)["forward"] = functools.partial(forward, model)
+    vars(model)["forward"] = partial(forward, model)
     return model

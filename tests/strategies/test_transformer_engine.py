@@ -230,10 +230,8 @@ def test_ms_amp_is_refused() -> None:
 def test_without_the_package_the_errors_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainwright.core.errors.importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"pip install --no-build-isolation 'transformer_engine\[pytorch\]'"):
-        convert_model(nn.Linear(16, 16))
-    monkeypatch.setattr(
-        "trainwright.strategies.steps.te_layers.is_transformer_engine_available", lambda: False
-    )
+        convert_model(nn.Sequential(nn.Linear(16, 16)))
+    monkeypatch.setattr("trainwright.strategies.steps.te_layers.is_transformer_engine_available", lambda: False)
     with pytest.raises(ConfigurationError, match="pip install --no-build-isolation"):
         quiet_trainer(precision="transformer-engine", max_steps=1).fit(_Net(), _loader())
 
