@@ -14,6 +14,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from trainwright.strategies.steps.fp8 import float8, is_converted
 
+_One = tuple[torch.Tensor]
+
 
 class Float8Gather:
     """Gathers weights in float8: shards are cast with the scale of the full weight.
@@ -74,24 +76,18 @@ class Float8Gather:
 
 def _extend(record: FSDPParam) -> Any:
     """Set the extensions on a shard, which stays a plain tensor for optimizers and checkpoints."""
-    layer, shard = record._module_info.module, record._sharded_local_tensor
-    dtype = layer.config.cast_config_weight.target_dtype
+    layer: Any = record._module_info.module
+    shard, dtype = record._sharded_local_tensor, layer.config.cast_config_weight.target_dtype
     weight = float8().fsdp_utils.WeightWithDynamicFloat8CastTensor(shard.detach(), layer.linear_mm_config, dtype)
 
     # As bytes, which every process group gathers.
-    def before(mesh: DeviceMesh) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor]]:
+    def before(mesh: DeviceMesh) -> tuple[_One, _One]:
         (data,), scale = weight.fsdp_pre_all_gather(mesh)
         return (data.view(torch.uint8),), scale
 
-    def after(
-        gathered: tuple[torch.Tensor],
-        scale: tuple[torch.Tensor],
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
+    def after(gathered: _One, scale: _One, param_dtype: torch.dtype, *, out: object = None) -> Any:
         found = weight.fsdp_post_all_gather((gathered[0].view(dtype),), scale, param_dtype, out=out)
-        return None if found is None else (found[0], gathered)
+        return found and (found[0], gathered)
 
     vars(shard).update(fsdp_pre_all_gather=before, fsdp_post_all_gather=after)
     record._init_extensions()

@@ -114,16 +114,13 @@ class TransformerEnginePrecision(Precision):
     fp8_backend: ClassVar[str] = "TE"
 
     def check_device(self, device_type: str) -> None:
+        problem = ""
         if not is_transformer_engine_available():
-            raise ConfigurationError(
-                f"fp8 by transformer_engine needs the package. Install it: pip install {_INSTALL}. Or use "
-                "precision='fp8', which is torchao's."
-            )
-        if device_type not in _DEVICES:
-            raise ConfigurationError(
-                f"transformer_engine computes on CUDA devices, not on {device_type!r}. Use precision='fp8', which is "
-                "torchao's."
-            )
+            problem = f"fp8 by transformer_engine needs the package. Install it: pip install {_INSTALL}. Or use"
+        elif device_type not in _DEVICES:
+            problem = f"transformer_engine computes on CUDA devices, not on {device_type!r}. Use"
+        if problem:
+            raise ConfigurationError(f"{problem} precision='fp8', which is torchao's.")
 
     def convert(self, models: Sequence[nn.Module], device: torch.device, undo: ExitStack) -> None:
         if models and not sum(_convert(model, _engine_layer, undo) for model in models):
@@ -145,54 +142,50 @@ def _load(part: str) -> ModuleType:
     return importlib.import_module(f"transformer_engine{part}")
 
 
-def _autocast(enabled: bool, recipe: object) -> AbstractContextManager[None]:
+def _autocast(enabled: bool, recipe: object) -> Any:
     te: Any = _load(".pytorch")
     if hasattr(te, "autocast"):  # since 2.9
-        context = te.autocast(enabled=enabled, recipe=recipe)
-    else:
-        context = te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)
-    return context  # type: ignore[no-any-return]  # the package has no types
+        return te.autocast(enabled=enabled, recipe=recipe)
+    return te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)
 
 
-def _engine_layer(layer: nn.Module, *, linear: bool = True, norms: bool = True) -> nn.Module | None:
+def _engine_layer(layer: nn.Module, *, linear: bool = True, norms: bool = True) -> Any:
     """Return transformer_engine's layer for one of torch's; None: there is none."""
     te: Any = _load(".pytorch")
-    new: nn.Module
+    new: Any = None
     if type(layer) is nn.Linear and linear and not any(size % MULTIPLE for size in layer.weight.shape):
         sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
         new = te.Linear(*sizes, bias=bias, params_dtype=layer.weight.dtype)
     elif type(layer) is nn.LayerNorm and norms and len(layer.normalized_shape) == 1 and layer.bias is not None:
         new = te.LayerNorm(layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype)
-    else:
-        return None
-    # Maxima of past steps stay out of checkpoints, which every precision reads.
-    new.register_state_dict_post_hook(_drop_extra_state)
-    new.register_load_state_dict_post_hook(_forget_missing)
+    if new is not None:  # maxima of past steps stay out of checkpoints, which every precision reads
+        new.register_state_dict_post_hook(_drop_extra_state)
+        new.register_load_state_dict_post_hook(_forget_missing)
     return new
 
 
-def _torch_layer(layer: Any, *, linear: bool = True, norms: bool = True) -> nn.Module | None:
+def _torch_layer(layer: Any, *, linear: bool = True, norms: bool = True) -> Any:
     """Return torch's layer for one of transformer_engine's; None: there is none."""
     te: Any = _load(".pytorch")
     if isinstance(layer, te.Linear) and linear:
         has_bias = layer._parameters.get("bias") is not None
         return nn.Linear(layer.in_features, layer.out_features, bias=has_bias, device="meta")
-    if isinstance(layer, te.LayerNorm) and norms:
-        return nn.LayerNorm(tuple(layer.weight.shape), eps=layer.eps, device="meta")
-    return None
+    return (
+        nn.LayerNorm(layer.weight.shape, layer.eps, device="meta")
+        if isinstance(layer, te.LayerNorm) and norms
+        else None
+    )
 
 
-def _convert(model: nn.Module, make: Callable[[nn.Module], nn.Module | None], undo: ExitStack) -> int:
+def _convert(model: nn.Module, make: Callable[[nn.Module], Any], undo: ExitStack) -> int:
     """Replace the layers of a model for which `make` returns others. Return how many."""
-    made = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            new = None if child is None else make(child)
-            if child is not None and new is not None:
-                _exchange(parent, name, child, new)
-                undo.callback(_exchange, parent, name, new, child)
-                made += 1
-    return made
+    found = [(parent, *item) for parent in model.modules() for item in parent._modules.items()]
+    pairs = [(parent, name, old, make(old)) for parent, name, old in found if old is not None]
+    replaced = [pair for pair in pairs if pair[-1] is not None]
+    for parent, name, old, new in replaced:
+        _exchange(parent, name, old, new)
+        undo.callback(_exchange, parent, name, new, old)
+    return len(replaced)
 
 
 def _exchange(parent: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:
