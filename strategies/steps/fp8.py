@@ -167,6 +167,8 @@ class AORecipeKwargs(KwargsHandler):
         if self.config is None and self.pad_inner_dim is False:
             Fp8().check_device("cpu")
             recipe = float8().Float8LinearConfig()
+        elif self.config is not None and self.enable_fsdp_float8_all_gather is False:
+            recipe = replace(self.config, enable_fsdp_float8_all_gather=False)
         chosen = self.module_filter_func
         if chosen is filter_first_and_last_linear_layers:
             chosen = None

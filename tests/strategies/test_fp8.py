@@ -367,6 +367,15 @@ def test_a_loop_gathers_weights_in_float8() -> None:
     run_distributed(_gathered_in_a_loop, 2)
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, True), (False, False), (True, True)])
+def test_a_handler_overrides_what_its_config_says_of_the_gather(given: bool | None, expected: bool) -> None:
+    from torchao.float8 import Float8LinearConfig
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    precision = AORecipeKwargs(config=config, enable_fsdp_float8_all_gather=given).precision()
+    assert precision.fp8_all_gather is expected
+
+
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 def test_only_weights_with_one_scale_are_gathered_in_float8(recipe: str) -> None:
     with pytest.raises(ConfigurationError, match="Use recipe='tensorwise'"):
