@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,9 @@ class Precision:
         autocast_dtype: dtype that matrix products are cast to while parameters stay float32; None: no autocast.
         scaled: the loss is scaled so that small float16 gradients do not vanish.
         converts_layers: `convert` changes layers of models.
+        fp8_all_gather: FSDP gathers the weights of converted layers in float8.
+        splits_converted: tensor parallelism can split converted layers.
+        fp8_backend: `"AO"`, `"TE"` or `"NO"`.
     """
 
     name: str
@@ -34,6 +38,9 @@ class Precision:
     scaled: bool = False
 
     converts_layers: ClassVar[bool] = False
+    fp8_all_gather: ClassVar[bool] = False
+    splits_converted: ClassVar[bool] = True
+    fp8_backend: ClassVar[str] = "NO"
 
     @classmethod
     def parse(cls, spec: str | int | Precision) -> Precision:
@@ -48,6 +55,10 @@ class Precision:
             from trainwright.strategies.steps.fp8 import Fp8
 
             return Fp8()
+        if spec == "transformer-engine":
+            from trainwright.strategies.steps.te_layers import TransformerEnginePrecision
+
+            return TransformerEnginePrecision()
         found = _KNOWN.get(str(spec))
         if found is None:
             names = ", ".join([*dict.fromkeys(p.name for p in _KNOWN.values()), "fp8"])
@@ -85,11 +96,55 @@ class Precision:
         """
         return nullcontext() if self.param_dtype is None else _DefaultDtype(self.param_dtype)
 
+    def autocast(
+        self, device_type: str, *, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a new context of autocast in `autocast_dtype`; see `torch.autocast` for the arguments."""
+        make = partial(
+            torch.autocast, device_type, dtype=self.autocast_dtype, enabled=enabled, cache_enabled=cache_enabled
+        )
+        return Contexts(make, _without_fast_path) if enabled and device_type != "cuda" else make()
+
     def forward_context(self, device_type: str) -> Any | None:
         """Return a reusable context for forward passes on this type of device, or None when none is needed."""
         if self.autocast_dtype is not None:
-            return torch.autocast(device_type, dtype=self.autocast_dtype)
+            return self.autocast(device_type)
         return None if self.param_dtype is None else _DefaultDtype(self.param_dtype)
+
+
+class Contexts(AbstractContextManager[None], ContextDecorator):
+    """Several contexts in one that can be reused, and nested in itself.
+
+    Args:
+        makers: functions that create the contexts, the outermost one first.
+    """
+
+    def __init__(self, *makers: Callable[[], AbstractContextManager[object]]) -> None:
+        self._makers = makers
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as entered:
+            for make in self._makers:
+                entered.enter_context(make())
+            self._entered.append(entered.pop_all())
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.pop().close()
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Disable torch's fused attention and encoder layers, which use weights as they are.
+
+    Under autocast they fail or compute in float32. torch 2.13 disables them itself only for CUDA's autocast.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class _DefaultDtype(AbstractContextManager[None]):

@@ -69,6 +69,7 @@ FOREIGN_PROBES: dict[str, str] = {
     "accelerator.prepared.free_loaders:split_batches": "a user's batch sampler",
     "accelerator.prepared.scheduler:total_steps": "a schedule of torch or the user's",
     "accelerator.prepared.scheduler:optimizer": "a scheduler, torch's or the user's",
+    "strategies.steps.te_layers:autocast": "the package transformer_engine",
     "trainer.checkpoints.restore:optimizer": "a scheduler, torch's or the user's",
     "trainer.profiling:close": "a user's loader",
     "trainer.data:iterables": "a user's loader, or another library's combination of some",

@@ -29,6 +29,7 @@ from trainwright.core.tree import map_tensors
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.data_ranks import DataRanks, metrics_over
 from trainwright.strategies.fsdp.build import MetaBuilding, materialize
+from trainwright.strategies.fsdp.float8_gather import Float8Gather
 from trainwright.strategies.fsdp.layers.plan import Plan, SplitLayers
 from trainwright.strategies.fsdp.layers.ready import find_plan
 from trainwright.strategies.fsdp.outside import OutsideSteps
@@ -178,7 +179,7 @@ def parallelize(
         context: Creates the context of a forward outside of a step.
     """
     with ExitStack() as undo:  # whatever a later part cannot follow is taken off again
-        layers = None
+        layers = gather = None
         if "tp" in (mesh.mesh_dim_names or ()):
             layers = SplitLayers(model, find_plan(model, plan, mesh), mesh["tp"])
         undo.callback(recomputed.unwrap)
@@ -202,6 +203,9 @@ def parallelize(
                 sharding.apply(part, data_axes(mesh), device, is_root=part is root)
         if sharding is not None:
             sharding.prefetch_units(units)
+            if sharding.precision.fp8_all_gather:
+                gather = Float8Gather(root, units)
+                undo.callback(gather.undo)
         traces.note()
         splits_loss = False
         if layers is not None:
@@ -212,7 +216,7 @@ def parallelize(
         if sharding is not None and building is not None:
             undo.enter_context(OutsideSteps(root, units, context).served(model))
         outputs_split = None if layers is None else splits_loss
-        return ParallelModel(model, root, units, mesh, ranks, undo.pop_all(), outputs_split=outputs_split)
+        return ParallelModel(model, root, units, mesh, ranks, undo.pop_all(), gather, outputs_split=outputs_split)
 
 
 def _take_compiled_off(units: list[nn.Module]) -> None:
@@ -237,6 +241,7 @@ class ParallelModel:
         mesh: DeviceMesh,
         ranks: DataRanks,
         undo: ExitStack,
+        gather: Float8Gather | None,
         *,
         outputs_split: bool | None,
     ) -> None:
@@ -246,7 +251,7 @@ class ParallelModel:
         self.usage = Usage(model, ranks.processes, peers) if ranks.size > 1 else None
         self.is_together = True
         self._units: list[Any] = units
-        self._undo, self._outputs_split = undo, outputs_split
+        self._undo, self._gather, self._outputs_split = undo, gather, outputs_split
         self.counted = {id(p): counts_here(p, mesh) for p in model.parameters()}
         self._is_sharded = isinstance(root, FSDPModule)
         self._syncs, self._sums = True, False
@@ -300,6 +305,8 @@ class ParallelModel:
     def end_group(self) -> None:
         """Complete the gradients of a group of micro-batches. Collective, on the host, in some steps."""
         self._sums = False
+        if self._gather is not None:
+            self._gather.forget_scales()
         self._lay_out_gradients()
         if self.usage is not None:
             self.usage.note()
@@ -368,5 +375,5 @@ class ParallelModel:
         self.is_together = False
         self.reshard()
         self._undo.close()
-        self.root = self.mesh = self.usage = None
+        self.root = self.mesh = self.usage = self._gather = None
         self._units = []

@@ -219,7 +219,13 @@ class FSDPStrategy(DataParallel):
 
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
-        self.check_converts(settings, self.mesh_shape(settings).tp == 1)
+        self.check_converts(settings, self.mesh_shape(settings).tp == 1 or settings.precision.splits_converted)
+        if settings.precision.fp8_all_gather and (self.cpu_offload or type(self.reshard_after_forward) is int):
+            name = "cpu_offload" if self.cpu_offload else "reshard_after_forward"
+            raise ConfigurationError(
+                f"fp8_all_gather=True with {name}={getattr(self, name)!r}: weights are not gathered in float8 with it. "
+                "Leave one of the two out."
+            )
 
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
         if overrides(task, "configure_model", TaskModule):

@@ -126,7 +126,7 @@ class OffloadEngine(Engine):
             self._check_state(optimizer)
         if self.precision.autocast_dtype is not None:
             # Without a cache, which would keep a narrow copy of every weight on the device until the step is over.
-            self._context = torch.autocast(self.device.type, dtype=self.precision.autocast_dtype, cache_enabled=False)
+            self._context = self.precision.autocast(self.device.type, cache_enabled=False)
         return optimizers
 
     def _place(self, task: TaskModule) -> None:

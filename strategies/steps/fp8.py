@@ -19,7 +19,7 @@ from trainwright.strategies.precision import Precision
 ModuleFilter = Callable[[nn.Module, str], bool]
 
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-_MULTIPLE = 16  # of the sizes of float8 matrix products
+MULTIPLE = 16  # of the sizes of float8 matrix products
 _MOST_NAMES = 10
 
 
@@ -37,9 +37,12 @@ class Fp8(Precision):
         min_features: layers with fewer input or output features are not converted. Default: 0.
         module_filter: a function of a module and its name that returns True for layers to be converted. It replaces
             the rule for the first and the last layer. Default: None.
+        fp8_all_gather: FSDP gathers the weights of converted layers in float8 instead of bf16, which halves the bytes.
+            For the recipe `"tensorwise"`; other strategies ignore it. Default: False, or what a `Float8LinearConfig`
+            says.
 
     Raises:
-        ConfigurationError: The recipe is unknown.
+        ConfigurationError: The recipe is unknown, or cannot be combined with `fp8_all_gather`.
     """
 
     name: str = field(default="fp8", init=False)
@@ -50,8 +53,10 @@ class Fp8(Precision):
     skip: str | tuple[str, ...] = ()
     min_features: int = 0
     module_filter: ModuleFilter | None = None
+    fp8_all_gather: bool = False  # type: ignore[misc]  # a class variable of other precisions
 
     converts_layers: ClassVar[bool] = True
+    fp8_backend: ClassVar[str] = "AO"
 
     def __post_init__(self) -> None:
         if isinstance(self.skip, str):
@@ -59,6 +64,13 @@ class Fp8(Precision):
         if isinstance(self.recipe, str) and self.recipe not in _RECIPES:
             raise ConfigurationError(
                 f"recipe={self.recipe!r} is unknown.{nearest(self.recipe, _RECIPES)} Known: {', '.join(_RECIPES)}."
+            )
+        if not isinstance(self.recipe, str) and self.recipe.enable_fsdp_float8_all_gather:
+            object.__setattr__(self, "fp8_all_gather", True)
+        if self.fp8_all_gather and not _is_tensorwise(self.recipe):
+            raise ConfigurationError(
+                f"fp8_all_gather=True with recipe={self.recipe!r}: shards of a weight are cast with one scale for all. "
+                "Use recipe='tensorwise', or leave fp8_all_gather out."
             )
 
     def check_device(self, device_type: str) -> None:
@@ -94,11 +106,9 @@ class Fp8(Precision):
         config = self.recipe
         if isinstance(config, str):
             # Padding lets micro-batches have any number of rows.
-            config = replace(_torchao().Float8LinearConfig.from_recipe_name(config), pad_inner_dim=True)
-        if config.enable_fsdp_float8_all_gather:
-            raise ConfigurationError(
-                "enable_fsdp_float8_all_gather=True is not supported: parameters are gathered in bf16. Use False."
-            )
+            config = replace(float8().Float8LinearConfig.from_recipe_name(config), pad_inner_dim=True)
+        # It would replace the parameters before they are sharded; `Float8Gather` extends the shards.
+        config = replace(config, enable_fsdp_float8_all_gather=False)
         if config.emulate or has_float8_products(device):
             return config
         if device.type != "cuda" and _keeps_an_operand(config):
@@ -116,8 +126,8 @@ class Fp8(Precision):
         sizes = (layer.in_features, layer.out_features)
         if type(layer) is not nn.Linear:
             return f"a {type(layer).__name__}"
-        if any(size % _MULTIPLE for size in sizes):
-            return f"not multiples of {_MULTIPLE}"
+        if any(size % MULTIPLE for size in sizes):
+            return f"not multiples of {MULTIPLE}"
         if min(sizes) < self.min_features:
             return f"smaller than min_features={self.min_features}"
         if any(name == skipped or name.startswith(f"{skipped}.") for skipped in self.skip):
@@ -138,7 +148,8 @@ class AORecipeKwargs(KwargsHandler):
             None, which are all but the first and the last linear layer. Layers whose sizes are not multiples of 16 are
             never converted.
         pad_inner_dim: Pad micro-batches to a multiple of 16 rows, if `config` is None. Default: None, which is True.
-        enable_fsdp_float8_all_gather: Only False: FSDP gathers parameters in bf16. Default: None.
+        enable_fsdp_float8_all_gather: FSDP gathers weights of converted layers in float8. Default: None, which is what
+            `config` says, or False; in Accelerate it is True.
     """
 
     config: Any = None
@@ -152,25 +163,32 @@ class AORecipeKwargs(KwargsHandler):
         Raises:
             ConfigurationError: An option is not supported, or torchao is not installed.
         """
-        if self.enable_fsdp_float8_all_gather:
-            raise ConfigurationError(
-                "AORecipeKwargs(enable_fsdp_float8_all_gather=True) is not supported: parameters are gathered in bf16. "
-                "Leave it out."
-            )
         recipe = "tensorwise" if self.config is None else self.config
         if self.config is None and self.pad_inner_dim is False:
             Fp8().check_device("cpu")
-            recipe = _torchao().Float8LinearConfig()
-        return Fp8(recipe=recipe, module_filter=self.module_filter_func)
+            recipe = float8().Float8LinearConfig()
+        elif self.config is not None and self.enable_fsdp_float8_all_gather is False:
+            recipe = replace(self.config, enable_fsdp_float8_all_gather=False)
+        chosen = self.module_filter_func
+        if chosen is filter_first_and_last_linear_layers:
+            chosen = None
+        return Fp8(recipe=recipe, module_filter=chosen, fp8_all_gather=bool(self.enable_fsdp_float8_all_gather))
 
 
-def _torchao() -> Any:
+def float8() -> Any:
+    """Return torchao's package of float8 training."""
     return load_torchao("precision='fp8'").float8  # takes a second
 
 
 def has_float8_products(device: torch.device) -> bool:
     """Return whether a device multiplies matrices in float8."""
     return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (8, 9))
+
+
+def _is_tensorwise(recipe: Any) -> bool:
+    if isinstance(recipe, str):
+        return recipe == "tensorwise"
+    return bool(recipe.cast_config_weight.scaling_granularity.name == "TENSORWISE")
 
 
 def _keeps_an_operand(config: Any) -> bool:
@@ -202,7 +220,7 @@ def convert_layer(layer: nn.Linear, config: Any) -> Callable[[], None]:
         A function that undoes it.
     """
     before, own = type(layer), set(vars(layer))
-    made = _torchao().convert_to_float8_training(layer, config=config)
+    made = float8().convert_to_float8_training(layer, config=config)
     added = {name: value for name, value in vars(made).items() if name not in own}
     vars(layer).update(added)
     layer.__class__ = type(made)
@@ -213,6 +231,18 @@ def convert_layer(layer: nn.Linear, config: Any) -> Callable[[], None]:
             vars(layer).pop(name, None)
 
     return undo
+
+
+def float8_linear(
+    layer: nn.Module, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the output of a converted layer for a shard of its weight, which gets scales of its own."""
+    if torch.is_autocast_enabled(inputs.device.type):
+        inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
+    output: torch.Tensor = float8().float8_linear.matmul_with_hp_or_float8_args.apply(
+        inputs, weight.t(), layer.linear_mm_config, layer.config
+    )
+    return output if bias is None else output + bias.to(output.dtype)
 
 
 def has_ao_layers(model: nn.Module) -> bool:
@@ -234,9 +264,20 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable
         fqn: its name in the model.
         layers_to_filter: names of layers that are not converted.
     """
-    if isinstance(module, nn.Linear) and (module.in_features % _MULTIPLE or module.out_features % _MULTIPLE):
+    if isinstance(module, nn.Linear) and (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
         return False
     return fqn not in layers_to_filter
+
+
+def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
+    """Return whether a layer of a model can be converted: see `filter_linear_layers`, and it is not the first or last.
+
+    Args:
+        module: the model. For a layer alone the sizes decide; as `module_filter_func` it is the default rule.
+        fqn: the layer's name in the model.
+    """
+    layer = module if isinstance(module, nn.Linear) else module.get_submodule(fqn)
+    return filter_linear_layers(layer, fqn, find_first_last_linear_layers(module))
 
 
 def convert_model_to_fp8_ao(
@@ -249,6 +290,8 @@ def convert_model_to_fp8_ao(
         config: A `torchao.float8.Float8LinearConfig`. Default: None, which is torchao's.
         module_filter_func: See `AORecipeKwargs`.
     """
+    if module_filter_func is filter_first_and_last_linear_layers:
+        module_filter_func = None
     edges = find_first_last_linear_layers(model)
     for name, layer in list(linear_layers(model)):
         chosen = (

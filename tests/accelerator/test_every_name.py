@@ -107,7 +107,6 @@ REFUSED_ARGUMENTS = {"megatron_lm_plugin"}
 REFUSED_NAMES = (
     "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler "
     "MegatronLMPlugin avg_losses_across_data_parallel_group gather_across_data_parallel_groups initialize "
-    "FP8RecipeKwargs apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers "
     "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper install_xla AimTracker"
 )
 _IMPORTS = [(path, name) for path, names in NAMES.items() for name in names.split()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,27 @@ def test_flags_win_over_variables_and_these_over_a_file(tmp_path: Path, monkeypa
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3",
     }
+
+
+@pytest.mark.parametrize(
+    ("precision", "section", "named"),
+    [
+        ("fp8", {"backend": "AO", "pad_inner_dim": False, "enable_fsdp_float8_all_gather": True},
+         "pad_inner_dim, enable_fsdp_float8_all_gather"),
+        ("fp8", {"backend": "AO", "fp8_format": "E4M3", "margin": None}, "fp8_format"),
+        ("fp8", {"backend": "AO", "pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}, None),
+        ("bf16", {"backend": "AO", "margin": 1}, None),
+        ("fp8", None, None),
+    ],
+)  # fmt: skip
+def test_options_of_fp8_in_a_file_that_have_no_effect_are_named(
+    precision: str, section: Any, named: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(json.dumps({"mixed_precision": precision, "fp8_config": section}))
+    notes = read_command(["--config_file", str(file), "a.py"]).notes
+    text = f"fp8_config of {file}: {named} without effect. Pass AORecipeKwargs in the script."
+    assert notes == ([] if named is None else [text])
 
 
 def test_the_default_file_is_ours_or_that_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +159,7 @@ def test_files_of_accelerate_are_read(content: dict[str, Any], expected: dict[st
         (["--cpu", "--multi_gpu", "{script}"], "--cpu and --multi_gpu exclude each other"),
         (["--tpu_use_cluster", "{script}"], "start the script on each machine of a pod with --tpu"),
         (["--use_megatron_lm", "{script}"], "--use_megatron_lm is not supported"),
-        (["--fp8_backend", "te", "{script}"], "--fp8_backend is not supported: only torchao trains in fp8"),
+        (["--fp8_backend", "te", "{script}"], "--fp8_backend is not supported: fp8 is configured in the script"),
         (["--num_processes", "0", "{script}"], "--num_processes 0: write a whole number of at least 1"),
         (["--num_machines", "2", "{script}"], "needs --machine_rank, --main_process_ip, --main_process_port too"),
         (["--num_machines", "2", "--num_processes", "3", "--machine_rank", "0", "--main_process_ip", "a",

@@ -52,11 +52,17 @@ _HOMES = {
     "launch.config_file": "write_basic_config",
     "processes.random_states": "set_seed synchronize_rng_state synchronize_rng_states",
     "strategies.steps.fp8": (
-        "AORecipeKwargs convert_model_to_fp8_ao filter_linear_layers find_first_last_linear_layers has_ao_layers"
+        "AORecipeKwargs convert_model_to_fp8_ao filter_first_and_last_linear_layers filter_linear_layers "
+        "find_first_last_linear_layers has_ao_layers"
+    ),
+    "strategies.steps.te_layers": (
+        "FP8RecipeKwargs TERecipeKwargs apply_fp8_autowrap contextual_fp8_autocast convert_model "
+        "has_transformer_engine_layers"
     ),
     "strategies.precision": "get_grad_scaler",
 }
 _CONSTANTS = " ".join(name for name in _HOMES["core.names.constants"].split() if name.isupper())
+_FP8_BY_ENGINE = "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers"
 _CHOICES = " ".join(name for name in _HOMES["core.names.constants"].split() if not name.isupper())
 _HOOKS = (
     "AlignDevicesHook CpuOffload ModelHook SequentialHook UserCpuOffloadHook add_hook_to_module "
@@ -67,7 +73,8 @@ _UTILS = {
     "bnb": "BnbQuantizationConfig load_and_quantize_model",
     "constants": _CONSTANTS,
     "dataclasses": (
-        f"{_CHOICES} AORecipeKwargs AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType "
+        f"{_CHOICES} AORecipeKwargs FP8RecipeKwargs TERecipeKwargs "
+        "AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType "
         "DataLoaderConfiguration DeepSpeedPlugin get_module_class_from_name "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs "
         "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration "
@@ -102,7 +109,8 @@ _UTILS = {
         "listify pad_across_processes recursively_apply reduce send_to_device slice_tensors"
     ),
     "other": (
-        "convert_model_to_fp8_ao filter_linear_layers find_first_last_linear_layers has_ao_layers "
+        "convert_model_to_fp8_ao filter_linear_layers filter_first_and_last_linear_layers "
+        "find_first_last_linear_layers has_ao_layers "
         "clear_environment convert_file_size_to_int extract_model_from_parallel is_peft_model load "
         "patch_environment save wait_for_everyone write_basic_config"
     ),
@@ -131,7 +139,7 @@ PATHS: dict[str, str] = {
         "ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LoggerType MLflowTracker SwanLabTracker "
         "TensorBoardTracker TrackioTracker WandBTracker get_logger on_main_process"
     ),
-    "utils": " ".join([*_UTILS.values(), "tqdm"]),
+    "utils": " ".join([*_UTILS.values(), _FP8_BY_ENGINE, "tqdm"]),
     **{f"utils.{name}": names for name, names in _UTILS.items()},
 }
 """Module of Accelerate, without the name of the package → its names here."""

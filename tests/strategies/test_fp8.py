@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +26,14 @@ from trainwright import Accelerator
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies import Fp8, FSDPStrategy, Precision
-from trainwright.utils import AORecipeKwargs, convert_model_to_fp8_ao, has_ao_layers
+from trainwright.strategies.fsdp.layers.styles import FusedColwise
+from trainwright.utils import (
+    AORecipeKwargs,
+    FullyShardedDataParallelPlugin,
+    convert_model_to_fp8_ao,
+    filter_first_and_last_linear_layers,
+    has_ao_layers,
+)
 
 pytestmark = [
     pytest.mark.requires("torchao", reason="it converts the layers"),
@@ -103,9 +114,9 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(tokens()), batch_size=2)
 
 
-def fit(precision: Any, **arguments: Any) -> Language:
+def fit(precision: Any, task: Any = None, **arguments: Any) -> Language:
     """Train a task for all steps."""
-    task = Language()
+    task = task or Language()
     arguments = {"max_epochs": 1, "precision": precision, **arguments}
     quiet_trainer(**arguments).fit(task, loader())
     return task
@@ -116,12 +127,14 @@ def _is_inner(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and not name.endswith(("blocks.0.qkv", "head"))
 
 
-def by_hand(batches: Any, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Any:
+def by_hand(
+    batches: Any, wrap: Callable[[nn.Module], nn.Module] = lambda model: model, recipe: str = "tensorwise"
+) -> Any:
     """Train with torchao alone; return the losses and the weights."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     model = TinyGPT()
-    config = Float8LinearConfig(emulate=True, pad_inner_dim=True)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True, pad_inner_dim=True)
     convert_to_float8_training(model, config=config, module_filter_fn=_is_inner)
     called = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -183,13 +196,209 @@ def test_shards_train_as_replicas_do() -> None:
     assert len(first) == len(second) == _STEPS // 2
 
 
-def _loop(precision: str, handlers: list[Any] | None = None) -> tuple[list[torch.Tensor], nn.Module, Accelerator]:
-    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, cpu=True)
+class Split(Language):
+    """Splits the feed-forward layers."""
+
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        """Return the plan."""
+        return {"model.blocks.*.up": "colwise", "model.blocks.*.down": "rowwise"}
+
+
+def _by_hand_on(mesh: Any) -> Callable[[nn.Module], nn.Module]:
+    def wrap(model: nn.Module) -> nn.Module:
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        for part in (*model.blocks, model) if "dp" in mesh.mesh_dim_names else ():  # type: ignore[misc]
+            fully_shard(part, mesh=mesh["dp"], mp_policy=policy)
+        return model
+
+    return wrap
+
+
+def _split_by_hand(strategy: Any, sizes: dict[str, int], recipe: str) -> None:
+    task = fit(Fp8(recipe=recipe), task=Split(), strategy=strategy, devices=4 if "dp" in sizes else 2)
+    assert task.seen
+    assert not has_ao_layers(task)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    losses, _ = by_hand(task.batches, _by_hand_on(mesh), recipe)
+    assert len(losses) == _STEPS // sizes.get("dp", 1)
+    assert torch.stack(task.losses).numpy() == pytest.approx(torch.stack(losses).numpy(), rel=1e-6)
+    if "dp" not in sizes:
+        whole, _ = by_hand(task.batches, recipe=recipe)
+        assert torch.stack(losses).numpy() == pytest.approx(torch.stack(whole).numpy(), rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_split_layers_train_as_those_that_torch_alone_splits(recipe: str) -> None:
+    run_distributed(_split_by_hand, 2, "tp", {"tp": 2}, recipe)
+
+
+def test_layers_split_beside_shards_train_as_those_that_torch_alone_splits() -> None:
+    run_distributed(_split_by_hand, 4, FSDPStrategy(tp=2), {"dp": 2, "tp": 2}, "tensorwise")
+
+
+def _fused() -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True, pad_inner_dim=True)
+    whole = convert_to_float8_training(nn.Sequential(nn.Linear(32, 96)), config=config)
+    split, x = copy.deepcopy(whole), torch.randn(6, 32, requires_grad=True)
+    parallelize_module(split, init_device_mesh("cpu", (2,)), {"0": FusedColwise(3)}, src_data_rank=None)
+    rank = dist.get_rank()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = split(x), whole(x.bfloat16()).view(6, 3, 2, 16)[:, :, rank].flatten(1)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+    assert not torch.equal(
+        found, nn.functional.linear(x, split[0].weight.to_local(), split[0].bias.to_local()).bfloat16()
+    )
+    found.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    grad = split[0].weight.grad.to_local()
+    expected_grad = whole[0].weight.grad.view(3, 2, 16, 32)[:, rank].flatten(0, 1)
+    assert torch.allclose(grad, expected_grad, atol=0.05 * expected_grad.abs().max().item())
+
+
+def test_blocks_of_one_fused_layer_compute_in_fp8() -> None:
+    run_distributed(_fused, 2)
+
+
+class _Narrow(Split):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.model.blocks:
+            block.up, block.down = nn.Linear(32, 16), nn.Linear(16, 32)  # type: ignore[assignment]
+
+
+def _narrow() -> None:
+    message = r"width of 16 is 8 on each of tp=2 ranks.*Fp8\(skip='model.blocks.0.up'\)"
+    with pytest.raises(ConfigurationError, match=message):
+        quiet_trainer(precision="fp8", strategy="tp", devices=2, max_steps=1).fit(_Narrow(), loader())
+
+
+def test_shards_of_layers_have_sizes_of_float8_products() -> None:
+    run_distributed(_narrow, 2)
+
+
+def _gathered_by_hand(batches: Any) -> list[torch.Tensor]:
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    model = TinyGPT()
+    config = Float8LinearConfig(emulate=True, pad_inner_dim=True, enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=_is_inner)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for part in (*model.blocks, model):
+        fully_shard(part, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses = []
+    for batch in batches:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def _gathered(strategy: Any, devices: int) -> None:
+    from torchao.float8 import Float8LinearConfig
+
+    recipe = Float8LinearConfig(enable_fsdp_float8_all_gather=True, pad_inner_dim=True)
+    moved: dict[bool, int] = {}
+    tasks = {}
+    for narrow in (True, False):
+        task = tasks[narrow] = Split()
+        with _bytes_gathered() as counted:
+            fit(Fp8(recipe=recipe) if narrow else "fp8", task=task, strategy=strategy, devices=devices)
+        moved[narrow] = sum(counted)
+        assert {type(p.data) for p in task.parameters()} == {torch.Tensor}
+        assert not any("fsdp" in name for p in task.parameters() for name in vars(p))
+    assert moved[True] < 0.75 * moved[False]
+    narrow, wide = (torch.stack(tasks[key].losses).numpy() for key in (True, False))
+    assert narrow == pytest.approx(wide, rel=0.02)
+    if strategy.tp == 1:
+        expected = torch.stack(_gathered_by_hand(tasks[True].batches)).numpy()
+        assert narrow == pytest.approx(expected, rel=1e-6)
+
+
+@contextlib.contextmanager
+def _bytes_gathered() -> Iterator[list[int]]:
+    """Count the bytes that `fully_shard` gathers."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    counted: list[int] = []
+    own = collectives.DefaultAllGather.__call__
+
+    def call(self: Any, **arguments: Any) -> Any:
+        counted.append(arguments["output_tensor"].nbytes)
+        return own(self, **arguments)
+
+    collectives.DefaultAllGather.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield counted
+    finally:
+        collectives.DefaultAllGather.__call__ = own  # type: ignore[method-assign]
+
+
+def test_weights_gathered_in_float8_train_as_torchao_alone_gathers_them() -> None:
+    run_distributed(_gathered, 2, FSDPStrategy(weights_after_stage="all"), 2)
+
+
+def test_shards_of_split_layers_are_gathered_in_float8() -> None:
+    run_distributed(_gathered, 4, FSDPStrategy(weights_after_stage="all", tp=2), 4)
+
+
+def _gathered_in_a_loop() -> None:
+    handler = AORecipeKwargs(enable_fsdp_float8_all_gather=True)
+    losses, _, accelerator = _loop("fp8", [handler], fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    assert losses[-1] < 0.8 * losses[0]
+    accelerator.end_training()
+
+
+def test_a_loop_gathers_weights_in_float8() -> None:
+    run_distributed(_gathered_in_a_loop, 2)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, True), (False, False), (True, True)])
+def test_a_handler_overrides_what_its_config_says_of_the_gather(given: bool | None, expected: bool) -> None:
+    from torchao.float8 import Float8LinearConfig
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    precision = AORecipeKwargs(config=config, enable_fsdp_float8_all_gather=given).precision()
+    assert precision.fp8_all_gather is expected
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_only_weights_with_one_scale_are_gathered_in_float8(recipe: str) -> None:
+    with pytest.raises(ConfigurationError, match="Use recipe='tensorwise'"):
+        Fp8(recipe=recipe, fp8_all_gather=True)
+
+
+@pytest.mark.parametrize("options", [{"cpu_offload": True}, {"reshard_after_forward": 2}])
+def test_options_for_which_weights_are_not_gathered_in_float8(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"fp8_all_gather=True with {next(iter(options))}="):
+        quiet_trainer(precision=Fp8(fp8_all_gather=True), strategy=FSDPStrategy(**options), devices=2, max_steps=1).fit(
+            Language(), loader()
+        )
+
+
+def _loop(
+    precision: str, handlers: list[Any] | None = None, **arguments: Any
+) -> tuple[list[torch.Tensor], nn.Module, Accelerator]:
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, cpu=True, **arguments)
     model = TinyGPT()
     parameters = [id(p) for p in model.parameters()]
     names = list(model.state_dict())
     prepared, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=2e-3), loader())
-    assert [id(p) for p in model.parameters()] == parameters
+    assert arguments or [id(p) for p in model.parameters()] == parameters
     assert list(model.state_dict()) == names
     losses = []
     for (batch,) in data:
@@ -275,6 +484,8 @@ def test_a_model_is_converted_for_a_loop_without_an_accelerator() -> None:
     model = _Layers()
     convert_model_to_fp8_ao(model)
     assert [name for name, layer in model.named_children() if has_ao_layers(layer)] == ["second", "third"]
+    chosen = [name for name, _ in model.named_children() if filter_first_and_last_linear_layers(model, name)]
+    assert chosen == ["second", "third"]
 
 
 def test_the_name_is_that_of_the_default() -> None:
@@ -296,7 +507,7 @@ def test_a_model_without_layers_to_convert_is_an_error() -> None:
         quiet_trainer(precision="fp8", max_steps=1).fit(_Small(), loader())
 
 
-@pytest.mark.parametrize("strategy", ["tp", "deepspeed_stage_1", "offload", FSDPStrategy(tp=2)])
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "offload"])
 def test_strategies_that_cannot_train_it_refuse_it(strategy: Any) -> None:
     devices = 1 if strategy == "offload" else 2
     with pytest.raises(ConfigurationError, match=r"precision='fp8' is not supported by .*Use strategy='ddp' or 'fsdp'"):
@@ -307,10 +518,6 @@ def test_strategies_that_cannot_train_it_refuse_it(strategy: Any) -> None:
     ("arguments", "expected"),
     [
         ({"mixed_precision": "bf16", "kwargs_handlers": [AORecipeKwargs()]}, "Use 'fp8', or leave it out"),
-        (
-            {"mixed_precision": "fp8", "kwargs_handlers": [AORecipeKwargs(enable_fsdp_float8_all_gather=True)]},
-            "gathered in bf16",
-        ),
         ({"mixed_precision": "fp9"}, "Did you mean 'fp8'"),
     ],
 )
@@ -319,12 +526,11 @@ def test_a_wrong_argument_of_an_accelerator_is_an_error(arguments: Any, expected
         Accelerator(**arguments)
 
 
-@pytest.mark.parametrize("name", ["FP8RecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "apply_fp8_autowrap"])
-def test_other_backends_name_the_replacement(name: str) -> None:
+def test_ms_amp_names_the_replacement() -> None:
     import trainwright.utils
 
     with pytest.raises(AttributeError, match="install torchao and pass AORecipeKwargs"):
-        getattr(trainwright.utils, name)
+        trainwright.utils.MSAMPRecipeKwargs  # noqa: B018
 
 
 def test_it_needs_torchao(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.engine_settings import EngineSettings
@@ -100,3 +102,22 @@ def test_a_format_that_a_device_lacks_is_refused_with_one_that_it_has() -> None:
         strategy.check(EngineSettings("mps", [0], 1, Precision.parse("64-true")))
     for name in ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"):
         strategy.check(EngineSettings("mps", [0], 1, Precision.parse(name)))
+
+
+@pytest.mark.filterwarnings("ignore:cpu has no float8 matrix products")
+@pytest.mark.parametrize(
+    "name", ["bf16-mixed", pytest.param("fp8", marks=pytest.mark.requires("torchao", reason="fp8"))]
+)
+def test_an_evaluation_of_torchs_encoder_computes_as_training_does(name: str) -> None:
+    precision, fast = Precision.parse(name), torch.backends.mha.get_fastpath_enabled()
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    model, x = (
+        nn.Sequential(nn.Linear(32, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 32)),
+        torch.randn(2, 4, 32),
+    )
+    with ExitStack() as undo, torch.no_grad():
+        precision.convert([model], x.device, undo)
+        with precision.autocast("cpu"):
+            expected, found = model(x), model.eval()(x)
+    assert torch.equal(found, expected)
+    assert torch.backends.mha.get_fastpath_enabled() == fast

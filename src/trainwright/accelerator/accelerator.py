@@ -104,7 +104,8 @@ class Accelerator:
             as in Accelerate, unless `split_batches`. Default: None, which is `"per_process"` after
             `trainwright.as_accelerate()`, and otherwise `"once"`, with a warning on several processes.
         kwargs_handlers: a list with at most one each of `DistributedDataParallelKwargs`, `GradScalerKwargs`,
-            `AutocastKwargs`, `InitProcessGroupKwargs` and `AORecipeKwargs`.
+            `AutocastKwargs`, `InitProcessGroupKwargs`, `AORecipeKwargs` and
+            `TERecipeKwargs`.
         fsdp_plugin: a `FullyShardedDataParallelPlugin`, instead of `strategy=FSDPStrategy(…)`.
         deepspeed_plugin: a `DeepSpeedPlugin`, instead of `strategy=DeepSpeedStrategy(…)`; or a dict of several with
             their names, of which `state.select_deepspeed_plugin(name)` selects the one for the next `prepare`. The
@@ -377,8 +378,8 @@ class Accelerator:
 
     @property
     def fp8_backend(self) -> str:
-        """`"AO"` (torchao) with `mixed_precision="fp8"`; otherwise `"NO"`."""
-        return "AO" if self._settings.precision.converts_layers else "NO"
+        """`"AO"` (torchao) or `"TE"` (transformer_engine) with `mixed_precision="fp8"`; otherwise `"NO"`."""
+        return self._settings.precision.fp8_backend
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

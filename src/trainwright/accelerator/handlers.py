@@ -13,6 +13,7 @@ from trainwright.core.names.kwargs_handler import KwargsHandler
 from trainwright.profilers.profile_kwargs import ProfileKwargs
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 from trainwright.strategies.steps.fp8 import AORecipeKwargs
+from trainwright.strategies.steps.te_layers import TERecipeKwargs
 
 
 @dataclass(slots=True)
@@ -101,6 +102,7 @@ class Handlers:
     processes: InitProcessGroupKwargs | None = None
     profile: ProfileKwargs | None = None
     float8: AORecipeKwargs | None = None
+    engine: TERecipeKwargs | None = None
 
 
 _KINDS = (
@@ -110,6 +112,7 @@ _KINDS = (
     InitProcessGroupKwargs,
     ProfileKwargs,
     AORecipeKwargs,
+    TERecipeKwargs,
 )
 
 

@@ -35,6 +35,7 @@ from trainwright.strategies.select import (
 )
 from trainwright.strategies.steps.fp8 import AORecipeKwargs
 from trainwright.strategies.steps.gradients import Gradients
+from trainwright.strategies.steps.te_layers import TERecipeKwargs
 from trainwright.strategies.strategy import Strategy
 
 _living: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # Accelerator → its mixed precision
@@ -119,7 +120,7 @@ class LoopSettings:
             return None
         options = {} if self.handlers.autocast is None else self.handlers.autocast.to_dict()
         options = options if cache else options | {"cache_enabled": False}
-        return partial(torch.autocast, device_type, dtype=self.precision.autocast_dtype, **options)
+        return partial(self.precision.autocast, device_type, **options)
 
 
 def read_settings(
@@ -157,7 +158,7 @@ def read_settings(
     dynamo = read_dynamo(dynamo_backend, dynamo_plugin)
     origin = "dynamo_backend" if dynamo_plugin is None else "dynamo_plugin"
     texts += [*choice.overridden, *dynamo.overridden(origin)]
-    precision = _precision(mixed_precision, handlers.float8)
+    precision = _precision(mixed_precision, handlers.float8, handlers.engine)
     casts = handlers.autocast is None or handlers.autocast.enabled
     select = partial(
         select_for_loop,
@@ -307,12 +308,15 @@ def refuse_unknown(name: str, value: object, known: Iterable[str]) -> None:
         raise ConfigurationError(f"Accelerator does not take {name}= . Instead: {ELSEWHERE[name]}.")
 
 
-def _precision(name: str | None, float8: AORecipeKwargs | None) -> Precision:
+def _precision(name: str | None, float8: AORecipeKwargs | None, engine: TERecipeKwargs | None) -> Precision:
+    if float8 is not None and engine is not None:
+        raise ConfigurationError("kwargs_handlers holds AORecipeKwargs and TERecipeKwargs, two backends. Pass one.")
+    given = float8 or engine
     if name == "fp8":
-        return (float8 or AORecipeKwargs()).precision()
-    if float8 is not None:
+        return (given or AORecipeKwargs()).precision()
+    if given is not None:
         raise ConfigurationError(
-            f"kwargs_handlers holds AORecipeKwargs, but mixed_precision={name!r}. Use 'fp8', or leave it out."
+            f"kwargs_handlers holds {type(given).__name__}, but mixed_precision={name!r}. Use 'fp8', or leave it out."
         )
     if name in (None, *_PRECISIONS):
         return Precision.parse(_PRECISIONS[name or "no"])

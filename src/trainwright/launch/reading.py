@@ -38,6 +38,8 @@ _ALONE = (
 SILENT = ("tpu_name", "tpu_zone", "commands", "command_file", "megatron_lm_config", "fp8_config")
 _SWITCH_OF = {"FSDP": "use_fsdp", "DEEPSPEED": "use_deepspeed", "XLA": "tpu", "TPU": "tpu"}
 TYPES: dict[str, dict[str, bool]] = {"NO": {}, **{kind: {name: True} for kind, name in _SWITCH_OF.items()}}
+# What AORecipeKwargs does by default.
+_FP8_DEFAULTS = {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}
 DEVICES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU", "TP")
 
 
@@ -86,7 +88,10 @@ def read_config(flags: Mapping[str, Any], file: str | None) -> tuple[LaunchConfi
         flags: Values of the flags.
         file: Path of the configuration file. None: the default file, if there is one.
     """
-    values, notes = merged(flags, read_variables(), read_file(file))
+    path, given = read_file(file)
+    values, notes = merged(flags, read_variables(), (path, given))
+    if path and values.get("mixed_precision") == "fp8":
+        notes += _ignored_fp8(path)
     for name in flags.keys() - set(_ALONE):
         switch = _SWITCHES.get(known_options()[name].section)
         if switch is not None and not values.get(switch):
@@ -265,6 +270,16 @@ def sets_nothing(key: str) -> bool:
     """Return whether a key of a file has no effect on `trainwright launch`, unless its value is refused."""
     option = known_options().get(_KEYS.get(key, key))
     return key in SILENT if option is None else option.is_refused
+
+
+def _ignored_fp8(path: str) -> list[str]:
+    """Return a note that names the options of fp8 in a file, which only a script sets."""
+    section = read_content(Path(path)).get("fp8_config")
+    items = section.items() if isinstance(section, dict) else ()
+    names = [key for key, value in items if key != "backend" and value not in (None, _FP8_DEFAULTS.get(key))]
+    if not names:
+        return []
+    return [f"fp8_config of {path}: {', '.join(names)} without effect. Pass AORecipeKwargs in the script."]
 
 
 def _known(name: str, origin: str, key: object) -> Option:

@@ -156,6 +156,13 @@ from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlug
 from trainwright.strategies.precision import get_grad_scaler as get_grad_scaler
 from trainwright.strategies.steps.fp8 import AORecipeKwargs as AORecipeKwargs
 from trainwright.strategies.steps.fp8 import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+from trainwright.strategies.steps.fp8 import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
 from trainwright.strategies.steps.fp8 import filter_linear_layers as filter_linear_layers
 from trainwright.strategies.steps.fp8 import find_first_last_linear_layers as find_first_last_linear_layers
 from trainwright.strategies.steps.fp8 import has_ao_layers as has_ao_layers
+from trainwright.strategies.steps.te_layers import FP8RecipeKwargs as FP8RecipeKwargs
+from trainwright.strategies.steps.te_layers import TERecipeKwargs as TERecipeKwargs
+from trainwright.strategies.steps.te_layers import apply_fp8_autowrap as apply_fp8_autowrap
+from trainwright.strategies.steps.te_layers import contextual_fp8_autocast as contextual_fp8_autocast
+from trainwright.strategies.steps.te_layers import convert_model as convert_model
+from trainwright.strategies.steps.te_layers import has_transformer_engine_layers as has_transformer_engine_layers

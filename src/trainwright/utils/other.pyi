@@ -8,6 +8,7 @@ from trainwright.processes.collectives import wait_for_everyone as wait_for_ever
 from trainwright.processes.launcher import clear_environment as clear_environment
 from trainwright.processes.launcher import patch_environment as patch_environment
 from trainwright.strategies.steps.fp8 import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+from trainwright.strategies.steps.fp8 import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
 from trainwright.strategies.steps.fp8 import filter_linear_layers as filter_linear_layers
 from trainwright.strategies.steps.fp8 import find_first_last_linear_layers as find_first_last_linear_layers
 from trainwright.strategies.steps.fp8 import has_ao_layers as has_ao_layers

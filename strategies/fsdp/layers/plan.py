@@ -21,6 +21,7 @@ from trainwright.strategies.fsdp.layers.styles import (
     SplitEmbedding,
     is_conv1d,
 )
+from trainwright.strategies.steps.fp8 import MULTIPLE, is_converted
 from trainwright.strategies.units import hook_keys
 
 
@@ -217,6 +218,11 @@ def _check_width(name: str, module: nn.Module, style: ParallelStyle, ranks: int)
         raise ConfigurationError(
             f"{name}: its width {width}{of} is not divisible by tp={ranks}. Use a width that is a multiple of "
             f"{blocks * ranks} ({width + blocks * ranks - width % (blocks * ranks)}), or leave it out of the plan."
+        )
+    if is_converted(module) and width // ranks % MULTIPLE:
+        raise ConfigurationError(
+            f"{name}: its width of {width} is {width // ranks} on each of tp={ranks} ranks, and products in fp8 need "
+            f"multiples of {MULTIPLE}. Leave it in bf16 with Fp8(skip={name!r}), or use a smaller tp."
         )
 
 

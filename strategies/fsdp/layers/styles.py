@@ -17,6 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 
+from trainwright.strategies.steps.fp8 import float8_linear, is_converted
+
 
 def is_conv1d(module: nn.Module) -> bool:
     """Tell whether a module is transformers' Conv1D: a linear layer whose weight is (inputs, outputs)."""
@@ -62,6 +64,8 @@ class FusedColwise(ParallelStyle):
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             weight, bias = _local(module.weight), None if module.bias is None else _local(module.bias)
             found = _gathered_input(inputs, device_mesh, self.input_layouts)
+            if is_converted(module):
+                return float8_linear(module, found, weight, bias)
             return functional.linear(found, weight.t() if dim else weight, bias)
 
         vars(module)["forward"] = forward

@@ -80,9 +80,10 @@ _LIGHTNING = {
     "ParallelStrategy": "sub-class trainwright.Strategy (docs/extending.md).",
     **_each(
         "BitsandbytesPrecision DeepSpeedPrecision DoublePrecision HalfPrecision MixedPrecision FSDPPrecision "
-        "TransformerEnginePrecision XLAPrecision",
+        "XLAPrecision",
         "pass Trainer(precision=…), for example 'bf16-mixed'; for 8 and 4 bits load_and_quantize_model.",
     ),
+    "TransformerEnginePrecision": "pass Trainer(precision='transformer-engine'), or TERecipeKwargs(…).precision().",
     **_each(
         "AsyncCheckpointIO CheckpointIO TorchCheckpointIO XLACheckpointIO",
         "a checkpoint is a folder of safetensors and JSON, written while training continues: Trainer(async_save=…).",
@@ -116,10 +117,9 @@ _ACCELERATE = {
         "GPTTrainStep T5TrainStep avg_losses_across_data_parallel_group gather_across_data_parallel_groups initialize",
         "Megatron-LM is not supported; tensor parallelism is Trainer(strategy='tp').",
     ),
-    **_each(
-        "FP8RecipeKwargs TERecipeKwargs MSAMPRecipeKwargs apply_fp8_autowrap contextual_fp8_autocast convert_model "
-        "has_transformer_engine_layers",
-        "only torchao trains in fp8; install torchao and pass AORecipeKwargs with mixed_precision='fp8'.",
+    "MSAMPRecipeKwargs": (
+        "MS-AMP needs a patched build of an old torch; install torchao and pass AORecipeKwargs with "
+        "mixed_precision='fp8'."
     ),
     "AimTracker": "Aim's own reader does not find what was written; sub-class GeneralTracker to use it.",
     **_each(

@@ -1,0 +1,94 @@
+"""The all-gather of converted layers' weights in float8, by the extensions of torch's `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from trainwright.strategies.steps.fp8 import float8, is_converted
+
+_One = tuple[torch.Tensor]
+
+
+class Float8Gather:
+    """Gathers weights in float8: shards are cast with the scale of the full weight.
+
+    The scales of all weights are computed together before a forward of the root, by one all-reduce. In forwards outside
+    of a step each weight has an all-reduce of its own.
+
+    Args:
+        root: Sharded by `fully_shard`.
+        units: The same.
+    """
+
+    def __init__(self, root: nn.Module, units: Iterable[nn.Module]) -> None:
+        self._records = [
+            record
+            for module in (root, *units)
+            if isinstance(module, FSDPModule)
+            for group in module._get_fsdp_state()._fsdp_param_groups
+            for record in group.fsdp_params
+            if record._module_info.param_name == "weight"
+            and is_converted(record._module_info.module)
+            # The shards of uneven weights are padded; torchao's would not be.
+            and record._orig_size[0] % record.shard_mesh_from_root.size() == 0
+        ]
+        self._weights: list[Any] = list(map(_extend, self._records))
+        self._handles = [
+            root.register_forward_pre_hook(self._compute_scales, prepend=True),  # before that of fully_shard
+            root.register_forward_hook(self._forget_after_evaluation),
+        ]
+
+    @torch.no_grad()
+    def _compute_scales(self, *_: object) -> None:
+        if self._weights:
+            shards = [weight._tensor for weight in self._weights]
+            largest = torch.stack(torch._foreach_norm(shards, ord=torch.inf))
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._records[0].shard_mesh_from_root.get_group())
+            for weight, amax in zip(self._weights, largest, strict=True):
+                weight._precomputed_scale = float8().float8_utils.amax_to_scale(amax, weight._dtype)
+
+    def _forget_after_evaluation(self, *_: object) -> None:
+        if not torch.is_grad_enabled():
+            self.forget_scales()  # no backward follows that needs them
+
+    def forget_scales(self) -> None:
+        """Drop the scales, as weights are about to change. Not collective."""
+        for weight in self._weights:
+            weight._precomputed_scale = None
+
+    def undo(self) -> None:
+        """Take the extensions off. Not collective."""
+        for handle in self._handles:
+            handle.remove()
+        for record in self._records:
+            for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+                vars(record._sharded_local_tensor).pop(name, None)
+        self._records, self._weights = [], []
+
+
+def _extend(record: FSDPParam) -> Any:
+    """Set the extensions on a shard, which stays a plain tensor for optimizers and checkpoints."""
+    layer: Any = record._module_info.module
+    shard, dtype = record._sharded_local_tensor, layer.config.cast_config_weight.target_dtype
+    weight = float8().fsdp_utils.WeightWithDynamicFloat8CastTensor(shard.detach(), layer.linear_mm_config, dtype)
+
+    # As bytes, which every process group gathers.
+    def before(mesh: DeviceMesh) -> tuple[_One, _One]:
+        (data,), scale = weight.fsdp_pre_all_gather(mesh)
+        return (data.view(torch.uint8),), scale
+
+    def after(gathered: _One, scale: _One, param_dtype: torch.dtype, *, out: object = None) -> Any:
+        found = weight.fsdp_post_all_gather((gathered[0].view(dtype),), scale, param_dtype, out=out)
+        return found and (found[0], gathered)
+
+    vars(shard).update(fsdp_pre_all_gather=before, fsdp_post_all_gather=after)
+    record._init_extensions()
+    return weight

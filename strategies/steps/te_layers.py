@@ -1,0 +1,256 @@
+"""Training in fp8 by NVIDIA's transformer_engine: its layers in place of torch's, and its autocast around forwards."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.core.names.kwargs_handler import KwargsHandler
+from trainwright.core.names.packages import is_transformer_engine_available
+from trainwright.strategies.precision import Contexts, Precision
+from trainwright.strategies.steps.fp8 import MULTIPLE
+
+_INSTALL = "--no-build-isolation 'transformer_engine[pytorch]'"
+_DEVICES = ("cuda",)
+_STATE = "_extra_state"
+_NOT_OF_RECIPES = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "backend")
+
+
+@dataclass(frozen=True)
+class TERecipeKwargs(KwargsHandler):
+    """Options of fp8 by transformer_engine, by Accelerate's names. Those that are None have transformer_engine's
+    defaults.
+
+    Attributes:
+        use_autocast_during_eval: Compute in fp8 also where gradients are disabled. Default: None, which is False.
+        margin, interval, amax_history_len, amax_compute_algo, override_linear_precision: See transformer_engine's
+            `DelayedScaling`.
+        fp8_format: `"HYBRID"`, `"E4M3"` or `"E5M2"`.
+        use_mxfp8_block_scaling: Use `MXFP8BlockScaling` instead of `DelayedScaling`. Default: None, which is False.
+    """
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: str | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+
+    def precision(self) -> Precision:
+        """Return the precision that these options describe."""
+        return TransformerEnginePrecision(options=self)
+
+    def make_recipe(self) -> Any:
+        """Return transformer_engine's recipe.
+
+        Raises:
+            ConfigurationError: The format is unknown, or block scaling has options of delayed scaling.
+        """
+        recipes: Any = _load(".common.recipe")
+        given = {name: value for name, value in self.to_kwargs().items() if name not in _NOT_OF_RECIPES}
+        delayed = sorted(given.keys() - {"margin", "fp8_format"})
+        if self.use_mxfp8_block_scaling and delayed:
+            raise ConfigurationError(
+                f"use_mxfp8_block_scaling=True has no {', '.join(delayed)}, which are options of delayed scaling. "
+                "Leave them out."
+            )
+        if self.fp8_format is not None:
+            name = str(self.fp8_format).upper()
+            if name not in ("HYBRID", "E4M3", "E5M2"):
+                raise ConfigurationError(f"fp8_format={self.fp8_format!r}: expected 'HYBRID', 'E4M3' or 'E5M2'.")
+            given["fp8_format"] = getattr(recipes.Format, name)
+        return (recipes.MXFP8BlockScaling if self.use_mxfp8_block_scaling else recipes.DelayedScaling)(**given)
+
+
+@dataclass(frozen=True)
+class FP8RecipeKwargs(TERecipeKwargs):
+    """`TERecipeKwargs` by Accelerate's older name.
+
+    Attributes:
+        backend: Only `"TE"`.
+    """
+
+    backend: str = "TE"
+
+    def __post_init__(self) -> None:
+        if self.backend.upper() != "TE":
+            raise ConfigurationError(
+                f"FP8RecipeKwargs(backend={self.backend!r}): MS-AMP is not supported, as it needs a patched build of "
+                "an old torch. Pass AORecipeKwargs for torchao, or backend='TE'."
+            )
+
+
+@dataclass(frozen=True)
+class TransformerEnginePrecision(Precision):
+    """fp8 by transformer_engine; everything else as in `bf16-mixed`.
+
+    Linear layers whose sizes are multiples of 16, and layer norms, are replaced during a stage. Parameters stay the
+    same objects.
+
+    Attributes:
+        options: See `TERecipeKwargs`.
+    """
+
+    name: str = field(default="transformer-engine", init=False)
+    param_dtype: torch.dtype | None = field(default=None, init=False)
+    autocast_dtype: torch.dtype | None = field(default=torch.bfloat16, init=False)
+    scaled: bool = field(default=False, init=False)
+    options: TERecipeKwargs = TERecipeKwargs()
+
+    converts_layers: ClassVar[bool] = True
+    splits_converted: ClassVar[bool] = False
+    fp8_backend: ClassVar[str] = "TE"
+
+    def check_device(self, device_type: str) -> None:
+        problem = ""
+        if not is_transformer_engine_available():
+            problem = f"fp8 by transformer_engine needs the package. Install it: pip install {_INSTALL}. Or use"
+        elif device_type not in _DEVICES:
+            problem = f"transformer_engine computes on CUDA devices, not on {device_type!r}. Use"
+        if problem:
+            raise ConfigurationError(f"{problem} precision='fp8', which is torchao's.")
+
+    def convert(self, models: Sequence[nn.Module], device: torch.device, undo: ExitStack) -> None:
+        if models and not sum(_convert(model, _engine_layer, undo) for model in models):
+            raise ConfigurationError(
+                f"{', '.join(type(model).__name__ for model in models)} has no linear layer or layer norm that "
+                f"transformer_engine replaces: sizes must be multiples of {MULTIPLE}. Use precision='bf16-mixed'."
+            )
+
+    def autocast(
+        self, device_type: str, *, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> AbstractContextManager[None]:
+        outer = partial(super().autocast, device_type, enabled=enabled, cache_enabled=cache_enabled)
+        recipe, evaluates = self.options.make_recipe(), bool(self.options.use_autocast_during_eval)
+        return Contexts(outer, lambda: _autocast(enabled and (evaluates or torch.is_grad_enabled()), recipe))
+
+
+def _load(part: str) -> ModuleType:
+    require_package("transformer_engine", purpose="fp8 by transformer_engine", install=_INSTALL)
+    return importlib.import_module(f"transformer_engine{part}")
+
+
+def _autocast(enabled: bool, recipe: object) -> Any:
+    te: Any = _load(".pytorch")
+    if hasattr(te, "autocast"):  # since 2.9
+        return te.autocast(enabled=enabled, recipe=recipe)
+    return te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)
+
+
+def _engine_layer(layer: nn.Module, *, linear: bool = True, norms: bool = True) -> Any:
+    """Return transformer_engine's layer for one of torch's; None: there is none."""
+    te: Any = _load(".pytorch")
+    new: Any = None
+    if type(layer) is nn.Linear and linear and not any(size % MULTIPLE for size in layer.weight.shape):
+        sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
+        new = te.Linear(*sizes, bias=bias, params_dtype=layer.weight.dtype)
+    elif type(layer) is nn.LayerNorm and norms and len(layer.normalized_shape) == 1 and layer.bias is not None:
+        new = te.LayerNorm(layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype)
+    if new is not None:  # maxima of past steps stay out of checkpoints, which every precision reads
+        new.register_state_dict_post_hook(_drop_extra_state)
+        new.register_load_state_dict_post_hook(_forget_missing)
+    return new
+
+
+def _torch_layer(layer: Any, *, linear: bool = True, norms: bool = True) -> Any:
+    """Return torch's layer for one of transformer_engine's; None: there is none."""
+    te: Any = _load(".pytorch")
+    if isinstance(layer, te.Linear) and linear:
+        has_bias = layer._parameters.get("bias") is not None
+        return nn.Linear(layer.in_features, layer.out_features, bias=has_bias, device="meta")
+    return (
+        nn.LayerNorm(layer.weight.shape, layer.eps, device="meta")
+        if isinstance(layer, te.LayerNorm) and norms
+        else None
+    )
+
+
+def _convert(model: nn.Module, make: Callable[[nn.Module], Any], undo: ExitStack) -> int:
+    """Replace the layers of a model for which `make` returns others. Return how many."""
+    found = [(parent, *item) for parent in model.modules() for item in parent._modules.items()]
+    pairs = [(parent, name, old, make(old)) for parent, name, old in found if old is not None]
+    replaced = [pair for pair in pairs if pair[-1] is not None]
+    for parent, name, old, new in replaced:
+        _exchange(parent, name, old, new)
+        undo.callback(_exchange, parent, name, new, old)
+    return len(replaced)
+
+
+def _exchange(parent: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:
+    """Put a layer in the place of another one, with the same parameters."""
+    for key, parameter in old._parameters.items():
+        if parameter is not None and key in new._parameters:
+            new._parameters[key] = parameter
+    new.train(old.training)
+    parent._modules[name] = new
+
+
+def _drop_extra_state(_: nn.Module, state: dict[str, object], prefix: str, __: object) -> None:
+    state.pop(prefix + _STATE, None)
+
+
+def _forget_missing(_: nn.Module, keys: _IncompatibleKeys) -> None:
+    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(_STATE)]
+
+
+def convert_model(
+    model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
+) -> None:
+    """Replace linear layers and layer norms of a model by transformer_engine's in place, or those by torch's.
+
+    Args:
+        model: The model.
+        to_transformer_engine: False replaces transformer_engine's layers by torch's. Default: True.
+    """
+    make = _engine_layer if to_transformer_engine else _torch_layer
+    _convert(model, partial(make, linear=_convert_linear, norms=_convert_ln), ExitStack())
+
+
+def has_transformer_engine_layers(model: nn.Module) -> bool:
+    """Return whether a model has layers of transformer_engine."""
+    te: Any = _load(".pytorch")
+    return any(isinstance(module, (te.Linear, te.LayerNorm, te.TransformerLayer)) for module in model.modules())
+
+
+def contextual_fp8_autocast(
+    model_forward: Callable[..., Any], fp8_recipe: object, use_during_eval: bool = False
+) -> Callable[..., Any]:
+    """Return a forward function, with the module as its first argument, that computes in fp8.
+
+    Args:
+        model_forward: The bound forward of a model.
+        fp8_recipe: transformer_engine's recipe.
+        use_during_eval: Compute in fp8 also in `eval()` mode. Default: False.
+    """
+
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
+        with _autocast(use_during_eval or self.training, fp8_recipe):
+            return model_forward(*args, **kwargs)
+
+    vars(forward)["__wrapped__"] = model_forward
+    return forward
+
+
+def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:
+    """Have the forward of a model compute in fp8, for loops without an Accelerator.
+
+    Args:
+        model: Changed in place, with transformer_engine's layers.
+        fp8_recipe_handler: Options. Default: None, which are transformer_engine's defaults.
+    """
+    options = fp8_recipe_handler or TERecipeKwargs()
+    forward = contextual_fp8_autocast(model.forward, options.make_recipe(), bool(options.use_autocast_during_eval))
+    vars(model)["forward"] = partial(forward, model)
+    return model
