@@ -149,7 +149,7 @@ class Sharding:
 
 def parallelize(
     model: nn.Module,
-    root: nn.Module,
+    roots: Sequence[nn.Module],
     units: list[nn.Module],
     mesh: DeviceMesh,
     *,
@@ -169,12 +169,13 @@ def parallelize(
     values, is split, and sharded. No device ever holds more than its shards and one full part.
 
     Args:
-        root: The outermost module whose forward is called: the model, or a module around it, or around a part of it.
+        roots: The outermost modules whose forwards are called: the model or a module around it, or several around parts
+            of it.
         units: The parts that are gathered one by one, inner ones first.
         mesh: All the axes of the run, by name.
         plan: The strategy's argument; used if the mesh has the axis `tp`.
         compile_options: None: units are not compiled.
-        building: None: what is within `root` is built and has its values.
+        building: None: what is within `roots` is built and has its values.
         sharding: None: nothing is sharded over the data-parallel `ranks`.
         context: Creates the context of a forward outside of a step.
     """
@@ -189,22 +190,22 @@ def parallelize(
             undo.callback(_take_compiled_off, units)
             for unit in units:
                 unit.compile(**compile_options)
-        traces = ShardTraces(root)
+        traces = ShardTraces(nn.ModuleList(roots))
         if layers is not None:
             undo.callback(layers.undo)
         undo.callback(traces.remove)
         built = None if building is None else building.names_to_reset(model, ranks.processes)
-        for part in (*units, root):
+        for part in (*units, *roots):
             if built is not None:
                 materialize(model, part, built, device)
             if layers is not None:
                 layers.split(part)
             if sharding is not None:
-                sharding.apply(part, data_axes(mesh), device, is_root=part is root)
+                sharding.apply(part, data_axes(mesh), device, is_root=part in roots)
         if sharding is not None:
             sharding.prefetch_units(units)
             if sharding.precision.fp8_all_gather:
-                gather = Float8Gather(root, units)
+                gather = Float8Gather(roots[0], units)
                 undo.callback(gather.undo)
         traces.note()
         splits_loss = False
@@ -214,9 +215,9 @@ def parallelize(
             if splits_loss:
                 undo.enter_context(loss_parallel())
         if sharding is not None and building is not None:
-            undo.enter_context(OutsideSteps(root, units, context).served(model))
+            undo.enter_context(OutsideSteps(roots[0], units, context).served(model))
         outputs_split = None if layers is None else splits_loss
-        return ParallelModel(model, root, units, mesh, ranks, undo.pop_all(), gather, outputs_split=outputs_split)
+        return ParallelModel(model, roots, units, mesh, ranks, undo.pop_all(), gather, outputs_split=outputs_split)
 
 
 def _take_compiled_off(units: list[nn.Module]) -> None:
@@ -236,7 +237,7 @@ class ParallelModel:
     def __init__(
         self,
         model: nn.Module,
-        root: nn.Module,
+        roots: Sequence[nn.Module],
         units: list[nn.Module],
         mesh: DeviceMesh,
         ranks: DataRanks,
@@ -245,7 +246,8 @@ class ParallelModel:
         *,
         outputs_split: bool | None,
     ) -> None:
-        self.root: Any = root
+        self.root: Any = roots[0]
+        self._roots: list[Any] = list(roots)
         self.mesh: DeviceMesh | None = mesh
         peers = range(ranks.processes.world_size) if ranks.group is None else get_process_group_ranks(ranks.group)
         self.usage = Usage(model, ranks.processes, peers) if ranks.size > 1 else None
@@ -253,7 +255,7 @@ class ParallelModel:
         self._units: list[Any] = units
         self._undo, self._gather, self._outputs_split = undo, gather, outputs_split
         self.counted = {id(p): counts_here(p, mesh) for p in model.parameters()}
-        self._is_sharded = isinstance(root, FSDPModule)
+        self._is_sharded = isinstance(self.root, FSDPModule)
         self._syncs, self._sums = True, False
         # FSDP lays the gradients of its own parameters out.
         self._split = (
@@ -282,7 +284,7 @@ class ParallelModel:
 
     def reshard(self) -> None:
         """Free the gathered parameters after a forward that no backward follows. Not collective."""
-        for module in (self.root, *self._units) if self._is_sharded else ():
+        for module in (*self._roots, *self._units) if self._is_sharded else ():
             module.reshard()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -293,8 +295,9 @@ class ParallelModel:
         """Say whether gradients are averaged and cut in the backward to come. Not collective."""
         if last is not self._syncs and self._is_sharded:
             self._syncs = last
-            self.root.set_requires_gradient_sync(last)
-            self.root.set_is_last_backward(last)
+            for root in self._roots:
+                root.set_requires_gradient_sync(last)
+                root.set_is_last_backward(last)
         self._sums = last
 
     @property
@@ -326,8 +329,8 @@ class ParallelModel:
 
         `FSDPModule.reset_iter_state` promises it; in torch 2.13 it keeps the gradients of gathered parameters.
         """
-        if self._is_sharded:
-            reset_iteration(self.root)
+        for root in self._roots if self._is_sharded else ():
+            reset_iteration(root)
         for sharded in self._sharded_parameters():
             sharded.unsharded_accumulated_grad = None
             gathered = getattr(sharded, "_unsharded_param", None)
@@ -337,7 +340,7 @@ class ParallelModel:
 
     def _sharded_parameters(self) -> Iterator[Any]:
         """Yield torch's own records of the sharded parameters."""
-        for module in (self.root, *self._units) if self._is_sharded else ():
+        for module in (*self._roots, *self._units) if self._is_sharded else ():
             for group in parameter_groups(module):
                 yield from group.fsdp_params
 

@@ -302,27 +302,29 @@ class FSDPEngine(ParallelEngine):
             super()._build(task)
 
     def _place(self, task: TaskModule) -> None:
-        self._parallelize(task, StepModule(task), self._building)
+        self._parallelize(task, [StepModule(task)], self._building)
 
-    def _parallelize(self, model: nn.Module, root: nn.Module, building: MetaBuilding | None) -> ParallelModel:
-        """Shard a model, or the part of it within `root`. Collective.
+    def _parallelize(
+        self, model: nn.Module, roots: Sequence[nn.Module], building: MetaBuilding | None
+    ) -> ParallelModel:
+        """Shard a model, or the parts of it within `roots`. Collective.
 
         Args:
-            building: None: what is within `root` has its values.
+            building: None: what is within `roots` has its values, and layers are wrapped that are computed anew.
         """
         check_can_be_cut(model)
         assert self.mesh is not None  # made in `start`
         given = self.strategy
-        inside = set(root.modules())
+        inside = {module for root in roots for module in root.modules()}
         units = [u for u in find_units(model, given.auto_wrap_policy, given.min_num_params) if u in inside]
         warn_of_large_rest(model, units, given.mesh_shape(self.settings).dp_shard)
         found = parallelize(
             model,
-            root,
+            roots,
             units,
             self.mesh,
             plan=given.tensor_parallel_plan,
-            recomputed=Recomputed(given.activation_checkpointing, given.activation_checkpointing_save),
+            recomputed=Recomputed(False, None) if building is None else self._recomputed(),
             compile_options=self.settings.compile_options,
             building=building,
             sharding=self._sharding(),
@@ -332,6 +334,9 @@ class FSDPEngine(ParallelEngine):
         )
         self.gradients.models.append(found)
         return found
+
+    def _recomputed(self) -> Recomputed:
+        return Recomputed(self.strategy.activation_checkpointing, self.strategy.activation_checkpointing_save)
 
     def _sharding(self) -> Sharding | None:
         given = self.strategy
@@ -375,7 +380,7 @@ class FSDPEngine(ParallelEngine):
             for parameter in before if self.precision.autocast_dtype is not None else ():
                 if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
                     parameter.data = parameter.data.float()
-            found.append(self._parallelize(model, model, MetaBuilding(everywhere=False, others=False)))
+            found.append(self._parallelize(model, [model], MetaBuilding(everywhere=False, others=False)))
             for old, new in zip(before, model.parameters(), strict=True):
                 self._replaced[old] = new
         for optimizer in optimizers:

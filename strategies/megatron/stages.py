@@ -77,6 +77,11 @@ def _checked(task: nn.Module, stages: Stages, num_stages: int) -> Stages:
     return stages
 
 
+def layers_of(task: nn.Module, num_stages: int) -> list[nn.Module]:
+    """Return the layers of a model of which there are at least as many as stages."""
+    return _layers(task, num_stages)[0]
+
+
 def _layers(task: nn.Module, num_stages: int) -> tuple[list[nn.Module], list[str]]:
     """Return the layers of a model with their names."""
     found: list[tuple[bool, int, str, nn.Module]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.optimizer import load_named_optimizer_state
 from trainwright.core.duration import Duration
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
@@ -24,18 +25,20 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import give_up, materialize
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
+from trainwright.strategies.fsdp.options import one_of
 from trainwright.strategies.fsdp.parallelize import Sharding
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
+from trainwright.strategies.megatron.runner import SCHEDULES, PipelineRunner, ranks_of_stages
 from trainwright.strategies.megatron.staged_model import Pipeline, Wire
-from trainwright.strategies.megatron.stages import find_stages
+from trainwright.strategies.megatron.stages import find_stages, layers_of
 from trainwright.strategies.megatron.state import PipelineState, owners_of
-from trainwright.strategies.megatron.step import PipelineSchedules, PipelineStep
+from trainwright.strategies.megatron.step import PipelineStep
 from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.shards import local_piece
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.units import WrapPolicy, replace_parameters
 
-SCHEDULES = ("1f1b", "gpipe")
+_MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 
 
 class MegatronStrategy(FSDPStrategy):
@@ -53,8 +56,17 @@ class MegatronStrategy(FSDPStrategy):
         tp: Ranks that split each layer (see `FSDPStrategy`). Default: 1.
         dp_shard: Ranks that shard a stage and see different data; None: as many as the other sizes leave.
         dp_replicate: Replicas of the model, which see different data. Default: 1.
-        schedule: Order of the stages' micro-batches, which are those of one optimizer step (`accumulate_grad_batches`):
-            `"1f1b"` or `"gpipe"`. Default: `"1f1b"`.
+        num_micro_batches: Micro-batches into which each batch is divided along its first dimension. Those of all
+            batches of an optimizer step (`accumulate_grad_batches`) run through the pipeline together. Default: 1.
+        schedule: Order in which stages compute micro-batches, one of torch's schedules: `"1f1b"`, `"gpipe"`, and with
+            several stages on each rank `"interleaved1f1b"`, `"loopedbfs"`, `"interleavedzerobubble"`,
+            `"zbvzerobubble"` and `"dualpipev"`. Default: `"1f1b"`.
+        virtual_stages: Stages on each rank, so that the pipeline has `pp * virtual_stages`; None: 1, or 2 if the
+            schedule needs several.
+        recompute: `"full"`: layers keep their inputs only and are computed again in backward; `"selective"`: they keep
+            the results of matrix products, and the rest is computed again; None: nothing is.
+        distributed_optimizer: Shard what ranks with different data hold; False: they hold replicas, unless `dp_shard`
+            is given. Default: True.
         split_points: Names of the layers with which the second and each further stage begin. Default: None, which asks
             the task's `pipeline_stages`, and otherwise divides the parameters evenly.
         tensor_parallel_plan: See `FSDPStrategy`.
@@ -89,7 +101,11 @@ class MegatronStrategy(FSDPStrategy):
         tp: int = 1,
         dp_shard: int | None = None,
         dp_replicate: int = 1,
+        num_micro_batches: int = 1,
         schedule: str = "1f1b",
+        virtual_stages: int | None = None,
+        recompute: str | None = None,
+        distributed_optimizer: bool = True,
         split_points: Sequence[str] | None = None,
         tensor_parallel_plan: Plan | None = None,
         auto_wrap_policy: WrapPolicy | None = None,
@@ -103,23 +119,37 @@ class MegatronStrategy(FSDPStrategy):
             tp=tp,
             tensor_parallel_plan=tensor_parallel_plan,
             auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing=recompute is not None,
+            activation_checkpointing_save=_MATRIX_PRODUCTS if recompute == "selective" else None,
             weights_after_stage=weights_after_stage,
             state_dict_type=state_dict_type,
             timeout=timeout,
             hang_timeout=hang_timeout,
             process_group_backend=process_group_backend,
         )
-        for name, size in {"pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}.items():
+        counts = {"pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
+        counts |= {"num_micro_batches": num_micro_batches, "virtual_stages": virtual_stages}
+        for name, size in counts.items():
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ConfigurationError(f"{name}={size!r}: write a whole number of at least 1.")
         check_tp_size(tp)
-        if schedule.lower() not in SCHEDULES:
+        self.schedule = one_of("schedule", schedule.lower(), tuple(SCHEDULES))
+        if recompute is not None:
+            one_of("recompute", recompute, ("full", "selective"))
+        if pp == 1 and (num_micro_batches > 1 or split_points is not None or (virtual_stages or 1) > 1):
             raise ConfigurationError(
-                f"schedule={schedule!r} is unknown.{nearest(schedule.lower(), SCHEDULES)} "
-                f"Known: {', '.join(SCHEDULES)}."
+                "num_micro_batches, split_points and virtual_stages are those of a pipeline, and pp=1. Leave them out, "
+                "or use Trainer(accumulate_grad_batches=…)."
+            )
+        each = SCHEDULES[self.schedule]
+        self.virtual_stages = virtual_stages or each or 2
+        if self.virtual_stages != (each or max(2, self.virtual_stages)):
+            raise ConfigurationError(
+                f"schedule={self.schedule!r} takes {each or 'several'} stage(s) on each rank, and "
+                f"virtual_stages={virtual_stages}. Leave virtual_stages out, or choose another schedule."
             )
         self.pp, self.dp_shard, self.dp_replicate = pp, dp_shard, dp_replicate
-        self.schedule = schedule.lower()
+        self.num_micro_batches, self.distributed_optimizer = num_micro_batches, distributed_optimizer
         self.split_points = None if split_points is None else list(split_points)
 
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
@@ -137,7 +167,10 @@ class MegatronStrategy(FSDPStrategy):
                 else f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) takes {product} processes, and the run has "
                 f"{world}. Start {product}, or change the sizes."
             )
-        return MeshShape(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=shards, tp=self.tp)
+        replicas = self.dp_replicate
+        if not self.distributed_optimizer and self.dp_shard is None:
+            replicas, shards = replicas * shards, 1
+        return MeshShape(pp=self.pp, dp_replicate=replicas, dp_shard=shards, tp=self.tp)
 
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
@@ -147,7 +180,7 @@ class MegatronStrategy(FSDPStrategy):
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
         super().check_task(task, settings)
         if self.pp > 1 and not overrides(task, "configure_model", TaskModule):
-            find_stages(task, self.pp, self.split_points)
+            find_stages(task, self.pp * self.virtual_stages, self.split_points)
 
     def engine(self, settings: EngineSettings) -> Engine:
         return (PipelineEngine if self.pp > 1 else FSDPEngine)(self, settings)
@@ -172,25 +205,29 @@ class PipelineEngine(FSDPEngine):
 
     def _place(self, task: TaskModule) -> None:
         given, group = self.strategy, self.mesh["pp"].get_group()
-        wire = Wire(group, range(given.pp), self.device)
-        stages = find_stages(task, given.pp, given.split_points)
+        wire = Wire(group, ranks_of_stages(given.schedule, given.pp, given.virtual_stages), self.device)
+        recomputed = self._recomputed()
+        recomputed.wrap(task, layers_of(task, len(wire.ranks)) if given.activation_checkpointing else [])
+        stages = find_stages(task, len(wire.ranks), given.split_points)
         self.pipeline = pipeline = Pipeline(task, stages, wire)
         self._owners, self._everywhere = owners_of(task, pipeline.modules)
         self._ties = self._find_ties(task)
-        (own,) = (pipeline.modules[i] for i in wire.own)
+        own = nn.ModuleList(pipeline.modules[i] for i in wire.own)
         kept = {id(p) for p in own.parameters()}
         built = self._building.names_to_reset(task, self.processes)
         for module in pipeline.modules:
             materialize(task, module, built, self.device)
-            if module is not own:
+            if module.index not in wire.own:
                 _drop(task, module, kept)
         self._materialize_rest(task)
         before = {id(p): (p, module, key) for module, key, p in _own_parameters(own)}
-        model = self._parallelize(task, own, None)
+        model = self._parallelize(task, list(own), None)
         # What is sharded is another parameter: tied places outside of this rank's stage get it, too.
         replace_parameters(task, {i: module.get_parameter(key) for i, (_, module, key) in before.items()})
         pipeline.release = model.reshard
-        self._undo_pipeline = pipeline.install()
+        self._undo_pipeline = ExitStack()
+        self._undo_pipeline.callback(recomputed.unwrap)
+        self._undo_pipeline.callback(pipeline.install())
         for name in self._ties:
             if self._owners[plain_name(name)] not in wire.own:
                 model.counted[id(task.get_parameter(name))] = False
@@ -220,11 +257,11 @@ class PipelineEngine(FSDPEngine):
         return PipelineStep(
             parts,
             self.pipeline,
-            PipelineSchedules(self.strategy.schedule, self.pipeline),
+            PipelineRunner(self.strategy.schedule, self.pipeline, self.gradients.models[0].synchronize),
             self.processes,
             source=self._source(),
             base_seed=self._base_seed,
-            synchronize=self.gradients.models[0].synchronize,
+            num_parts=self.strategy.num_micro_batches,
             sum_shared=lambda: self._sum_shared(wire),
         )
 
@@ -242,12 +279,13 @@ class PipelineEngine(FSDPEngine):
             grad /= self.data_ranks.size
         for name, stages in self._ties.items():
             parameter, first = self.task.get_parameter(name), stages[0]
+            others = {wire.ranks[stage]: stage for stage in stages if wire.ranks[stage] != wire.ranks[first]}
             if wire.rank == wire.ranks[first]:
-                for stage in stages[1:]:
+                for stage in others.values():
                     _piece(parameter).add_(wire.receive(stage))
-                for stage in stages[1:]:
+                for stage in others.values():
                     wire.send(_piece(parameter), stage)
-            elif any(wire.ranks[stage] == wire.rank for stage in stages):
+            elif wire.rank in others:
                 wire.send(_piece(parameter), first)
                 _piece(parameter).copy_(wire.receive(first))
 
@@ -309,9 +347,9 @@ class PipelineEngine(FSDPEngine):
                 load_named_optimizer_state(optimizer, found, names)
 
     def _take_apart(self) -> None:
-        undo = vars(self).pop("_undo_pipeline", None)
+        undo: ExitStack | None = vars(self).pop("_undo_pipeline", None)
         if undo is not None:
-            undo()
+            undo.close()
         super()._take_apart()
 
 

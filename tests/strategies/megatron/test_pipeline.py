@@ -17,6 +17,7 @@ from trainwright.cli.parity.parity_compare import GRADIENT, LOSS, NORM, PARAMETE
 from trainwright.cli.parity.parity_tape import StepTape, Tape
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.task import TaskModule
+from trainwright.strategies.megatron.runner import SCHEDULES
 from trainwright.strategies.megatron.staged_model import Pipeline
 from trainwright.strategies.megatron.stages import find_stages
 from trainwright.strategies.megatron.strategy import MegatronStrategy
@@ -155,17 +156,26 @@ def two(folder: Path) -> list[dict[str, Any]]:
     """Two ranks, each by its schedule and data."""
 
     def runs() -> dict[str, Any]:
-        def run(schedule: str, data: Any = None) -> dict[str, Any]:
-            return train(folder / f"{schedule}-{data is None}", MegatronStrategy(pp=2, schedule=schedule), data=data)
+        def run(name: str, data: Any = None, **options: Any) -> dict[str, Any]:
+            return train(folder / name, MegatronStrategy(pp=2, **options), data=data)
 
-        return {"1f1b": run("1f1b"), "gpipe": run("gpipe"), "mixed": run("1f1b", batches(_MIXED))}
+        return {
+            **{name: run(name, schedule=name) for name in SCHEDULES},
+            "mixed": run("mixed", batches(_MIXED)),
+            "mixed v": run("mixed-v", batches(_MIXED), schedule="zbvzerobubble"),
+            "full": run("full", recompute="full"),
+            "selective": run("selective", recompute="selective"),
+        }
 
     found: list[dict[str, Any]] = run_distributed(runs, 2, init=False, timeout=180)
     return found
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "data"), [("1f1b", "even"), ("gpipe", "even"), ("mixed", "mixed")])
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [*((name, "even") for name in (*SCHEDULES, "full", "selective")), ("mixed", "mixed"), ("mixed v", "mixed")],
+)
 def test_every_step_is_that_of_one_process(name: str, data: str, one: Any, two: Any) -> None:
     result = compare(one[data]["tape"], two[0][name]["tape"], _EXACT)
     assert result.equal, result.found
@@ -176,13 +186,44 @@ def test_every_step_is_that_of_one_process(name: str, data: str, one: Any, two: 
         torch.testing.assert_close(found["predictions"], one[data]["predictions"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.distributed
+_OF_FOUR: dict[str, dict[str, Any]] = {
+    "1f1b": {"dp_shard": 2, "weights_after_stage": "all"},
+    "interleaved1f1b": {"distributed_optimizer": False},
+    "interleavedzerobubble": {"dp_shard": 2, "recompute": "full"},
+}
+
+
+@pytest.mark.slow
 def test_four_ranks_divide_stages_and_data(one: Any, folder: Path) -> None:
-    strategy = MegatronStrategy(pp=2, dp_shard=2, weights_after_stage="all")
-    found = run_distributed(lambda: train(folder / "four", strategy), 4, init=False, timeout=180)
-    result = compare(one["even"]["tape"], found[0]["tape"], _EXACT)
-    assert result.equal, result.found
-    assert found[3]["metrics"]["val_loss"] == pytest.approx(one["even"]["metrics"]["val_loss"], abs=1e-5)
+    def runs() -> dict[str, Any]:
+        return {
+            name: train(folder / f"four-{name}", MegatronStrategy(pp=2, schedule=name, **options))
+            for name, options in _OF_FOUR.items()
+        }
+
+    found = run_distributed(runs, 4, init=False, timeout=180)
+    for name in _OF_FOUR:
+        result = compare(one["even"]["tape"], found[0][name]["tape"], _EXACT)
+        assert result.equal, (name, result.found)
+        for rank in found:
+            assert rank[name]["metrics"]["val_loss"] == pytest.approx(one["even"]["metrics"]["val_loss"], abs=1e-5)
+
+
+@pytest.mark.distributed
+def test_batches_are_divided_into_micro_batches(folder: Path) -> None:
+    rows = [torch.cat(batches()[i : i + 4]) for i in range(0, 12, 4)]
+
+    def run() -> dict[str, Any]:
+        trainer = quiet_trainer(strategy=MegatronStrategy(pp=2, num_micro_batches=5), devices="auto", max_epochs=2)
+        task = Speaker()
+        trainer.fit(task, rows)
+        return {"weights": weights_of(task), "metrics": dict(trainer.callback_metrics)}
+
+    task = Speaker()
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(task, rows)
+    found = run_distributed(run, 2, init=False, timeout=60)[0]
+    torch.testing.assert_close(found["weights"], weights_of(task), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.distributed

@@ -1,0 +1,164 @@
+"""Micro-batches through the stages of a pipeline, forward and backward, in the order of one of torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from trainwright.core.tree import iterate_tensors
+from trainwright.strategies.megatron.staged_model import Pipeline
+from trainwright.strategies.shards import local_piece
+
+Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Shapes and dtypes of the tensors of a micro-batch."""
+
+SCHEDULES = {
+    "1f1b": 1,
+    "gpipe": 1,
+    "interleaved1f1b": None,
+    "loopedbfs": None,
+    "interleavedzerobubble": None,
+    "zbvzerobubble": 2,
+    "dualpipev": 2,
+}
+"""Torch's name of a schedule → the number of stages on each rank; None: 2 or more."""
+
+IN_A_V = ("zbvzerobubble", "dualpipev")
+"""Schedules whose first and last stage are on one rank."""
+
+_MOST_SCHEDULES = 8  # that are kept: each has buffers for its activations
+
+
+def shape_of(batch: object) -> Shape:
+    """Return the shapes and dtypes of the tensors of a micro-batch."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in iterate_tensors(batch))
+
+
+def ranks_of_stages(schedule: str, num_ranks: int, num_each: int) -> list[int]:
+    """Return the rank of each stage in a pipeline's group."""
+    rounds = [list(range(num_ranks)) for _ in range(num_each)]
+    if schedule in IN_A_V:
+        rounds[1].reverse()
+    return [rank for one in rounds for rank in one]
+
+
+class PipelineRunner:
+    """Runs micro-batches through the stages of a pipeline.
+
+    The first micro-batches of a shape run one after the other, which finds the shapes of the activations. So do those
+    of several shapes, and those whose number the schedule does not take.
+
+    Args:
+        schedule: One of `SCHEDULES`.
+        pipeline: Computes the stages.
+        synchronize: Told before each backward whether gradients are averaged over ranks in it.
+    """
+
+    def __init__(self, schedule: str, pipeline: Pipeline, synchronize: Callable[[bool], None]) -> None:
+        self._name, self._pipeline, self._synchronize = schedule, pipeline, synchronize
+        self._made: dict[tuple[int, Shape], Any] = {}
+        # Shape of a micro-batch → the inputs and outputs of this rank's stages, on the device `meta`.
+        self._known: dict[Shape, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def run(self, shapes: Sequence[Shape], compute: Callable[[int, torch.Tensor | None, int], torch.Tensor]) -> None:
+        """Run micro-batches forward and backward. Collective over the pipeline.
+
+        Args:
+            shapes: Of each micro-batch.
+            compute: From a stage, its input (None in the first one) and the index of a micro-batch to the stage's
+                output, or in the last stage to its weighted loss, of shape (1,).
+        """
+        pipeline, before = self._pipeline, self._pipeline.run
+        pipeline.run = compute
+        try:
+            schedule = self._find(len(shapes), shapes[0]) if len(set(shapes)) == 1 else None
+            if schedule is None:
+                self._run_one_by_one(shapes)
+            else:
+                self._run_schedule(schedule, len(shapes))
+        finally:
+            pipeline.run = before
+
+    def _run_schedule(self, schedule: Any, num: int) -> None:
+        indices, own = torch.arange(num), self._pipeline.wire.own
+        self._synchronize(False)  # the schedule averages at its end
+        options: dict[str, Any] = {"micro_batch": indices}
+        if self._pipeline.last in own:
+            options |= {"target": indices, "losses": []}
+        try:
+            schedule.step(*((indices,) if 0 in own else ()), return_outputs=False, **options)
+        except RuntimeError as error:
+            # Torch describes an error of a stage in one of its own.
+            if isinstance(error.__cause__, Exception) and "failed to run forward" in str(error):
+                raise error.__cause__ from None
+            raise
+
+    def _find(self, num: int, shape: Shape) -> Any:
+        """Return torch's schedule for `num` micro-batches of a shape; None if it takes none. Not collective."""
+        if shape not in self._known:
+            return None
+        made = self._made.pop((num, shape), None) or self._make(num, self._known[shape])
+        if made is not None:
+            self._made[num, shape] = made
+            if len(self._made) > _MOST_SCHEDULES:
+                del self._made[next(iter(self._made))]
+        return made
+
+    def _make(self, num: int, found: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        pipeline, wire = self._pipeline, self._pipeline.wire
+        stages = [
+            PipelineStage(
+                pipeline.modules[i],
+                i,
+                pipeline.last + 1,
+                wire.device,
+                input_args=found[i][0],
+                output_args=found[i][1],
+                group=wire.group,
+            )
+            for i in wire.own
+        ]
+        make: Any = get_schedule_class(self._name)
+        if num < (wire.group.size() if self._name == "1f1b" else len(stages) if self._name == "dualpipev" else 1):
+            return None
+        try:
+            of_stages = stages[0] if SCHEDULES[self._name] == 1 else stages
+            return make(of_stages, num, loss_fn=lambda output, target: output, scale_grads=False)
+        except ValueError:  # a number of micro-batches that it does not take
+            return None
+
+    def _run_one_by_one(self, shapes: Sequence[Shape]) -> None:
+        pipeline, wire = self._pipeline, self._pipeline.wire
+        held: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = []
+        inputs: dict[int, torch.Tensor] = {}
+
+        def compute(stage: int, carry: torch.Tensor) -> torch.Tensor:
+            inputs[stage] = carry.detach().requires_grad_(stage > 0 and carry.is_floating_point())
+            output: torch.Tensor = pipeline.modules[stage](inputs[stage], torch.tensor([len(held)]))
+            return output
+
+        for shape in shapes:
+            held.append([(stage, inputs[stage], output) for stage, output in pipeline.through(compute)])
+            self._known[shape] = {stage: (_like(carry, stage), _like(out)) for stage, carry, out in held[-1]}
+        for i in range(len(shapes)):
+            gradient: torch.Tensor | None = None
+            for stage, carry, output in reversed(held[i]):
+                if stage < pipeline.last and wire.ranks[stage + 1] != wire.rank:
+                    gradient = wire.receive(stage + 1)
+                self._synchronize(i == len(shapes) - 1)
+                torch.autograd.backward(output, None if stage == pipeline.last else gradient)
+                gradient = carry.grad
+                if stage and wire.ranks[stage - 1] != wire.rank:
+                    wire.send(torch.zeros_like(carry) if gradient is None else gradient, stage - 1)
+            held[i] = []
+
+
+def _like(tensor: torch.Tensor, num_inputs: int = 1) -> torch.Tensor:
+    """Return a tensor on the device `meta` as torch's schedules describe an activation."""
+    if not num_inputs:
+        return torch.empty(1, dtype=torch.int64, device="meta")  # the index of a micro-batch
+    return torch.empty_like(local_piece(tensor.detach()), device="meta").requires_grad_(tensor.is_floating_point())
