@@ -87,6 +87,8 @@ class Engine(LightningMembers):
         state: the task's state by its own names, once it is prepared.
         step: runs its steps, once `attach` was called.
         conversions: undoes what the precision has converted.
+        run_group: runs micro-batches of a loop's optimizer step forward and backward, `run_group(step, batches)`, and
+            returns their mean loss over all ranks (0-dim); None: they run one after the other.
         when_built: called in `prepare` after the task is built, before anything else.
     """
 
@@ -105,6 +107,7 @@ class Engine(LightningMembers):
         self.optimizers: list[Optimizer] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.when_built: Callable[[], None] | None = None
+        self.run_group: Callable[[Callable[[Any], torch.Tensor], Sequence[Any]], torch.Tensor] | None = None
         # The engine's way to run a step, `call(name, *args)`; None: the task's own method is called.
         self._training_call: Callable[..., Any] | None = None
         self._eval_call: Callable[..., Any] | None = None

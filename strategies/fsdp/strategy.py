@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -247,6 +247,13 @@ def check_full(model: nn.Module) -> None:
     check_no_shards(model, lambda parameter: isinstance(parameter, DTensor))
 
 
+def widen(parameters: Iterable[nn.Parameter]) -> None:
+    """Make float32 of trained parameters in bfloat16 or float16, which optimizers step in a mixed precision."""
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+
+
 class FSDPEngine(ParallelEngine):
     """Shards models over the data-parallel ranks, and splits their layers over others."""
 
@@ -377,9 +384,8 @@ class FSDPEngine(ParallelEngine):
         found: list[Callable[..., Any]] = []
         for model in models:
             before = list(model.parameters())
-            for parameter in before if self.precision.autocast_dtype is not None else ():
-                if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-                    parameter.data = parameter.data.float()
+            if self.precision.autocast_dtype is not None:
+                widen(before)
             found.append(self._parallelize(model, [model], MetaBuilding(everywhere=False, others=False)))
             for old, new in zip(before, model.parameters(), strict=True):
                 self._replaced[old] = new

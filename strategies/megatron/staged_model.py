@@ -8,7 +8,7 @@ module of a stage the forward is left.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,7 @@ class Pipeline:
         self.wire, self.stages = wire, stages
         self.run: Callable[[int, Any, int], torch.Tensor] | None = None
         self.release: Callable[[], None] = lambda: None
+        self._cast: list[tuple[nn.Module, str, torch.dtype]] = []
         self.modules = [StageModule(i, parts, self._run_module) for i, parts in enumerate(stages)]
         self.last = len(stages) - 1
         self._stage_of: dict[int, list[int]] = {}
@@ -151,9 +152,25 @@ class Pipeline:
         self._checked: set[int] = set()  # modules whose arguments have been looked at
         self._now: _Run | None = None
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a stage is being computed now."""
+        return self._now is not None
+
     def _run_module(self, stage: int, carry: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
         assert self.run is not None  # set by whoever calls a stage
         return self.run(stage, carry, micro_batch)
+
+    def narrow(self, dtype: torch.dtype, places: Iterable[tuple[nn.Module, str]]) -> None:
+        """Have forwards see all parameters in a dtype, as those of stages are gathered in it.
+
+        Args:
+            dtype: Of 16 bits.
+            places: Modules with names of parameters there that belong to no stage.
+        """
+        self._cast = [(module, key, dtype) for module, key in places]
+        for twin in self._twins.values():
+            twin.to(dtype)
 
     def install(self) -> Callable[[], None]:
         """Have modules called by stages from now on; returns what undoes it."""
@@ -197,12 +214,16 @@ class Pipeline:
             now.generators = _generators(self.wire.device)
             torch.manual_seed(seed)
         self._now = now
+        for module, key, dtype in self._cast:
+            vars(module)[key] = module.get_parameter(key).to(dtype)  # hides the parameter
         try:
             output = call()
         except _StageDone as done:
             return done.output
         finally:
             self._now = before
+            for module, key, _ in self._cast:
+                vars(module).pop(key, None)
             if not now.entered and now.generators is not None:
                 _set_generators(self.wire.device, now.generators)
         if stage < self.last or not now.entered:
@@ -324,7 +345,7 @@ class _EntryCall:
         self._pipeline, self._forward = pipeline, forward
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        if self._pipeline._now is not None:
+        if self._pipeline.is_computing:
             return self._forward(*args, **kwargs)
         return self._pipeline.forward(self._forward, args, kwargs)
 

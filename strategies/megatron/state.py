@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ class PipelineState(ShardedState):
     Args:
         wire: To the other ranks of the pipeline.
         owners: Stage that owns a tensor, by plain name.
-        everywhere: Names of tensors that every rank holds.
         mesh: All axes of the run.
         processes: Of the run.
     """
@@ -41,7 +40,6 @@ class PipelineState(ShardedState):
         *,
         wire: Wire,
         owners: Mapping[str, int],
-        everywhere: Collection[str],
         mesh: DeviceMesh,
         processes: Processes,
         is_main: bool,
@@ -60,7 +58,7 @@ class PipelineState(ShardedState):
             writes_pieces=writes_pieces,
             names=names,
         )
-        self._wire, self._owners, self._everywhere, self._processes = wire, owners, everywhere, processes
+        self._wire, self._owners, self._processes = wire, owners, processes
         others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
         self._is_first = all(mesh.get_local_rank(name) == 0 for name in others)
         named = [*self._task.named_parameters(), *self._task.named_buffers()]
@@ -127,10 +125,8 @@ class PipelineState(ShardedState):
         return found
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
-        def is_dropped(name: str) -> bool:
-            return self._is_elsewhere(name) and plain_name(name) not in self._everywhere
-
-        here = {name: _empty(value) if is_dropped(name) else value for name, value in state.items()}
+        absent = {plain_name(name) for name, value in self._task.state_dict().items() if is_on_meta(value)}
+        here = {name: _empty(value) if plain_name(name) in absent else value for name, value in state.items()}
         return super().load_model_state(here, strict)
 
     def optimizer_states(self) -> list[dict[str, Any]]:
@@ -158,7 +154,8 @@ class PipelineState(ShardedState):
         return map_tensors(lambda tensor: self._collected(tensor, stage, keep=self._is_main), tree)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        mine = {name: {} if self._is_elsewhere(name) else held for name, held in state.get("state", {}).items()}
+        absent = {plain_name(name) for parameter, name in self._parameter_names().items() if parameter.is_meta}
+        mine = {name: {} if plain_name(name) in absent else held for name, held in state.get("state", {}).items()}
         super().load_optimizer_state(optimizer, {**state, "state": mine})
 
     # Single tensors
@@ -185,6 +182,11 @@ class PipelineState(ShardedState):
     def collect(self, name: str, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
         """Return a parameter or buffer whole, on the host (see `full_tensor`). Collective."""
         return self._collected(tensor, self._owners.get(plain_name(name)), keep=keep).detach()
+
+
+def is_on_meta(value: object) -> bool:
+    """Return whether a value is a tensor without memory."""
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _empty(tensor: object) -> Any:

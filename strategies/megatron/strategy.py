@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,10 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import give_up, materialize
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
-from trainwright.strategies.fsdp.options import one_of
+from trainwright.strategies.fsdp.options import check_optimizers, one_of
 from trainwright.strategies.fsdp.parallelize import Sharding
-from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
+from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy, check_full, widen
+from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
 from trainwright.strategies.megatron.runner import SCHEDULES, PipelineRunner, ranks_of_stages
 from trainwright.strategies.megatron.staged_model import Pipeline, Wire
 from trainwright.strategies.megatron.stages import find_stages, layers_of
@@ -194,7 +195,6 @@ class PipelineEngine(FSDPEngine):
     state: PipelineState
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
-        self._base_seed: int = self.processes.broadcast_object(torch.initial_seed()) + self.data_ranks.rank
         optimizers = super().prepare(task, make_optimizers, plan)
         self._training_call = self._eval_call = None  # the pipeline calls its stages
         return optimizers
@@ -204,6 +204,12 @@ class PipelineEngine(FSDPEngine):
         return super()._sharding() if shape.dp_replicate * shape.dp_shard > 1 else None
 
     def _place(self, task: TaskModule) -> None:
+        self._divide(task)
+
+    def _divide(self, task: nn.Module) -> None:
+        """Divide a model into stages, and keep this rank's. Collective."""
+        self._model = task
+        self._base_seed: int = self.processes.broadcast_object(torch.initial_seed()) + self.data_ranks.rank
         given, group = self.strategy, self.mesh["pp"].get_group()
         wire = Wire(group, ranks_of_stages(given.schedule, given.pp, given.virtual_stages), self.device)
         recomputed = self._recomputed()
@@ -225,12 +231,62 @@ class PipelineEngine(FSDPEngine):
         # What is sharded is another parameter: tied places outside of this rank's stage get it, too.
         replace_parameters(task, {i: module.get_parameter(key) for i, (_, module, key) in before.items()})
         pipeline.release = model.reshard
+        narrow = self.precision.autocast_dtype
+        if narrow is not None and self._sharding() is not None:
+            loose = [p for name, p in task.named_parameters() if name in self._everywhere]
+            places = [(module, key) for module, key, p in _own_parameters(task) if any(p is other for other in loose)]
+            pipeline.narrow(narrow, places)
         self._undo_pipeline = ExitStack()
         self._undo_pipeline.callback(recomputed.unwrap)
         self._undo_pipeline.callback(pipeline.install())
         for name in self._ties:
             if self._owners[plain_name(name)] not in wire.own:
                 model.counted[id(task.get_parameter(name))] = False
+
+    # User-written loops
+
+    def prepare_models(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
+    ) -> list[Callable[..., Any]]:
+        """Divide a model into stages. Collective."""
+        if len(models) + len(self.gradients.models) > 1 or plan.accumulate_grad_batches > 1 or self.precision.scaled:
+            raise ConfigurationError(
+                f"{type(self.strategy).__name__}(pp={self.strategy.pp}) trains one model in a user-written loop, with "
+                "gradient_accumulation_steps=1 and without 'fp16'. Use num_micro_batches, and 'bf16'."
+            )
+        check_optimizers(optimizers, self.precision)
+        found: list[Callable[..., Any]] = []
+        for model in models:
+            check_full(model)
+            before = dict(model.named_parameters())
+            if self.precision.autocast_dtype is not None:
+                widen(before.values())
+            self._divide(model)
+            for name, old in before.items():
+                self._replaced[old] = model.get_parameter(name)
+            loop = PipelineLoop(
+                model=model,
+                pipeline=self.pipeline,
+                runner=PipelineRunner(self.strategy.schedule, self.pipeline, self.gradients.models[0].synchronize),
+                precision=self.precision,
+                processes=self.processes,
+                ranks=self.data_ranks,
+                source=self._source(),
+                base_seed=self._base_seed,
+                num_parts=self.strategy.num_micro_batches,
+                sum_shared=lambda: self._sum_shared(self.pipeline.wire),
+            )
+            found.append(loop)
+            self.run_group = loop.forward_backward
+        for optimizer in optimizers:
+            self.adopt_optimizer(optimizer)
+        return found
+
+    @contextmanager
+    def no_sync(self, prepared: Callable[..., Any]) -> Iterator[None]:
+        yield  # a call of the model has averaged already
+
+    # Parts
 
     def _find_ties(self, task: nn.Module) -> dict[str, list[int]]:
         """Return the stages of each parameter that several of them hold, by its first name."""
@@ -273,12 +329,12 @@ class PipelineEngine(FSDPEngine):
 
     def _sum_shared(self, wire: Wire) -> None:
         """Complete the gradients of parameters that several stages or no stage holds. Collective."""
-        around = [p.grad for n, p in self.task.named_parameters() if n in self._everywhere and p.grad is not None]
+        around = [p.grad for n, p in self._model.named_parameters() if n in self._everywhere and p.grad is not None]
         for grad in around if self.data_ranks.group is not None else ():
             dist.all_reduce(grad, group=self.data_ranks.group)  # no module that is sharded holds them
             grad /= self.data_ranks.size
         for name, stages in self._ties.items():
-            parameter, first = self.task.get_parameter(name), stages[0]
+            parameter, first = self._model.get_parameter(name), stages[0]
             others = {wire.ranks[stage]: stage for stage in stages if wire.ranks[stage] != wire.ranks[first]}
             if wire.rank == wire.ranks[first]:
                 for stage in others.values():
@@ -303,7 +359,6 @@ class PipelineEngine(FSDPEngine):
             names=names,
             wire=self.pipeline.wire,
             owners=self._owners,
-            everywhere=self._everywhere,
             mesh=self.mesh,
             processes=self.processes,
         )

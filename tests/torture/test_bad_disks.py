@@ -144,7 +144,9 @@ class ReadOnlyAfter(Callback):
 def newest_whole(folder: Path, until: float) -> Path | None:
     """Wait for a whole checkpoint beside which nothing is being written; an empty folder only keeps a name."""
     while time.monotonic() < until:
-        written = [path for path in folder.iterdir() if path.name.startswith(".") and any(path.iterdir())]
+        written = [
+            path for path in folder.iterdir() if path.name.startswith(".") and path.is_dir() and any(path.iterdir())
+        ]
         if not written and (newest := newest_valid(folder)) is not None:
             return newest
         time.sleep(0.05)

@@ -580,6 +580,33 @@ class Accelerator:
                 self._signal.end_step()
         return None
 
+    def forward_backward(self, step: Callable[[Any], torch.Tensor], batches: Sequence[Any]) -> torch.Tensor:
+        """Run all micro-batches of one optimizer step forward and backward. Collective.
+
+        A pipeline runs them through its stages together. Other strategies run them one after the other, and average
+        gradients in the last one. Each has the same weight.
+
+        Args:
+            step: Returns the loss of a micro-batch, 0-dim, with a graph. Under a pipeline it calls the model once.
+            batches: Micro-batches, of any form; at least one.
+
+        Returns:
+            The mean loss (0-dim, without a graph): under a pipeline over all processes, else over those of this one.
+        """
+        if self.engine.run_group is not None:
+            found = self.engine.run_group(step, batches).detach()
+            self.engine.gradients.complete()
+            return found
+        losses: list[torch.Tensor] = []
+        for i, batch in enumerate(batches):
+            with ExitStack() as stack:
+                for model in self._prepared.models if i < len(batches) - 1 else ():
+                    stack.enter_context(self.no_sync(model))
+                loss = step(batch) / len(batches)
+                self.backward(loss)
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Run one micro-batch. Gradients accumulate; the last micro-batch of a group averages and uses them.

@@ -1,0 +1,138 @@
+"""A pipeline in a user-written loop: a call of the model in training runs forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.core.errors import TaskError
+from trainwright.processes.process_group import Processes
+from trainwright.strategies.data_ranks import DataRanks
+from trainwright.strategies.megatron.runner import PipelineRunner, shape_of
+from trainwright.strategies.megatron.staged_model import Pipeline
+from trainwright.strategies.megatron.step import divide
+from trainwright.strategies.precision import Precision
+from trainwright.strategies.shards import whole_output
+
+
+class PipelineOutput(dict[str, Any]):
+    """What a call of a model returns in training; its entries are attributes, too.
+
+    Attributes:
+        loss: Mean over the batches of all data-parallel ranks. Its `backward` has no effect: gradients are there.
+    """
+
+    loss: torch.Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(
+            f"{name!r}: a model that is divided into the stages of a pipeline returns its loss alone in training. Call "
+            "it under torch.no_grad() for its whole output."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineLoop:
+    """Runs the forward and backward of one optimizer step of a loop.
+
+    Attributes:
+        model: The user's model.
+        pipeline, runner: Of the model.
+        precision: Of forwards.
+        processes, ranks: Of the run.
+        source: The global rank whose losses count in this rank's pipeline.
+        base_seed: The same on every rank of the pipeline.
+        num_parts: Micro-batches into which a call divides its arguments.
+        sum_shared: Completes the gradients of what is not one stage's alone.
+    """
+
+    model: nn.Module
+    pipeline: Pipeline
+    runner: PipelineRunner
+    precision: Precision
+    processes: Processes
+    ranks: DataRanks
+    source: int
+    base_seed: int
+    num_parts: int
+    sum_shared: Callable[[], None]
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Return the model's output; in training its loss, once forward and backward are done. Collective.
+
+        In training, arguments are divided into micro-batches along the first dimension of their tensors.
+        """
+        if self.pipeline.is_computing:
+            return self.model(*args, **kwargs)
+        if torch.is_grad_enabled():
+            parts = divide((args, kwargs), self.num_parts)
+
+            def step(part: tuple[Any, Any]) -> torch.Tensor:
+                return _loss_of(self.model(*part[0], **part[1]), type(self.model).__name__)
+
+            loss = self.forward_backward(step, [part for part, _ in parts], [share for _, share in parts])
+            return PipelineOutput(loss=loss)
+        return self.model(*args, **kwargs)
+
+    def forward_backward(
+        self, step: Callable[[Any], torch.Tensor], batches: Sequence[Any], shares: Sequence[float] | None = None
+    ) -> torch.Tensor:
+        """Run micro-batches forward and backward; gradients accumulate. Collective.
+
+        Args:
+            step: Returns the loss of a micro-batch; calls the model once.
+            batches: Micro-batches.
+            shares: Weights of the losses. Default: None, which weighs all alike.
+
+        Returns:
+            The mean of the weighted loss over the data-parallel ranks (0-dim). Its `backward` has no effect.
+        """
+        losses: list[torch.Tensor] = []
+        weights = [1 / len(batches)] * len(batches) if shares is None else shares
+        kind = self.pipeline.wire.device.type
+
+        def compute(stage: int, carry: torch.Tensor | None, i: int) -> torch.Tensor:
+            def call() -> Any:
+                context = self.precision.forward_context(kind)
+                if context is None:
+                    return step(batches[i])
+                with context:
+                    return step(batches[i])
+
+            seed = hash((self.base_seed, torch.initial_seed(), i))
+            output: torch.Tensor = self.pipeline.compute_stage(stage, carry, call, seed=seed)
+            if stage < self.pipeline.last:
+                return output
+            loss = whole_output(output) * weights[i]
+            losses.append(loss.detach())
+            return torch.stack([loss])
+
+        with torch.autocast(kind, enabled=False):  # of backward; a forward has its own
+            self.runner.run([shape_of(batch) for batch in batches], compute)
+        self.sum_shared()
+        mine = float(torch.stack(losses).sum()) if self.processes.rank == self.source else 0.0
+        of_ranks = self.processes.gather_object((self.source, mine))
+        sources = {source for source, _ in of_ranks}
+        mean = sum(of_ranks[source][1] for source in sources) / len(sources)
+        return torch.tensor(mean, device=self.pipeline.wire.device).requires_grad_()
+
+
+def _loss_of(output: Any, name: str) -> torch.Tensor:
+    found = output
+    if isinstance(output, dict):
+        found = output.get("loss")
+    elif isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        raise TaskError(
+            f"{name} returned no loss, and a call of a model that is divided into the stages of a pipeline runs "
+            "backward, too. Pass it labels so that it returns its loss, or call accelerator.forward_backward with a "
+            "function that computes the loss of a micro-batch."
+        )
+    return found.reshape(())

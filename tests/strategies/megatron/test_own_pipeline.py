@@ -1,0 +1,102 @@
+"""A user-written loop trains a pipeline: a call of the model runs forward and backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.helpers.distributed import RankError, run_distributed
+from tests.strategies.megatron.test_pipeline import Language, batches
+from trainwright import Accelerator
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.megatron.strategy import MegatronStrategy
+
+
+class WithLoss(Language):
+    """As a model of transformers: with labels it returns its loss, too."""
+
+    def forward(self, tokens: torch.Tensor, labels: Any = None) -> Any:
+        """Return the logits, and the loss over all positions."""
+        logits = super().forward(tokens)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def _loop(strategy: Any, folder: Path | None, *, load: bool = False, whole: bool = True, **options: Any) -> Any:
+    """Train with half the batches, save, and train with the others; return losses and logits."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(strategy=strategy, seed=0, cpu=True, **options)
+    model: Any = WithLoss()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+    if load:
+        accelerator.load_state(str(folder))
+    losses = []
+    for i, tokens in enumerate(batches()):
+        if i == 6 and folder is not None and not load:
+            accelerator.save_state(str(folder))
+        if load and i < 6:
+            continue
+        if whole:
+            loss = model(tokens, labels=tokens)["loss"]
+            accelerator.backward(loss)
+        else:
+            loss = accelerator.forward_backward(lambda t: model(t, labels=t)["loss"], list(tokens.split(1)))
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        return losses, model(batches()[0])["logits"]
+
+
+@pytest.mark.distributed
+def test_a_loop_is_that_of_one_process_and_continues_its_checkpoints(tmp_path: Path) -> None:
+    def runs() -> Any:
+        strategy = MegatronStrategy(pp=2, num_micro_batches=3)
+        return [
+            _loop(strategy, tmp_path / "two"),
+            _loop(strategy, None, whole=False),
+            _loop(MegatronStrategy(pp=2, schedule="interleaved1f1b", num_micro_batches=2), None),
+            _loop(strategy, tmp_path / "one", load=True),
+        ]
+
+    losses, logits = _loop("single", tmp_path / "one")
+    torch.testing.assert_close(_loop("single", None, whole=False)[1], logits, rtol=1e-4, atol=1e-4)
+    for rank in run_distributed(runs, 2, init=False, timeout=90):
+        for found in rank:
+            assert found[0] == pytest.approx(losses[-len(found[0]) :], rel=1e-5)
+            torch.testing.assert_close(found[1], logits, rtol=1e-4, atol=1e-4)
+    again = _loop("single", tmp_path / "two", load=True)
+    assert again[0] == pytest.approx(losses[6:], rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_four_ranks_divide_stages_and_shards_in_bfloat16() -> None:
+    def run() -> Any:
+        return _loop(MegatronStrategy(pp=2, dp_shard=2, num_micro_batches=3), None, mixed_precision="bf16")
+
+    losses, _ = _loop("single", None, mixed_precision="bf16")
+    for found, _ in run_distributed(run, 4, init=False, timeout=90):
+        assert found == pytest.approx(losses, rel=1e-2)
+
+
+@pytest.mark.distributed
+def test_what_a_pipeline_cannot_do_in_a_loop_is_an_error() -> None:
+    def without_labels() -> None:
+        accelerator = Accelerator(strategy=MegatronStrategy(pp=2), cpu=True)
+        accelerator.prepare(WithLoss())(batches()[0])
+
+    def accumulates() -> None:
+        accelerator = Accelerator(strategy=MegatronStrategy(pp=2), cpu=True, gradient_accumulation_steps=2)
+        with pytest.raises(ConfigurationError, match="Use num_micro_batches"):
+            accelerator.prepare(WithLoss())
+
+    run_distributed(accumulates, 2, init=False, timeout=60)
+    with pytest.raises(RankError, match=r"returned no loss.*accelerator\.forward_backward"):
+        run_distributed(without_labels, 2, init=False, timeout=60)
