@@ -100,7 +100,7 @@ def _block(rank: int, source: int, length: int, is_causal: bool, order: Order) -
     return _VisibleBlock(slice(half, None), everything, False)
 
 
-class _Ring:
+class Ring:
     """The sends to the next rank and the receives from the previous one."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -110,18 +110,18 @@ class _Ring:
         self._next = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
         self._previous = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
 
-    def start(self, tensors: Sequence[Tensor], first_tag: int = 0) -> _Transfer:
+    def start(self, tensors: Sequence[Tensor], first_tag: int = 0) -> Transfer:
         """Start to send contiguous `tensors` to the next rank and to receive as many from the previous one."""
         received = [torch.empty_like(tensor) for tensor in tensors]
         operations = []
         for tag, (sent, target) in enumerate(zip(tensors, received, strict=True), first_tag):
             operations.append(dist.P2POp(dist.isend, sent, self._next, self.group, tag))
             operations.append(dist.P2POp(dist.irecv, target, self._previous, self.group, tag))
-        return _Transfer(tensors, received, dist.batch_isend_irecv(operations))
+        return Transfer(tensors, received, dist.batch_isend_irecv(operations))
 
 
 @dataclass
-class _Transfer:
+class Transfer:
     """Tensors on their way. The sent ones are kept until `wait()` returns."""
 
     sent: Sequence[Tensor]
@@ -147,7 +147,8 @@ class _RingAttention(torch.autograd.Function):
         scale: float | None,
         order: Order,
     ) -> Tensor:
-        ring = _Ring(group)
+        ring = Ring(group)
+        q = q if q.stride(-1) == 1 else q.contiguous()  # as kernels need it
         own_k, own_v = k, v = k.contiguous(), v.contiguous()
         out = lse = None
         for step in range(ring.size):
@@ -175,7 +176,8 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        ring = _Ring(ctx.group)
+        gradient = gradient.contiguous()  # that of a sum is expanded from one number
+        ring = Ring(ctx.group)
         dtype = accumulator_dtype(q)
         dq = torch.zeros_like(q, dtype=dtype)
         dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)

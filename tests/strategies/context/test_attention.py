@@ -102,6 +102,23 @@ def test_partial_results_of_bfloat16_are_merged_in_float32() -> None:
     assert max(run_distributed(_error_in_half, 4, *_inputs())) < 2e-2
 
 
+def _error_of_strided_inputs() -> float:
+    full = [tensor.requires_grad_() for tensor in _inputs()]
+    functional.scaled_dot_product_attention(*full, is_causal=True).sum().backward()  # its gradient has strides of 0
+    parts = [split_sequence(tensor.detach(), 2, None, "zigzag").mT.contiguous().mT.requires_grad_() for tensor in full]
+    ring_attention(*parts, None, is_causal=True).sum().backward()
+    return max(
+        (split_sequence(one.grad, 2, None, "zigzag") - other.grad).abs().max().item()
+        for one, other in zip(full, parts, strict=True)
+        if one.grad is not None and other.grad is not None
+    )
+
+
+@pytest.mark.distributed
+def test_a_ring_takes_tensors_of_any_strides() -> None:
+    assert max(run_distributed(_error_of_strided_inputs, 2)) < 1e-5
+
+
 class _Sizes(TorchDispatchMode):
     """Record the largest number of elements of a tensor that an operator returns, and count attention blocks."""
 
@@ -159,7 +176,7 @@ def _order_of_events() -> list[str]:
     with (
         recorded(dist, "batch_isend_irecv", "start"),
         recorded(ring, "forward_block", "block"),
-        recorded(ring._Transfer, "wait", "wait"),
+        recorded(ring.Transfer, "wait", "wait"),
     ):
         ring_attention(*parts, None, is_causal=True)
     return events
