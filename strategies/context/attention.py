@@ -94,20 +94,10 @@ class _AttentionOver(TorchFunctionMode):
                 "block by block, and cannot repeat their dropout. Set the model's attention dropout to 0."
             )
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
+        parts = (query, key, value, self._group)
         if self._kind == "ulysses":
-            return ulysses_attention(
-                query, key, value, self._group, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        return ring_attention(
-            query,
-            key,
-            value,
-            self._group,
-            is_causal=is_causal,
-            scale=scale,
-            order=self._order,
-            enable_gqa=enable_gqa,
-        )
+            return ulysses_attention(*parts, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return ring_attention(*parts, is_causal=is_causal, scale=scale, order=self._order, enable_gqa=enable_gqa)
 
 
 def _autocast(tensor: Tensor) -> Tensor:

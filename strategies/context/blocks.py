@@ -42,15 +42,7 @@ def forward_block(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: fl
 
 
 def backward_block(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    is_causal: bool,
-    scale: float | None,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this block's share of the gradients of `q`, `k` and `v`.
 
@@ -74,22 +66,10 @@ def backward_block(
         )
     elif kernel == "flash":
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout's random numbers, which are not used
+        saved = (gradient, q, k, v, out, lse.contiguous())
+        lengths = (None, None, q.shape[2], k.shape[2])
         dq, dk, dv = _ops._scaled_dot_product_flash_attention_backward(
-            gradient,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            is_causal,
-            state,
-            state.new_empty(()),
-            scale=scale,
+            *saved, *lengths, 0.0, is_causal, state, state.new_empty(()), scale=scale
         )
     elif kernel == "efficient":
         state = torch.zeros((), dtype=torch.int64, device=q.device)

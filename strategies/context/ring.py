@@ -189,16 +189,9 @@ class _RingAttention(torch.autograd.Function):
             parts = None
             if block is not None:
                 at, of = block.queries, block.keys
-                parts = backward_block(
-                    gradient[:, :, at],
-                    q[:, :, at],
-                    k[:, :, of],
-                    v[:, :, of],
-                    out[:, :, at],
-                    lse[:, :, at],
-                    is_causal=block.is_causal,
-                    scale=ctx.scale,
-                )
+                saved = (q[:, :, at], k[:, :, of], v[:, :, of], out[:, :, at], lse[:, :, at])
+                options = {"is_causal": block.is_causal, "scale": ctx.scale}
+                parts = backward_block(gradient[:, :, at], *saved, **options)
             if of_keys is not None:
                 dk, dv = of_keys.wait()
             if block is not None and parts is not None:

@@ -119,6 +119,19 @@ def test_a_ring_takes_tensors_of_any_strides() -> None:
     assert max(run_distributed(_error_of_strided_inputs, 2)) < 1e-5
 
 
+def _error_in_subgroups() -> float:
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    group = groups[dist.get_rank() % 2]
+    parts = [split_sequence(tensor, 2, group, "zigzag") for tensor in _inputs()]
+    found = join_sequence(ring_attention(*parts, group, is_causal=True), 2, group, "zigzag")
+    return (found - functional.scaled_dot_product_attention(*_inputs(), is_causal=True)).abs().max().item()
+
+
+@pytest.mark.distributed
+def test_groups_of_some_ranks_each_attend_over_their_own_sequence() -> None:
+    assert max(run_distributed(_error_in_subgroups, 4)) < 1e-5
+
+
 class _Sizes(TorchDispatchMode):
     """Record the largest number of elements of a tensor that an operator returns, and count attention blocks."""
 
