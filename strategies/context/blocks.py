@@ -1,0 +1,137 @@
+"""Attention between a block of queries and a block of keys and values, with its log-sum-exp.
+
+Results of several blocks can be merged by their log-sum-exp. The backward pass of a block receives the merged output
+and log-sum-exp of all blocks; the gradients that it returns are this block's share.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.aten
+
+
+def forward_block(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return the output, in the dtype of `q`, and the log-sum-exp, in float32 or float64, of one block.
+
+    Args:
+        q: (batch, heads, query length, head size).
+        k: (batch, key heads, key length, head size). The number of heads is a multiple of the number of key heads.
+        v: (batch, key heads, key length, value size).
+        is_causal: whether query i sees keys up to i only. Both lengths are equal then.
+        scale: the factor of the scores. None means 1 / √(head size).
+    """
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    kernel = _kernel(q, k, v, is_causal)
+    if kernel == "cpu":
+        out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+    elif kernel == "flash":
+        out, lse, *_ = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
+    elif kernel == "efficient":
+        out, lse, *_ = _ops._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)
+        lse = lse[..., : q.shape[2]]  # padded to a multiple of 32
+    else:
+        scores = _scores(q, k, is_causal, scale)
+        lse = scores.logsumexp(-1)
+        with torch.autocast(q.device.type, enabled=False):
+            out = ((scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype)).to(q.dtype)
+    return out, lse
+
+
+def backward_block(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return this block's share of the gradients of `q`, `k` and `v`.
+
+    Args:
+        gradient: the gradient of the output.
+        q: the queries, as in `forward_block`.
+        k: the keys.
+        v: the values.
+        out: the output over all blocks, in the dtype of `q`.
+        lse: the log-sum-exp over all blocks, (batch, heads, query length).
+        is_causal: whether query i sees keys up to i only.
+        scale: the factor of the scores.
+    """
+    key_heads = k.shape[1]
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    kernel = _kernel(q, k, v, is_causal)
+    if kernel == "cpu":
+        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the layout that the forward returns
+        dq, dk, dv = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, lse, 0.0, is_causal, scale=scale
+        )
+    elif kernel == "flash":
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout's random numbers, which are not used
+        saved = (gradient, q, k, v, out, lse.contiguous())
+        lengths = (None, None, q.shape[2], k.shape[2])
+        dq, dk, dv = _ops._scaled_dot_product_flash_attention_backward(
+            *saved, *lengths, 0.0, is_causal, state, state.new_empty(()), scale=scale
+        )
+    elif kernel == "efficient":
+        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
+        dq, dk, dv, _ = _ops._scaled_dot_product_efficient_attention_backward(
+            gradient, q, k, v, None, out, lse, state, state, 0.0, [True, True, True, False], is_causal, scale=scale
+        )
+    else:
+        dq, dk, dv = _plain_backward(gradient, q, k, v, out, lse, is_causal, scale)
+    return dq, _sum_heads(dk, key_heads), _sum_heads(dv, key_heads)
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
+    """Return the kernel to use; `"plain"` where torch has none that returns a log-sum-exp."""
+    if q.shape[-1] != v.shape[-1]:
+        return "plain"
+    if q.device.type == "cpu":
+        return "cpu"
+    if q.device.type == "cuda":
+        parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, False)
+        is_aligned = q.shape[-1] * q.element_size() % 16 == 0  # elsewhere torch pads the heads
+        if is_aligned and torch.backends.cuda.can_use_flash_attention(parameters):
+            return "flash"
+        if is_aligned and torch.backends.cuda.can_use_efficient_attention(parameters):
+            return "efficient"
+    return "plain"
+
+
+def _repeat_heads(tensor: Tensor, q: Tensor) -> Tensor:
+    repeats = q.shape[1] // tensor.shape[1]
+    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
+
+
+def _sum_heads(gradient: Tensor, key_heads: int) -> Tensor:
+    if gradient.shape[1] == key_heads:
+        return gradient
+    batch, heads, *rest = gradient.shape
+    return gradient.reshape(batch, key_heads, heads // key_heads, *rest).sum(2, dtype=accumulator_dtype(gradient))
+
+
+def accumulator_dtype(tensor: Tensor) -> torch.dtype:
+    """Return float64 for float64, else float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+    dtype = accumulator_dtype(q)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores
+
+
+def _plain_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = (_scores(q, k, is_causal, scale) - lse.unsqueeze(-1)).exp()
+    gradient, out = gradient.to(weights.dtype), out.to(weights.dtype)
+    q, k, v = q.to(weights.dtype), k.to(weights.dtype), v.to(weights.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        of_weights = gradient @ v.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)
+        of_scores = weights * of_weights * (q.shape[-1] ** -0.5 if scale is None else scale)
+        return of_scores @ k, of_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ gradient

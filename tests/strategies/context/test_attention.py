@@ -1,0 +1,304 @@
+"""Attention over a split sequence equals attention over the full one, and its memory is that of the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.helpers.distributed import run_distributed
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.context.attention import attention_over
+from trainwright.strategies.context.ring import ring_attention
+from trainwright.strategies.context.split import join_sequence, positions, split_sequence
+
+_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def _inputs(
+    dtype: torch.dtype = torch.float32, kv_heads: int = 4, length: int = 32, head_size: int = 8, value_size: int = 8
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 4, length, head_size), (2, kv_heads, length, head_size), (2, kv_heads, length, value_size)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def _largest_error(kind: str, order: str, is_causal: bool, inputs: list[Tensor], scale: float | None = None) -> float:
+    """Return the largest error of the output and of the gradients of q, k and v, over this rank's parts."""
+    full = [tensor.clone().requires_grad_() for tensor in inputs]
+    parts = [split_sequence(tensor, 2, None, order).requires_grad_() for tensor in inputs]
+    options = {"is_causal": is_causal, "enable_gqa": inputs[0].shape[1] != inputs[1].shape[1], "scale": scale}
+    expected = functional.scaled_dot_product_attention(*full, **options)
+    with attention_over(None, kind, order):
+        found = functional.scaled_dot_product_attention(*parts, **options)
+        weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=expected.dtype)
+        (expected * weights).sum().backward()
+        (found * split_sequence(weights, 2, None, order)).sum().backward()
+    pairs = [(expected, found), *((one.grad, other.grad) for one, other in zip(full, parts, strict=True))]
+    return max((split_sequence(one, 2, None, order) - other).abs().max().item() for one, other in pairs)
+
+
+def _check_cases(cases: list[tuple[str, str, bool, torch.dtype, int]]) -> None:
+    for kind, order, is_causal, dtype, kv_heads in cases:
+        error = _largest_error(kind, order, is_causal, _inputs(dtype, kv_heads))
+        assert error < _TOLERANCE[dtype], (kind, order, is_causal, dtype, kv_heads, error)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("kind", "order"), [("ring", "zigzag"), ("ring", "plain"), ("ulysses", "plain")])
+def test_outputs_and_gradients_equal_those_of_full_attention(kind: str, order: str, world_size: int) -> None:
+    cases = [
+        (kind, order, is_causal, dtype, kv_heads)
+        for is_causal in (True, False)
+        for dtype in _TOLERANCE
+        for kv_heads in (4, 2)
+        if kind == "ring" or kv_heads % world_size == 0
+    ]
+    run_distributed(_check_cases, world_size, cases)
+
+
+def _largest_errors(cases: list[dict[str, Any]]) -> list[float]:
+    return [
+        _largest_error(
+            "ring", "zigzag", True, _inputs(**{k: v for k, v in case.items() if k != "scale"}), case.get("scale")
+        )
+        for case in cases
+    ]
+
+
+@pytest.mark.distributed
+def test_a_ring_takes_odd_head_sizes_other_value_sizes_and_a_scale() -> None:
+    cases: list[dict[str, Any]] = [
+        {"head_size": 7, "value_size": 7},
+        {"value_size": 5},
+        {"scale": 0.3},
+        {"kv_heads": 1},
+    ]
+    assert max(max(errors) for errors in run_distributed(_largest_errors, 2, cases)) < 1e-5
+
+
+def _error_in_half(q: Tensor, k: Tensor, v: Tensor) -> float:
+    parts = [split_sequence(tensor.bfloat16(), 2, None, "zigzag") for tensor in (q, k, v)]
+    out = ring_attention(*parts, None, is_causal=True)
+    assert out.dtype == torch.bfloat16
+    expected = functional.scaled_dot_product_attention(
+        q.bfloat16().double(), k.bfloat16().double(), v.bfloat16().double(), is_causal=True
+    )
+    return (split_sequence(expected, 2, None, "zigzag") - out).abs().max().item()
+
+
+@pytest.mark.distributed
+def test_partial_results_of_bfloat16_are_merged_in_float32() -> None:
+    assert max(run_distributed(_error_in_half, 4, *_inputs())) < 2e-2
+
+
+def _error_of_strided_inputs() -> float:
+    full = [tensor.requires_grad_() for tensor in _inputs()]
+    functional.scaled_dot_product_attention(*full, is_causal=True).sum().backward()  # its gradient has strides of 0
+    parts = [split_sequence(tensor.detach(), 2, None, "zigzag").mT.contiguous().mT.requires_grad_() for tensor in full]
+    ring_attention(*parts, None, is_causal=True).sum().backward()
+    return max(
+        (split_sequence(one.grad, 2, None, "zigzag") - other.grad).abs().max().item()
+        for one, other in zip(full, parts, strict=True)
+        if one.grad is not None and other.grad is not None
+    )
+
+
+@pytest.mark.distributed
+def test_a_ring_takes_tensors_of_any_strides() -> None:
+    assert max(run_distributed(_error_of_strided_inputs, 2)) < 1e-5
+
+
+def _error_in_subgroups() -> float:
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    group = groups[dist.get_rank() % 2]
+    parts = [split_sequence(tensor, 2, group, "zigzag") for tensor in _inputs()]
+    found = join_sequence(ring_attention(*parts, group, is_causal=True), 2, group, "zigzag")
+    return (found - functional.scaled_dot_product_attention(*_inputs(), is_causal=True)).abs().max().item()
+
+
+@pytest.mark.distributed
+def test_groups_of_some_ranks_each_attend_over_their_own_sequence() -> None:
+    assert max(run_distributed(_error_in_subgroups, 4)) < 1e-5
+
+
+class _Sizes(TorchDispatchMode):
+    """Record the largest number of elements of a tensor that an operator returns, and count attention blocks."""
+
+    largest = blocks = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.blocks += "flash_attention" in str(func)
+        sizes = [
+            leaf.untyped_storage().nbytes() // leaf.element_size()
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, Tensor)
+        ]
+        self.largest = max(self.largest, *sizes, 0)
+        return result
+
+
+def _sizes(order: str, is_causal: bool) -> tuple[int, int, int]:
+    parts = [split_sequence(tensor, 2, None, order).requires_grad_() for tensor in _inputs(length=512)]
+    with _Sizes() as sizes:
+        out = ring_attention(*parts, None, is_causal=is_causal, order=order)
+        forward_blocks = sizes.blocks
+        out.sum().backward()
+    return sizes.largest // parts[1].numel(), forward_blocks, sizes.blocks - forward_blocks
+
+
+@pytest.mark.distributed
+def test_a_ring_creates_no_tensor_larger_than_a_part() -> None:
+    assert [largest for largest, *_ in run_distributed(_sizes, 4, "zigzag", True)] == [1, 1, 1, 1]
+
+
+@pytest.mark.distributed
+def test_a_ring_does_not_compute_blocks_in_the_future() -> None:
+    assert [blocks for _, *blocks in run_distributed(_sizes, 4, "plain", True)] == [[n, n] for n in (1, 2, 3, 4)]
+
+
+def _order_of_events() -> list[str]:
+    events: list[str] = []
+
+    @contextmanager
+    def recorded(module: Any, name: str, event: str) -> Iterator[None]:
+        original: Callable[..., Any] = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            return original(*args, **kwargs)
+
+        setattr(module, name, call)
+        yield
+        setattr(module, name, original)
+
+    from trainwright.strategies.context import ring
+
+    parts = [split_sequence(tensor, 2, None, "zigzag") for tensor in _inputs()]
+    with (
+        recorded(dist, "batch_isend_irecv", "start"),
+        recorded(ring, "forward_block", "block"),
+        recorded(ring.Transfer, "wait", "wait"),
+    ):
+        ring_attention(*parts, None, is_causal=True)
+    return events
+
+
+@pytest.mark.distributed
+def test_the_next_block_is_received_while_the_present_one_is_computed() -> None:
+    assert run_distributed(_order_of_events, 2)[0] == ["start", "block", "wait", "block"]
+
+
+def _logits_of_llama(kind: str, order: str) -> float:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    tokens = torch.randint(64, (2, 16))
+    own = split_sequence(tokens, 1, None, order)
+    with attention_over(None, kind, order):
+        part = model(
+            input_ids=own, position_ids=positions(16, None, order)[None], attention_mask=torch.ones_like(own)
+        ).logits
+    logits = join_sequence(part, 1, None, order)
+    expected = model(input_ids=tokens).logits
+    found = torch.autograd.grad(logits.square().mean(), list(model.parameters()))
+    for gradient in found:
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    true = torch.autograd.grad(expected.square().mean(), list(model.parameters()))
+    torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-6)
+    return (logits - expected).abs().max().item()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("kind", "order"), [("ring", "zigzag"), ("ring", "plain"), ("ulysses", "plain")])
+def test_llama_of_transformers_gives_the_logits_and_gradients_of_the_full_sequence(kind: str, order: str) -> None:
+    assert max(run_distributed(_logits_of_llama, 2, kind, order)) < 1e-5
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_on_one_rank_it_equals_plain_attention() -> None:
+    _check_cases([("ring", "zigzag", True, torch.float32, 2), ("ulysses", "plain", True, torch.float32, 2)])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_autocast_lowers_the_precision_as_it_does_for_plain_attention() -> None:
+    q, k, v = _inputs()
+    with torch.autocast("cpu", torch.bfloat16), attention_over(None):
+        assert functional.scaled_dot_product_attention(q, k, v.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn_mask": torch.ones(32, 32, dtype=torch.bool)}, r"mask of shape \(32, 32\).*is_causal=True"),
+        ({"dropout_p": 0.1}, r"dropout_p=0\.1: .* dropout to 0"),
+    ],
+)
+def test_masks_and_dropout_are_refused(options: dict[str, Any], message: str) -> None:
+    with attention_over(None), pytest.raises(ConfigurationError, match=message):
+        functional.scaled_dot_product_attention(*_inputs(), **options)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_multihead_attention_is_refused() -> None:
+    x = torch.randn(2, 4, 8)
+    with attention_over(None), pytest.raises(ConfigurationError, match="MultiheadAttention"):
+        nn.MultiheadAttention(8, 2, batch_first=True)(x, x, x)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    q, k, v = _inputs()
+    with pytest.raises(ConfigurationError, match="4 heads of queries, 2 of keys"):
+        ring_attention(q, k[:, :2], v[:, :2], None, is_causal=True)
+    with pytest.raises(ConfigurationError, match="dtypes"):
+        ring_attention(q, k.double(), v, None, is_causal=True)
+    with pytest.raises(ConfigurationError, match="local length is even"):
+        ring_attention(q[:, :, :3], k[:, :, :3], v[:, :, :3], None, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "order", "message"),
+    [("ring", "striped", "order='striped'"), ("rings", None, "kind='rings'"), ("ulysses", "zigzag", "order='plain'")],
+)
+def test_unknown_kinds_and_orders_are_refused(kind: Any, order: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message), attention_over(None, kind, order):
+        pass
+
+
+def _refused_heads() -> str:
+    q, k, v = (split_sequence(tensor, 2, None, "plain") for tensor in _inputs(kv_heads=1))
+    with attention_over(None, "ulysses"), pytest.raises(ConfigurationError) as error:
+        functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return str(error.value)
+
+
+@pytest.mark.distributed
+def test_heads_that_ulysses_cannot_divide_are_refused() -> None:
+    assert "k has 1 heads" in run_distributed(_refused_heads, 2)[0]
