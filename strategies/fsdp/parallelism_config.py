@@ -13,11 +13,12 @@ from trainwright.core.names.kwargs_handler import KwargsHandler, from_variable
 from trainwright.strategies.ddp.strategy import DDPStrategy
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
+from trainwright.strategies.megatron.strategy import MegatronStrategy
 from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.strategy import Strategy
 
 _VARIABLE = "PARALLELISM_CONFIG_"
-_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # outermost first
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")  # outermost first
 _LATER = ("cp", "sp")
 
 
@@ -31,6 +32,8 @@ class ParallelismConfig(KwargsHandler):
         dp_replicate_size: Replicas of the model, which see different data.
         dp_shard_size: Ranks that shard a replica and see different data.
         tp_size: Ranks that split the layers of a model.
+        pp_size: Stages of a pipeline (see `MegatronStrategy`), which divides the batches of a step into as many
+            micro-batches; Accelerate has no such field.
         cp_size, sp_size: Ranks that split sequences. Not supported; only 1.
         cp_backend, sp_backend: Accepted: `"torch"` and `"deepspeed"`.
         tp_handler, cp_handler, sp_handler: Not supported; only None.
@@ -46,6 +49,7 @@ class ParallelismConfig(KwargsHandler):
     tp_handler: object = None
     cp_handler: object = None
     sp_handler: object = None
+    pp_size: int | None = from_variable(f"{_VARIABLE}PP_SIZE", int)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,6 +124,11 @@ class ParallelismConfig(KwargsHandler):
         return self._size("tp") > 1
 
     @property
+    def pp_enabled(self) -> bool:
+        """True if the model is divided into stages."""
+        return self._size("pp") > 1
+
+    @property
     def cp_enabled(self) -> bool:
         """False: sequences are not split."""
         return False
@@ -144,6 +153,9 @@ class ParallelismConfig(KwargsHandler):
         Raises:
             ConfigurationError: The product of the sizes is not the number of processes, or sharding has no plugin.
         """
+        if self.pp_enabled:
+            sizes: dict[str, Any] = {axis: self._size(axis) for axis in ("pp", "tp", "dp_shard", "dp_replicate")}
+            return self.arranged(MegatronStrategy(**sizes, num_micro_batches=sizes["pp"]), num_processes)
         if self.dp_shard_enabled:
             raise ConfigurationError(
                 f"dp_shard_size={self.dp_shard_size} shards a model. Pass Accelerator(fsdp_plugin=…) too."
@@ -164,8 +176,13 @@ class ParallelismConfig(KwargsHandler):
                 f"ParallelismConfig has {sizes} = {self.total_size} ranks, and there are {num_processes} processes. "
                 f"Start {self.total_size} processes, or change the sizes."
             )
-        if not isinstance(strategy, FSDPStrategy):
+        if isinstance(strategy, MegatronStrategy) or not isinstance(strategy, FSDPStrategy):
             return strategy
+        if self.pp_enabled:
+            raise ConfigurationError(
+                f"pp_size={self.pp_size} divides a model into stages, which FSDPStrategy does not. Leave "
+                "fsdp_plugin out: dp_shard_size shards the stages."
+            )
         options: dict[str, Any] = {"tp": self._size("tp")}
         if self.dp_replicate_enabled:
             options |= {

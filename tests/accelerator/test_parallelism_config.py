@@ -14,6 +14,7 @@ from trainwright import (
     DDPStrategy,
     FSDPStrategy,
     FullyShardedDataParallelPlugin,
+    MegatronStrategy,
     ParallelismConfig,
     TensorParallelStrategy,
 )
@@ -32,13 +33,14 @@ from trainwright.strategies.strategy import Strategy
             {"dp_replicate_size": 2, "tp_size": 2},
             FSDPStrategy(tp=2, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)),
         ),
+        ({"pp_size": 2, "dp_shard_size": 2}, MegatronStrategy(pp=2, dp_shard=2)),
     ],
 )
 def test_without_a_plugin_it_describes_the_strategy(sizes: dict[str, int], expected: Strategy) -> None:
     config = ParallelismConfig(**sizes)
     found = config.strategy(config.total_size)
     assert type(found) is type(expected)
-    for name in ("tp", "wanted_tp", "sharding_strategy", "device_mesh"):
+    for name in ("tp", "wanted_tp", "sharding_strategy", "device_mesh", "pp", "dp_shard"):
         assert vars(found).get(name) == vars(expected).get(name) or name == "tp"
 
 
@@ -63,6 +65,7 @@ def test_its_properties_follow_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -
         ({"tp_size": 0}, "tp_size=0: write a whole number"),
         ({"tp_handler": object()}, "tp_handler is not supported"),
         ({"dp_shard_size": 2}, "Pass Accelerator\\(fsdp_plugin=…\\) too"),
+        ({"pp_size": 2}, "pp_size=2 × .* = 2 ranks, and there are 1 processes. Start 2 processes"),
         ({"dp_replicate_size": 2}, "= 2 ranks, and there are 1 processes. Start 2 processes"),
     ],
 )
