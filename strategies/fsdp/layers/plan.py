@@ -19,6 +19,7 @@ from trainwright.strategies.fsdp.layers.styles import (
     DivideAttributes,
     FusedColwise,
     SplitEmbedding,
+    SplitParameters,
     is_conv1d,
 )
 from trainwright.strategies.steps.fp8 import MULTIPLE, is_converted
@@ -110,22 +111,28 @@ class SplitLayers:
     def narrow(self) -> None:
         """Make layers as narrow as they are on one rank, without values and ranks: to count what a rank will need."""
         narrowed: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays tied
+
+        def narrow(module: nn.Module, name: str, dim: int) -> None:
+            full = module.get_parameter(name)
+            if full not in narrowed:
+                narrowed[full] = _narrower(full, dim, self._mesh.size())
+            setattr(module, name, narrowed[full])
+
         for module in self._task.modules():
             for style in self._styles.pop(id(module), ()):
                 if isinstance(style, DivideAttributes):
                     vars(module).update({name: getattr(module, name) // self._mesh.size() for name in style.names})
+                if isinstance(style, SplitParameters):
+                    for name in style.names:
+                        narrow(module, name, 0)
                 dims = _cut_dims(module, style)
                 if dims is None:
                     continue
-                weight = module.get_parameter("weight")
-                if weight not in narrowed:
-                    narrowed[weight] = _narrower(weight, dims[0], self._mesh.size())
-                module.weight = narrowed[weight]
-                bias = getattr(module, "bias", None)
-                if bias is not None and isinstance(style, (FusedColwise, ColwiseParallel)):
-                    module.bias = _narrower(bias, 0, self._mesh.size())
+                narrow(module, "weight", dims[0])
+                if getattr(module, "bias", None) is not None and isinstance(style, (FusedColwise, ColwiseParallel)):
+                    narrow(module, "bias", 0)
                 if is_conv1d(module):
-                    vars(module)["nf"] = narrowed[weight].shape[1]
+                    vars(module)["nf"] = module.get_parameter("weight").shape[1]
 
     def undo(self) -> None:
         """Take hooks and attributes off; parameters stay as they are. Not collective."""
