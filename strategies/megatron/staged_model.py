@@ -1,8 +1,8 @@
 """One stage at a time of a model whose forward is written for the whole.
 
 Every rank calls the model's own forward. Modules of earlier stages are skipped: they return values of the right shapes,
-all of them NaN, and the first module of the stage gets what the rank before has sent in place of them. After the last
-module of a stage the forward is left.
+all of them NaN, but the last one of the stage before returns what the rank before has sent. After the last module of a
+stage the forward is left.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ class Pipeline:
         self._cast: list[tuple[nn.Module, str, torch.dtype]] = []
         self.modules = [StageModule(i, parts, self._run_module) for i, parts in enumerate(stages)]
         self.last = len(stages) - 1
+        self._last_before = [None, *(parts[-1] for parts in stages[:-1])]
         self._stage_of: dict[int, list[int]] = {}
         for i, parts in enumerate(stages):
             for part in parts:
@@ -246,12 +247,11 @@ class Pipeline:
                 f"forward of {type(self._entry).__name__}. Call the model as a whole."
             )
         if now.stage not in stages:
-            return self._skipped(module, args, kwargs)
+            skipped = self._skipped(module, args, kwargs)
+            return _with_carry(now.carry, skipped) if module is self._last_before[now.stage] else skipped
         parts = self.stages[now.stage]
-        if now.stage and module is parts[0]:
-            if now.entered:
-                raise TaskError(f"a step of {self._name} called the model twice. A pipeline runs it once in a step.")
-            args, kwargs = _with_carry(now.carry, args, kwargs)
+        if now.stage and module is parts[0] and now.entered:
+            raise TaskError(f"a step of {self._name} called the model twice. A pipeline runs it once in a step.")
         if now.stage and id(module) not in self._checked:
             self._check_arguments(module, args, kwargs)
         if not now.entered and now.generators is not None:
@@ -270,7 +270,7 @@ class Pipeline:
             if any(bool(t.isnan().all()) for t in tensors):
                 raise TaskError(
                     f"argument {name} of {type(module).__name__} in {self._name} comes from another stage of the "
-                    "pipeline, or is NaN. Only the first argument of a stage's first layer is sent to the next stage. "
+                    "pipeline, or is NaN. Only the first output of a stage's last layer is sent to the next stage. "
                     "Compute the others from the batch, or choose other stages."
                 )
 
@@ -368,11 +368,9 @@ def _on_meta(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _with_carry(carry: torch.Tensor | None, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    if args:
-        return (carry, *args[1:]), kwargs
-    name = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor) and value.is_floating_point())
-    return args, {**kwargs, name: carry}
+def _with_carry(carry: torch.Tensor | None, output: Any) -> Any:
+    """Return the output of a skipped layer with the tensor that the rank before has sent in its first place."""
+    return type(output)([carry, *output[1:]]) if isinstance(output, (tuple, list)) and output else carry
 
 
 def _carried(output: object, module: nn.Module) -> torch.Tensor:

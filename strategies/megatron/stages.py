@@ -33,6 +33,7 @@ def find_stages(task: nn.Module, num_stages: int, split_points: Sequence[str] | 
     own = task.pipeline_stages() if isinstance(task, TaskModule) and split_points is None else None
     if own is not None:
         return _checked(task, [list(stage) for stage in own], num_stages)
+    _refuse_two_stacks(task, num_stages)
     layers, names = _layers(task, num_stages)
     inside = {id(module) for layer in layers for module in layer.modules()}
     around = {id(module) for module in task.modules() if any(layer in set(module.modules()) for layer in layers[:1])}
@@ -80,6 +81,18 @@ def _checked(task: nn.Module, stages: Stages, num_stages: int) -> Stages:
 def layers_of(task: nn.Module, num_stages: int) -> list[nn.Module]:
     """Return the layers of a model of which there are at least as many as stages."""
     return _layers(task, num_stages)[0]
+
+
+def _refuse_two_stacks(task: nn.Module, num_stages: int) -> None:
+    """Refuse an encoder-decoder of transformers, each of whose decoder layers reads the output of the encoder."""
+    for module in task.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "is_encoder_decoder", False) is True and hasattr(module, "decoder"):
+            raise ConfigurationError(
+                f"{type(module).__name__} has two stacks of layers, an encoder and a decoder, and every layer of the "
+                f"decoder reads the encoder's output. A pipeline of pp={num_stages} stages sends only the output of "
+                f"one layer to the next. Use pp=1 with tp={num_stages}, or dp_shard={num_stages}."
+            )
 
 
 def _layers(task: nn.Module, num_stages: int) -> tuple[list[nn.Module], list[str]]:

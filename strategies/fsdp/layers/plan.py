@@ -19,6 +19,7 @@ from trainwright.strategies.fsdp.layers.styles import (
     DivideAttributes,
     FusedColwise,
     SplitEmbedding,
+    SplitParameters,
     is_conv1d,
 )
 from trainwright.strategies.steps.fp8 import MULTIPLE, is_converted
@@ -63,12 +64,14 @@ class SplitLayers:
         plan: see `Plan`. Patterns match whole names as `named_modules` gives them; `*` stands for one part between
             dots, or for some of its characters.
         mesh: the axis over which layers are split, 1-D.
+        root: The part of the task whose layers are split on this rank; places of a tied weight outside of it belong to
+            another stage of a pipeline. Default: the task.
 
     Attributes:
         splits_loss: logits stay in pieces (see `LossParallel`).
     """
 
-    def __init__(self, task: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    def __init__(self, task: nn.Module, plan: Plan, mesh: DeviceMesh, root: nn.Module | None = None) -> None:
         self._task, self._mesh = task, mesh
         self._styles: dict[int, list[ParallelStyle]] = {}
         self._left: list[tuple[nn.Module, dict[str, Any], set[tuple[str, int]]]] = []
@@ -81,7 +84,8 @@ class SplitLayers:
         for name, module in modules.items():
             for style in self._styles.get(id(module), ()):
                 _check_width(name, module, style, mesh.size())
-        self._ties = _ties(task)
+        inside = set((task if root is None else root).modules())
+        self._ties = [[place for place in places if place[0] in inside] for places in _ties(task)]
         self.splits_loss = any(_leaves_split(style) for styles in self._styles.values() for style in styles)
 
     def split(self, part: nn.Module) -> None:
@@ -107,22 +111,28 @@ class SplitLayers:
     def narrow(self) -> None:
         """Make layers as narrow as they are on one rank, without values and ranks: to count what a rank will need."""
         narrowed: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays tied
+
+        def narrow(module: nn.Module, name: str, dim: int) -> None:
+            full = module.get_parameter(name)
+            if full not in narrowed:
+                narrowed[full] = _narrower(full, dim, self._mesh.size())
+            setattr(module, name, narrowed[full])
+
         for module in self._task.modules():
             for style in self._styles.pop(id(module), ()):
                 if isinstance(style, DivideAttributes):
                     vars(module).update({name: getattr(module, name) // self._mesh.size() for name in style.names})
+                if isinstance(style, SplitParameters):
+                    for name in style.names:
+                        narrow(module, name, 0)
                 dims = _cut_dims(module, style)
                 if dims is None:
                     continue
-                weight = module.get_parameter("weight")
-                if weight not in narrowed:
-                    narrowed[weight] = _narrower(weight, dims[0], self._mesh.size())
-                module.weight = narrowed[weight]
-                bias = getattr(module, "bias", None)
-                if bias is not None and isinstance(style, (FusedColwise, ColwiseParallel)):
-                    module.bias = _narrower(bias, 0, self._mesh.size())
+                narrow(module, "weight", dims[0])
+                if getattr(module, "bias", None) is not None and isinstance(style, (FusedColwise, ColwiseParallel)):
+                    narrow(module, "bias", 0)
                 if is_conv1d(module):
-                    vars(module)["nf"] = narrowed[weight].shape[1]
+                    vars(module)["nf"] = module.get_parameter("weight").shape[1]
 
     def undo(self) -> None:
         """Take hooks and attributes off; parameters stay as they are. Not collective."""
@@ -178,8 +188,17 @@ def _matching(modules: Mapping[str, nn.Module], pattern: str) -> list[nn.Module]
 
 def _generic(modules: Mapping[str, nn.Module]) -> list[str]:
     """Return the names of modules with `*` for numbers, as plans write them, before the names themselves."""
-    with_stars = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in modules if name}
-    return [*sorted(with_stars), *(name for name in modules if name)]
+    return [*sorted({starred(name) for name in modules if name}), *(name for name in modules if name)]
+
+
+def with_stars(model: nn.Module) -> list[str]:
+    """Return the names of a model's modules with `*` for numbers, as plans write them, in their order."""
+    return list(dict.fromkeys(starred(name) for name, _ in model.named_modules()))
+
+
+def starred(name: str) -> str:
+    """Return the name of a module with `*` for numbers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _style(entry: Any, module: nn.Module, pattern: str) -> ParallelStyle:

@@ -1,29 +1,40 @@
-"""Ready tensor-parallel plans for transformers' Llama and GPT-2 families, and the check of a plan."""
+"""Ready tensor-parallel plans for transformers' Llama, GPT-2, BERT and T5 families, and the check of a plan."""
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.strategies.fsdp.layers.plan import Plan, SplitLayers, need_divisible
-from trainwright.strategies.fsdp.layers.styles import DivideAttributes, FusedColwise, LossParallel
+from trainwright.strategies.fsdp.layers.plan import Plan, SplitLayers, need_divisible, starred, with_stars
+from trainwright.strategies.fsdp.layers.styles import (
+    DivideAttributes,
+    FusedColwise,
+    LossParallel,
+    SplitParameters,
+    is_conv1d,
+)
 
 # What a transformers config calls its `model_type`.
-LLAMA_FAMILY = ("llama", "mistral", "qwen2")
+LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 GPT2_FAMILY = ("gpt2",)
+BERT_FAMILY = ("bert",)
+T5_FAMILY = ("t5", "mt5")
+FAMILIES = (*LLAMA_FAMILY, *GPT2_FAMILY, *BERT_FAMILY, *T5_FAMILY)
 
 
 def ready_plan(
     model: nn.Module, tp: int, *, prefix: str = "", sequence_parallel: bool = False, loss_parallel: bool = False
 ) -> dict[str, Any]:
-    """Return the plan for a model of transformers: Llama, Mistral, Qwen 2 or GPT-2, with or without a language head.
+    """Return the plan for a model of transformers: Llama, Mistral, Qwen 2 and 3, GPT-2, BERT or T5, with any head.
 
     Heads, feed-forward layers, embeddings and the language head are split. A vocabulary that `tp` does not divide stays
     whole on every rank, with a warning.
@@ -42,16 +53,18 @@ def ready_plan(
     kind = _family(model)
     if kind in LLAMA_FAMILY:
         plan = _llama(model, tp, sequence_parallel, loss_parallel)
-    elif kind in GPT2_FAMILY:
+    elif kind in FAMILIES:
         if sequence_parallel:
+            name = "GPT-2" if kind in GPT2_FAMILY else type(model).__name__
             raise ConfigurationError(
-                "sequence_parallel=True, and GPT-2 drops out and adds positions outside of its blocks. Leave it out."
+                f"sequence_parallel=True, and {name} drops out and adds positions outside of its blocks. Leave it out."
             )
-        plan = _gpt2(model, tp, loss_parallel)
+        make = _gpt2 if kind in GPT2_FAMILY else _bert if kind in BERT_FAMILY else _t5
+        plan = make(model, tp, loss_parallel)
     else:
         raise ConfigurationError(
             f"there is no ready tensor-parallel plan for {type(model).__name__}. There are plans for the model types "
-            f"{', '.join((*LLAMA_FAMILY, *GPT2_FAMILY))}. Define tensor_parallel_plan in the task."
+            f"{', '.join(FAMILIES)}. Define tensor_parallel_plan in the task.{_advice(model)}"
         )
     return {f"{prefix}.{name}" if prefix else name: style for name, style in plan.items()}
 
@@ -75,6 +88,7 @@ def find_plan(task: nn.Module, given: Plan | None, mesh: DeviceMesh) -> Plan:
         raise ConfigurationError(
             f"tp={mesh['tp'].size()} splits layers, and nothing says which layers of {type(task).__name__}. Define "
             "tensor_parallel_plan(self, mesh) in it, for example returning {'net.0': 'colwise', 'net.2': 'rowwise'}."
+            f"{_advice(task)}"
         )
     return plan
 
@@ -84,7 +98,7 @@ def find_ready_plan(task: nn.Module, tp: int) -> dict[str, Any] | None:
     found: dict[str, Any] = {}
     inside: list[str] = []
     for name, module in task.named_modules():
-        known = _family(module) in (*LLAMA_FAMILY, *GPT2_FAMILY) and _is_model(module)
+        known = _family(module) in FAMILIES and _is_model(module)
         if known and not any(name.startswith(f"{outer}.") for outer in inside):
             inside.append(name)
             found |= ready_plan(module, tp, prefix=name)
@@ -134,14 +148,17 @@ def _family(module: nn.Module) -> str | None:
 
 
 def _is_model(module: nn.Module) -> bool:
-    """Whether a module is a whole model: its blocks have the config too."""
-    return any(hasattr(part, name) for part in (module, *module.children()) for name in ("layers", "h"))
+    """Return whether a module is a model of transformers; its blocks have the config too."""
+    return hasattr(module, "base_model_prefix")
 
 
 def _parts(model: Any, blocks: str) -> tuple[str, str | None]:
     """Return what stands before the names within the base model, and the name of the layer that makes logits."""
     base = "" if hasattr(model, blocks) else f"{model.base_model_prefix}."
     return base, "lm_head" if hasattr(model, "lm_head") else None
+
+
+_NORMS = ("q_norm", "k_norm")
 
 
 def _llama(model: Any, tp: int, sequence_parallel: bool, loss_parallel: bool) -> dict[str, Any]:
@@ -156,6 +173,8 @@ def _llama(model: Any, tp: int, sequence_parallel: bool, loss_parallel: bool) ->
         f"{layer}mlp.up_proj": "colwise",
         f"{layer}mlp.down_proj": "rowwise",
     }
+    if config.model_type == "qwen3":  # a norm of each head: (batch, length, heads, width of a head)
+        plan |= {f"{layer}self_attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True) for name in _NORMS}
     if sequence_parallel:
         plan |= {
             f"{base}layers.0": "split_sequence",
@@ -185,6 +204,84 @@ def _gpt2(model: Any, tp: int, loss_parallel: bool) -> dict[str, Any]:
         f"{block}mlp.c_proj": "rowwise",
     }
     return plan | _ends(config, tp, f"{base}wte", head, False, loss_parallel)
+
+
+def _bert(model: Any, tp: int, loss_parallel: bool) -> dict[str, Any]:
+    config, names = model.config, with_stars(model)
+    need_divisible(tp, num_attention_heads=config.num_attention_heads)
+    base = "" if hasattr(model, "encoder") else f"{model.base_model_prefix}."
+    layer = f"{base}encoder.layer.*."
+    plan: dict[str, Any] = {f"{layer}intermediate.dense": "colwise", f"{layer}output.dense": "rowwise"}
+    for attention in ("attention", "crossattention"):
+        if f"{layer}{attention}" in names:
+            plan |= {f"{layer}{attention}.self.{name}": "colwise" for name in ("query", "key", "value")}
+            plan[f"{layer}{attention}.output.dense"] = "rowwise"
+    head = "cls.predictions.decoder" if "cls.predictions.decoder" in names else None
+    ends = _ends(config, tp, f"{base}embeddings.word_embeddings", head, False, loss_parallel)
+    if head in ends:
+        ends["cls.predictions"] = SplitParameters("bias")  # tied to the decoder's
+    return plan | ends
+
+
+_T5_STYLES = {
+    **dict.fromkeys(("q", "k", "v", "wi", "wi_0", "wi_1", "relative_attention_bias"), "colwise"),
+    **dict.fromkeys(("o", "wo"), "rowwise"),
+    **dict.fromkeys(("SelfAttention", "EncDecAttention"), DivideAttributes("n_heads", "inner_dim")),
+}
+
+
+def _t5(model: Any, tp: int, loss_parallel: bool) -> dict[str, Any]:
+    config = model.config
+    need_divisible(tp, num_heads=config.num_heads)
+    names = {name: name.rpartition(".")[2] for name in with_stars(model)}
+    plan: dict[str, Any] = {name: _T5_STYLES[end] for name, end in names.items() if end in _T5_STYLES}
+    head = "lm_head" if hasattr(model, "lm_head") else None
+    ends = _ends(config, tp, "embed_tokens", head, False, loss_parallel)
+    embedding = ends.pop("embed_tokens", None)
+    if embedding is not None:  # of the encoder and of the decoder, tied
+        ends |= {name: embedding for name, end in names.items() if end in ("shared", "embed_tokens")}
+    return plan | ends
+
+
+def _advice(model: nn.Module) -> str:
+    proposed = propose_plan(model)
+    if not proposed:
+        return ""
+    return (
+        f" By names and shapes of the linear layers in its repeated blocks, this could be the plan: {proposed}. "
+        "Compare its losses with those of one process. An attention that stores its number of heads needs "
+        "DivideAttributes too."
+    )
+
+
+_READS_HEADS = re.compile(r"(w|to_)?(q|k|v|query|key|value)(_?(proj|lin|linear))?")
+_READS_FUSED_HEADS = re.compile(r"c_attn|w?qkv(_proj)?|in_proj", re.IGNORECASE)  # side by side, not head by head
+
+
+def propose_plan(model: nn.Module) -> dict[str, str]:
+    """Return a guess of a plan for the linear layers in a model's repeated blocks, by their names and shapes.
+
+    Layers that read the hidden state and return another width, and those that are named as queries, keys and values
+    are, are split by outputs. Layers that return to the hidden width are split by inputs.
+    """
+    layers: dict[str, tuple[int, int]] = {}
+    for name, module in model.named_modules():
+        if "*" in starred(name) and (isinstance(module, nn.Linear) or is_conv1d(module)):
+            weight = module.get_parameter("weight")
+            inputs, outputs = weight.shape if is_conv1d(module) else reversed(weight.shape)
+            layers[starred(name)] = (inputs, outputs)
+    widths = Counter(width for shape in layers.values() for width in shape)
+    hidden = max(widths, key=lambda width: (widths[width], -width), default=0)
+    found: dict[str, str] = {}
+    for name, (inputs, outputs) in layers.items():
+        end = name.rpartition(".")[2]
+        if inputs == hidden and outputs % 3 == 0 and _READS_FUSED_HEADS.fullmatch(end):
+            found[name] = "fused_colwise"
+        elif inputs == hidden and (outputs > hidden or _READS_HEADS.fullmatch(end)):
+            found[name] = "colwise"
+        elif outputs == hidden:
+            found[name] = "rowwise"
+    return found if len(set(found.values())) > 1 else {}
 
 
 def _ends(

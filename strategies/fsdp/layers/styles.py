@@ -212,6 +212,25 @@ class DivideAttributes(ParallelStyle):
         return module
 
 
+class SplitParameters(ParallelStyle):
+    """Split parameters of a module along their first dimension, which its forward does not read.
+
+    For a parameter that is tied to one of a split layer, such as BERT's bias of the vocabulary.
+
+    Args:
+        names: Of the parameters.
+    """
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in self.names:
+            _split_parameter(module, name, device_mesh, Shard(0))
+        return module
+
+
 # name → what makes the style for a module
 STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "colwise": lambda module: FusedColwise(1) if is_conv1d(module) else ColwiseParallel(),

@@ -12,7 +12,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
-from trainwright.strategies.fsdp.layers.ready import ready_plan
+from trainwright.strategies.fsdp.layers.ready import PlannedMesh, find_plan, propose_plan, ready_plan
 
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": {
@@ -20,18 +20,30 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "t5": {
+        "d_model": 16, "d_kv": 6, "d_ff": 32, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+        "decoder_start_token_id": 0, "pad_token_id": 0, "relative_attention_num_buckets": 8,
+    },
+    "qwen3": {"head_dim": 8},
+    "phi": {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_dropout": 0.0},
 }  # fmt: skip
+_SIZES["bert"] |= _SIZES["llama"]
+_SIZES["qwen3"] |= _SIZES["llama"]
+_SIZES["phi"] |= _SIZES["llama"]
+_SIZES["mt5"] = _SIZES["t5"]
 
 
 def make_model(kind: str, **changes: Any) -> Any:
-    """Return a tiny causal language model with a vocabulary of 24."""
+    """Return a tiny language model with a vocabulary of 24."""
     import transformers
 
     sizes = {"vocab_size": 24, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.AutoConfig.for_model(kind, **(sizes | _SIZES[kind if kind == "gpt2" else "llama"] | changes))
+    config = transformers.AutoConfig.for_model(kind, **(sizes | _SIZES.get(kind, _SIZES["llama"]) | changes))
+    auto = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
-        return transformers.AutoModelForCausalLM.from_config(config)
+        return auto.get(kind[-2:] if "t5" in kind else kind, transformers.AutoModelForCausalLM).from_config(config)
 
 
 class Hf(TaskModule):
@@ -44,10 +56,13 @@ class Hf(TaskModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the model's own loss."""
-        return self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
+        options = {} if self.model.config.model_type == "bert" else {"use_cache": False}
+        return self.model(input_ids=batch[0], labels=batch[0], **options).loss
 
     def tensor_parallel_plan(self, mesh: Any) -> Any:
-        """Ask for a ready plan with options; None: whatever is found."""
+        """Ask for a ready plan with options, or a proposed one; None: whatever is found."""
+        if self.model.config.model_type == "phi":
+            return {f"model.{name}": style for name, style in propose_plan(self.model).items()}
         return self.options and ready_plan(self.model, mesh["tp"].size(), prefix="model", **self.options)
 
     def configure_optimizers(self) -> Any:
@@ -75,6 +90,14 @@ _CASES: dict[str, tuple[str, dict[str, bool] | None]] = {
     "llama, sequence and loss": ("llama", {"sequence_parallel": True, "loss_parallel": True}),
     "gpt2": ("gpt2", None),
     "gpt2, loss": ("gpt2", {"loss_parallel": True}),
+    "qwen3": ("qwen3", None),
+    "qwen3, sequence and loss": ("qwen3", {"sequence_parallel": True, "loss_parallel": True}),
+    "bert": ("bert", None),
+    "bert, loss": ("bert", {"loss_parallel": True}),
+    "t5": ("t5", None),
+    "t5, loss": ("t5", {"loss_parallel": True}),
+    "mt5": ("mt5", None),
+    "phi, as proposed": ("phi", None),
 }
 
 
@@ -96,13 +119,54 @@ def test_models_of_transformers_train_split_as_they_do_in_one_process() -> None:
 
 @pytest.mark.slow
 @pytest.mark.requires("transformers", reason="its models are split")
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5", "mt5"])
 def test_ready_plans_name_modules_that_there_are(kind: str) -> None:
     model = make_model(kind)
     names = [".".join("*" if part.isdigit() else part for part in name.split(".")) for name, _ in model.named_modules()]
     plan = ready_plan(model, 2)
     assert set(plan) <= set(names)
-    assert ("gpt2" in kind and "transformer.h.*.attn.c_attn" in plan) or "model.layers.*.self_attn.q_proj" in plan
+    expected = {
+        "gpt2": "transformer.h.*.attn.c_attn",
+        "bert": "bert.encoder.layer.*.attention.self.query",
+        "t5": "decoder.block.*.layer.*.EncDecAttention.q",
+        "mt5": "encoder.block.*.layer.*.SelfAttention.relative_attention_bias",
+    }
+    assert expected.get(kind, "model.layers.*.self_attn.q_proj") in plan
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="its models are split")
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (
+            "phi",
+            {
+                **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+                "model.layers.*.self_attn.dense": "rowwise",
+                "model.layers.*.mlp.fc1": "colwise",
+                "model.layers.*.mlp.fc2": "rowwise",
+            },
+        ),
+        (
+            "gpt_neox",
+            {
+                "gpt_neox.layers.*.attention.query_key_value": "colwise",
+                "gpt_neox.layers.*.attention.dense": "rowwise",
+                "gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise",
+                "gpt_neox.layers.*.mlp.dense_4h_to_h": "rowwise",
+            },
+        ),
+    ],
+)
+def test_a_plan_is_proposed_for_another_model(kind: str, expected: dict[str, str]) -> None:
+    model = make_model(kind)
+    with pytest.raises(ConfigurationError) as caught:
+        ready_plan(model, 2)
+    assert f"this could be the plan: {expected}" in str(caught.value)
+    mesh: Any = PlannedMesh({"tp": 2})
+    with pytest.raises(ConfigurationError, match=r"which layers of ModuleDict\. .*this could be the plan: {'mine\."):
+        find_plan(torch.nn.ModuleDict({"mine": model}), None, mesh)
 
 
 @pytest.mark.slow

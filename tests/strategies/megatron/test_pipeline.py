@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
@@ -111,10 +112,10 @@ class Held(Callback):
         self.names = {name for name, parameter in task.named_parameters() if not parameter.is_meta}
 
 
-def train(folder: Path, strategy: Any, *, data: Any = None) -> dict[str, Any]:
+def train(folder: Path, strategy: Any, *, data: Any = None, task: Any = None) -> dict[str, Any]:
     """Train, validate after each epoch and predict; return what can be compared."""
     folder.mkdir(exist_ok=True)
-    task, held = Speaker(), Held()
+    task, held = task or Speaker(), Held()
     trainer = quiet_trainer(
         devices="auto" if isinstance(strategy, MegatronStrategy) else 1,
         strategy=strategy,
@@ -291,6 +292,34 @@ class Leaky(Speaker):
             x = block(x, first)
         logits: torch.Tensor = model.head(model.norm(x))
         return logits
+
+
+class Recomputing(Speaker):
+    """Scales the input of each layer, and recomputes the layers in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.forward = self._forward  # type: ignore[method-assign]  # as a subclass would define it
+
+    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        model = self.model
+        x, mask = model.embed(tokens) + model.positions[: tokens.shape[1]], (tokens > 0).unsqueeze(-1).float()
+        for block in model.blocks:
+            x = checkpoint(block, 0.9 * x, mask, use_reentrant=False)
+        logits: torch.Tensor = model.head(model.norm(x))
+        return logits
+
+
+@pytest.mark.distributed
+def test_a_model_may_recompute_its_layers_and_compute_between_them(folder: Path) -> None:
+    def run(name: str, strategy: Any) -> dict[str, Any]:
+        return train(folder / name, strategy, task=Recomputing())
+
+    one = run("recomputing-one", "single")
+    for found in run_distributed(lambda: run("recomputing", MegatronStrategy(pp=2)), 2, init=False, timeout=120):
+        result = compare(one["tape"], found["tape"], _EXACT)
+        assert result.equal, result.found
+        torch.testing.assert_close(found["predictions"], one["predictions"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.distributed

@@ -1,0 +1,162 @@
+"""Transformers' models train in a pipeline as they do in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer, weights_of
+from trainwright.cli.parity.parity_compare import GRADIENT, LOSS, NORM, PARAMETER, Tolerance, compare
+from trainwright.cli.parity.parity_tape import StepTape, Tape
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.task import TaskModule
+from trainwright.strategies.megatron.strategy import MegatronStrategy
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.requires("transformers", reason="its models are divided into stages"),
+]
+
+_VOCABULARY = 24
+_EXACT = Tolerance(atol=1e-7, rtol=1e-5)
+_SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 16, "n_layer": 4, "n_head": 4, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0},
+    "qwen3": {"head_dim": 8},
+    "t5": {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4},
+    "bart": {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "pad_token_id": 0},
+}
+_LLAMA = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def make_model(kind: str) -> Any:
+    """Return a tiny language model of four layers."""
+    import transformers
+
+    sizes = {"vocab_size": _VOCABULARY, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0}
+    sizes |= {} if kind == "gpt2" else _LLAMA
+    config = transformers.AutoConfig.for_model(kind, **sizes, **_SIZES.get(kind, {}))
+    auto: Any = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForSeq2SeqLM if kind in ("t5", "bart") else auto
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        return auto.from_config(config)
+
+
+class Hf(TaskModule):
+    """A language model of transformers with its own loss."""
+
+    def __init__(self, kind: str, **options: object) -> None:
+        super().__init__()
+        self.model, self.options = make_model(kind), options
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the model's own loss."""
+        loss = self.model(**batch, **self.options).loss
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the model's own loss."""
+        self.log("val_loss", self.model(**batch, **self.options).loss, batch_size=len(batch["labels"]))
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW; a key's bias has no gradient but noise, which `eps` drowns."""
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3)
+
+
+def batches(num: int) -> list[dict[str, torch.Tensor]]:
+    """Return micro-batches of three padded rows."""
+    generator, found = torch.Generator().manual_seed(7), []
+    for _ in range(num):
+        ids = torch.randint(1, _VOCABULARY, (3, 8), generator=generator)
+        mask = (torch.arange(8) < torch.tensor([[8], [6], [5]])).long()
+        labels = ids.masked_fill(mask == 0, -100)
+        found.append({"input_ids": ids * mask, "attention_mask": mask, "labels": labels})
+    return found
+
+
+def train(folder: Path, task: Hf, strategy: Any = "single") -> dict[str, Any]:
+    """Train three steps of four micro-batches and validate."""
+    folder.mkdir(exist_ok=True)
+    trainer = quiet_trainer(
+        devices=1 if strategy == "single" else "auto",
+        strategy=strategy,
+        max_epochs=1,
+        gradient_clip_val=0.5,
+        callbacks=[StepTape(folder, 4, seed=0)],
+    )
+    trainer.fit(task, batches(12), batches(2))
+    return {
+        "tape": Tape.read(folder.name, folder),
+        "weights": weights_of(task),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+    }
+
+
+def assert_same(found: dict[str, Any], one: dict[str, Any]) -> None:
+    """Fail unless losses, gradients, weights and metrics are those of one process."""
+    result = compare(one["tape"], found["tape"], _EXACT)
+    assert result.equal, result.found
+    assert set(result.worst) == {LOSS, NORM, GRADIENT, PARAMETER}
+    torch.testing.assert_close(found["weights"], one["weights"], rtol=1e-5, atol=1e-6)
+    assert found["metrics"] == pytest.approx(one["metrics"], rel=1e-5)
+
+
+_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "bert")},
+    "gpt2, no cache": ("gpt2", {"use_cache": False}),
+    "llama, no cache": ("llama", {"use_cache": False}),
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return on two ranks the run of each case."""
+    folder = tmp_path_factory.mktemp("stages")
+
+    def runs() -> dict[str, Any]:
+        return {
+            name: train(folder / name, Hf(kind, **options), MegatronStrategy(pp=2))
+            for name, (kind, options) in _CASES.items()
+        }
+
+    found: list[dict[str, Any]] = run_distributed(runs, 2, init=False, timeout=300)
+    return found
+
+
+@pytest.mark.parametrize("name", list(_CASES))
+def test_two_stages_train_as_one_process(name: str, two: Any, tmp_path: Path) -> None:
+    kind, options = _CASES[name]
+    one = train(tmp_path / "one", Hf(kind, **options))
+    for found in two:
+        assert_same(found[name], one)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}], ids=["tp", "dp_shard"])
+def test_four_ranks_train_as_one_process(sizes: Any, tmp_path: Path) -> None:
+    def runs() -> dict[str, Any]:
+        return {
+            kind: train(tmp_path / kind, Hf(kind), MegatronStrategy(pp=2, weights_after_stage="all", **sizes))
+            for kind in ("gpt2", "qwen3", "bert")
+        }
+
+    by_rank = run_distributed(runs, 4, init=False, timeout=300)
+    for kind in ("gpt2", "qwen3", "bert"):
+        assert_same(by_rank[0][kind], train(tmp_path / f"{kind}-one", Hf(kind)))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("t5", "T5ForConditionalGeneration"), ("bart", "BartModel")])
+def test_an_encoder_and_a_decoder_are_refused_before_a_process_starts(kind: str, name: str) -> None:
+    trainer = quiet_trainer(strategy=MegatronStrategy(pp=2), devices=2, max_steps=1)
+    with pytest.raises(ConfigurationError, match=f"{name} has two stacks of layers.*Use pp=1 with tp=2"):
+        trainer.fit(Hf(kind), batches(4))
