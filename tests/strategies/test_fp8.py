@@ -480,6 +480,13 @@ def test_what_is_converted(precision: Fp8, expected: list[str], caplog: pytest.L
     assert vars(model.second).keys() == before.keys()
 
 
+def test_a_name_to_skip_that_no_module_has_is_an_error() -> None:
+    from contextlib import ExitStack
+
+    with pytest.raises(ConfigurationError, match="_Layers has no module 'thrid'. Did you mean 'third'"):
+        Fp8(skip=("second", "thrid")).convert([_Layers()], torch.device("cpu"), ExitStack())
+
+
 def test_a_model_is_converted_for_a_loop_without_an_accelerator() -> None:
     model = _Layers()
     convert_model_to_fp8_ao(model)
