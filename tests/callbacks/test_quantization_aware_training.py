@@ -314,7 +314,7 @@ def test_a_file_of_float_weights_is_an_error(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(_Task().state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="no quantized weights. load_checkpoint_in_model reads"):
+    with pytest.raises(CheckpointError, match=r"no quantized weights. load_checkpoint_in_model reads"):
         load_quantized_model(_Task(), tmp_path / "model.safetensors")
 
 
