@@ -90,7 +90,8 @@ class FP8RecipeKwargs(TERecipeKwargs):
             if self.backend.upper() == "MSAMP":
                 reason = "MS-AMP is not supported, as it needs a patched build of an old torch"
             raise ConfigurationError(
-                f"FP8RecipeKwargs(backend={self.backend!r}): {reason}. Pass AORecipeKwargs for torchao, or backend='TE'."
+                f"FP8RecipeKwargs(backend={self.backend!r}): {reason}. Pass AORecipeKwargs for torchao, or "
+                "backend='TE'."
             )
 
 
