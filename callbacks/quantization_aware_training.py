@@ -11,6 +11,7 @@ from trainwright.callbacks.torchao_layers import (
     ModuleFilter,
     check_config,
     check_float,
+    check_no_fp8,
     linear_layers,
     prepare_layers,
     quantize_layers,
@@ -42,7 +43,8 @@ class QuantizationAwareTraining(Callback):
 
     Raises:
         ConfigurationError: The configuration is unknown. At the beginning of a fit: a chosen layer cannot be
-            quantized, there is none, or the task is quantized already.
+            quantized, there is none, no module has a name in `skip`, the precision is fp8, or the task is quantized
+            already.
         MissingPackageError: torchao is not installed. At the beginning of a fit.
     """
 
@@ -77,6 +79,7 @@ class QuantizationAwareTraining(Callback):
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
         if self._undo is not None:  # training continues from an earlier checkpoint
             return
+        check_no_fp8(task)
         layers = linear_layers(task, self.skip, self.module_filter)
         self._undo = prepare_layers(layers, torchao_config(self.config, self.group_size))
         rank_zero_info(f"quantization-aware training: {len(layers)} linear layers have fake quantization.")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.core.errors import CheckpointError, ConfigurationError, load_torchao, require_package, unknown
+from trainwright.core.errors import CheckpointError, ConfigurationError, load_torchao, nearest, require_package, unknown
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
@@ -69,8 +69,8 @@ def quantize_model(
         The model.
 
     Raises:
-        ConfigurationError: The configuration is unknown, a chosen layer cannot be quantized, or there is none. The
-            model is unchanged.
+        ConfigurationError: The configuration is unknown, a chosen layer cannot be quantized, there is none, or no
+            module has a name in `skip`. The model is unchanged.
         CheckpointError: The file cannot be written.
         MissingPackageError: torchao is not installed.
     """
@@ -86,9 +86,15 @@ def linear_layers(
 ) -> dict[str, nn.Linear]:
     """Return the chosen linear layers of a model by name; see `quantize_model`."""
     names = (skip,) if isinstance(skip, str) else tuple(skip)
+    modules = dict(model.named_modules())
+    for skipped in names:
+        if skipped not in modules:
+            raise ConfigurationError(
+                f"skip={names!r}: {type(model).__name__} has no module {skipped!r}.{nearest(skipped, modules)}"
+            )
     found = {
         name: layer
-        for name, layer in model.named_modules()
+        for name, layer in modules.items()
         if type(layer) is nn.Linear
         and not any(name == skipped or name.startswith(f"{skipped}.") for skipped in names)
         and (module_filter is None or module_filter(layer, name))
@@ -110,6 +116,16 @@ def check_float(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
             f"{_listed(done)} of {type(model).__name__} is quantized already. Create a new {type(model).__name__}, and "
             "load a checkpoint of the training into it."
         )
+
+
+def check_no_fp8(model: nn.Module) -> None:
+    """Check that no layer of a model computes in fp8, which replaces the forward that fake quantization needs."""
+    for name, layer in model.named_modules():
+        if type(layer).__module__.startswith(("torchao.float8", "transformer_engine")):
+            raise ConfigurationError(
+                f"QuantizationAwareTraining cannot be combined with fp8, in which {name} of {type(model).__name__} "
+                "computes. Use precision='bf16-mixed'."
+            )
 
 
 def is_quantized(layer: nn.Module) -> bool:
@@ -259,6 +275,8 @@ def load_quantized_model(model: nn.Module, path: str | os.PathLike[str]) -> nn.M
     support = _module("torchao.prototype.safetensors.safetensors_support")
     try:
         with _module("safetensors").safe_open(path, "pt") as file:
+            if "tensor_names" not in (file.metadata() or {}):
+                raise ValueError("it has no quantized weights. load_checkpoint_in_model reads files of float weights")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
             read, rest = support.unflatten_tensor_state_dict(tensors, file.metadata() or {})
         model.load_state_dict({**read, **rest}, assign=True)

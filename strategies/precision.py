@@ -61,8 +61,9 @@ class Precision:
             return TransformerEnginePrecision()
         found = _KNOWN.get(str(spec))
         if found is None:
-            names = ", ".join([*dict.fromkeys(p.name for p in _KNOWN.values()), "fp8"])
-            near = nearest(str(spec), [*_KNOWN, "fp8"])
+            layers = ("fp8", "transformer-engine")
+            names = ", ".join([*dict.fromkeys(p.name for p in _KNOWN.values()), *layers])
+            near = nearest(str(spec), [*_KNOWN, *layers])
             raise ConfigurationError(f"precision={spec!r} is unknown.{near} Known: {names}.")
         return found
 

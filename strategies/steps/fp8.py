@@ -33,7 +33,8 @@ class Fp8(Precision):
     Attributes:
         recipe: torchao's recipe of scaling: `"tensorwise"`, `"rowwise"` or `"rowwise_with_gw_hp"`, or a
             `torchao.float8.Float8LinearConfig`. Default: `"tensorwise"`.
-        skip: names of layers, or of modules that contain them, that are not converted.
+        skip: names of layers, or of modules that contain them, that are not converted. In a Trainer these are names in
+            the task, such as `"model.2"`.
         min_features: layers with fewer input or output features are not converted. Default: 0.
         module_filter: a function of a module and its name that returns True for layers to be converted. It replaces
             the rule for the first and the last layer. Default: None.
@@ -42,7 +43,8 @@ class Fp8(Precision):
             says.
 
     Raises:
-        ConfigurationError: The recipe is unknown, or cannot be combined with `fp8_all_gather`.
+        ConfigurationError: The recipe is unknown, or cannot be combined with `fp8_all_gather`. When layers are
+            converted: there is none, or no module has a name in `skip`.
     """
 
     name: str = field(default="fp8", init=False)
@@ -81,6 +83,13 @@ class Fp8(Precision):
 
     def convert(self, models: Sequence[nn.Module], device: torch.device, undo: contextlib.ExitStack) -> None:
         config = self._config(device)
+        names = [name for model in models for name, _ in model.named_modules()]
+        for skipped in self.skip if models else ():
+            if skipped not in names:
+                raise ConfigurationError(
+                    f"Fp8(skip={self.skip!r}): {', '.join(type(model).__name__ for model in models)} has no module "
+                    f"{skipped!r}.{nearest(skipped, names)}"
+                )
         converted, left = [], []
         for model in models:
             for name, layer in linear_layers(model):

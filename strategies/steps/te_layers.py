@@ -86,9 +86,12 @@ class FP8RecipeKwargs(TERecipeKwargs):
 
     def __post_init__(self) -> None:
         if self.backend.upper() != "TE":
+            reason = "FP8RecipeKwargs has the options of transformer_engine only"
+            if self.backend.upper() == "MSAMP":
+                reason = "MS-AMP is not supported, as it needs a patched build of an old torch"
             raise ConfigurationError(
-                f"FP8RecipeKwargs(backend={self.backend!r}): MS-AMP is not supported, as it needs a patched build of "
-                "an old torch. Pass AORecipeKwargs for torchao, or backend='TE'."
+                f"FP8RecipeKwargs(backend={self.backend!r}): {reason}. Pass AORecipeKwargs for torchao, or "
+                "backend='TE'."
             )
 
 

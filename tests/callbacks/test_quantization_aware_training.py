@@ -295,6 +295,29 @@ def test_layers_that_cannot_be_quantized_are_named_and_none_is_quantized() -> No
     assert type(task.net[3].weight.data) is torch.Tensor
 
 
+def test_a_name_to_skip_that_no_module_has_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"_Task has no module 'net\.00'. Did you mean 'net\.0'"):
+        quantize_model(_Task(), skip="net.00")
+    with pytest.raises(ConfigurationError, match="_Task has no module 'head'"):
+        _fit(_callback(skip=["net.0", "head"]))
+
+
+@pytest.mark.filterwarnings("ignore:cpu has no float8 matrix products")
+def test_fp8_is_refused() -> None:
+    task = _Task()
+    with pytest.raises(ConfigurationError, match=r"cannot be combined with fp8, in which net\.3 of _Task"):
+        _fit(_callback(), task=task, precision="fp8")
+    assert type(task.net[3]) is nn.Linear
+
+
+def test_a_file_of_float_weights_is_an_error(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(_Task().state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no quantized weights. load_checkpoint_in_model reads"):
+        load_quantized_model(_Task(), tmp_path / "model.safetensors")
+
+
 def test_layers_can_be_quantized_by_two_configurations() -> None:
     task = quantize_model(_Task(), "int8_weight", module_filter=lambda module, name: name == "net.0")
     quantize_model(task, "int4_weight", skip="net.0")

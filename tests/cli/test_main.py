@@ -202,6 +202,7 @@ def test_env_reads_the_cuda_version_from_the_file_of_torch(
 def test_env_prints_one_line_per_fact(capsys: pytest.CaptureFixture[str]) -> None:
     main(["env", "--json"])
     facts = json.loads(capsys.readouterr().out)
+    assert {"torch_xla", "torchao", "bitsandbytes", "transformer_engine"} <= set(facts)
     assert main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == list(facts)

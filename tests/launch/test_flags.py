@@ -106,7 +106,7 @@ def test_the_tables_hold_every_option() -> None:
         ({"mpirun_config": {"mpirun_hostfile": "hosts"}}, "mpirun_hostfile"),
         ({"fsdp_config": {"activation_checkpointing_offload": True}}, "fsdp_activation_checkpointing_offload"),
         ({"parallelism_config": {"parallelism_config_cp_size": 2}}, "parallelism_config_cp_size"),
-        ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, "use --fp8_backend ao"),
+        ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, "kwargs_handlers=[TERecipeKwargs(…)]"),
         ({"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}, None),
     ],
 )  # fmt: skip

@@ -480,6 +480,13 @@ def test_what_is_converted(precision: Fp8, expected: list[str], caplog: pytest.L
     assert vars(model.second).keys() == before.keys()
 
 
+def test_a_name_to_skip_that_no_module_has_is_an_error() -> None:
+    from contextlib import ExitStack
+
+    with pytest.raises(ConfigurationError, match=r"_Layers has no module 'thrid'. Did you mean 'third'"):
+        Fp8(skip=("second", "thrid")).convert([_Layers()], torch.device("cpu"), ExitStack())
+
+
 def test_a_model_is_converted_for_a_loop_without_an_accelerator() -> None:
     model = _Layers()
     convert_model_to_fp8_ao(model)
@@ -524,6 +531,17 @@ def test_strategies_that_cannot_train_it_refuse_it(strategy: Any) -> None:
 def test_a_wrong_argument_of_an_accelerator_is_an_error(arguments: Any, expected: str) -> None:
     with pytest.raises(ConfigurationError, match=expected):
         Accelerator(**arguments)
+
+
+def test_a_variable_of_the_launcher_selects_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
+    assert Accelerator(mixed_precision="fp8", cpu=True).fp8_backend == "AO"
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
+    with pytest.raises(ConfigurationError, match="ACCELERATE_FP8_BACKEND=MSAMP is not supported"):
+        Accelerator(mixed_precision="fp8", cpu=True)
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
+    with pytest.raises(ConfigurationError, match="transformer_engine"):  # it is not installed, or not for the CPU
+        Accelerator(mixed_precision="fp8", cpu=True)
 
 
 def test_ms_amp_names_the_replacement() -> None:

@@ -44,7 +44,13 @@ def test_a_precision_is_taken_as_it_is() -> None:
     assert Precision.parse(own) is own
 
 
-@pytest.mark.parametrize(("spec", "near"), [("bf16-mixd", "bf16-mixed"), ("16-tru", "16-true"), (17, "")])
+_TE_OF_LIGHTNING = "transformer-engine-float16"
+
+
+@pytest.mark.parametrize(
+    ("spec", "near"),
+    [("bf16-mixd", "bf16-mixed"), ("16-tru", "16-true"), (17, ""), (_TE_OF_LIGHTNING, "'transformer-engine'?")],
+)
 def test_an_unknown_name_is_an_error_with_the_nearest_and_all_others(spec: Any, near: str) -> None:
     with pytest.raises(ConfigurationError, match=r"Known: 32-true, 64-true, 16-true") as caught:
         Precision.parse(spec)

@@ -222,9 +222,13 @@ def test_without_a_layer_to_replace_it_is_an_error(contexts: list[Any]) -> None:
         )
 
 
-def test_ms_amp_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="MS-AMP is not supported"):
-        FP8RecipeKwargs(backend="msamp")
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [("msamp", "MS-AMP is not supported.*Pass AORecipeKwargs"), ("ao", "transformer_engine only. Pass AORecipeKwargs")],
+)
+def test_other_backends_are_refused_with_a_reason(backend: str, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        FP8RecipeKwargs(backend=backend)
 
 
 def test_without_the_package_the_errors_name_it(monkeypatch: pytest.MonkeyPatch) -> None:

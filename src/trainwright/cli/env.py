@@ -23,6 +23,7 @@ from trainwright.launch.launch import has_no_devices
 _PACKAGES = (
     *("torch", "numpy", "safetensors", "jsonargparse", "torchmetrics"),
     *("tensorboard", "wandb", "deepspeed", "torch_xla"),
+    *("torchao", "bitsandbytes", "transformer_engine"),
 )
 _CPU_INSTRUCTIONS = ("amx_tile", "amx_bf16", "amx_fp16", "amx_int8", "avx512_bf16", "avx512_fp16", "avx512_vnni")
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.launch.launch import PREFIX, check_options, options_help, run_agent, set_environment
+from trainwright.launch.launch import PREFIX, check_options, check_packages, options_help, run_agent, set_environment
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand, read_config, split
 from trainwright.processes.launcher import set_variable
@@ -65,6 +65,7 @@ def check(argv: Sequence[str]) -> int:
         raise ConfigurationError(f"trainwright check takes options only, not {rest[0]!r}. It runs a script of its own.")
     config, notes = read_config(flags, further.get("config_file"))
     check_options(config)
+    check_packages(config)
     if (config.num_machines or 1) > 1 and "run_folder" not in further:
         raise ConfigurationError("several machines need --run_folder with a folder that all of them share.")
     for note in notes:

@@ -73,6 +73,7 @@ def set_environment(config: LaunchConfig) -> tuple[int, int]:
 def check(command: LaunchCommand) -> None:
     """Check options and script before anything is started."""
     check_options(command.config)
+    check_packages(command.config)
     if command.kind == "script":
         _check_script(command.script)
     elif command.kind == "program" and shutil.which(command.script) is None:
@@ -110,6 +111,14 @@ def check_options(config: LaunchConfig) -> None:
             f"--num_processes {config.num_processes} is the number on all machines, and cannot be divided by "
             f"--num_machines {machines}."
         )
+
+
+def check_packages(config: LaunchConfig) -> None:
+    """Check that this environment has the packages that options need."""
+    if config.tpu:
+        from trainwright.core.host.xla_library import check_versions  # imports torch
+
+        check_versions("--tpu")
 
 
 def _check_script(script: str) -> None:

@@ -105,7 +105,10 @@ _SEQUENCES = "splitting sequences is not supported; use --parallelism_config_tp_
 _SECRET = "SageMaker is not supported, and a secret does not belong on a command line; delete it"
 _IPEX = "Intel ended intel_extension_for_pytorch with torch 2.8; its work is in torch, where bf16 uses AMX"
 _OFFLOAD = "inputs of recomputed layers stay on the device; use --fsdp_activation_checkpointing true alone"
-_FP8 = "fp8 is configured in the script; use --fp8_backend ao, and AORecipeKwargs or TERecipeKwargs in the script"
+_FP8 = (
+    "fp8 is configured in the script, by Accelerator(kwargs_handlers=[TERecipeKwargs(…)]) for transformer_engine and "
+    "[AORecipeKwargs(…)] for torchao, the default (--fp8_backend ao); remove the option"
+)
 
 
 # Options of `accelerate launch` that have no effect, by the reason for which values are refused; without one they are

@@ -42,7 +42,7 @@ def test_tpu_cores_lead_to_the_accelerator(cores: Any) -> None:
         quiet_trainer(tpu_cores=cores)
     assert "accelerator='tpu'" in str(caught.value)
     if importlib.util.find_spec("torch_xla") is None:
-        with pytest.raises(ConfigurationError, match=r"pip install torch==\S+ torch_xla=="):
+        with pytest.raises(ConfigurationError, match=r"pip install torch==\S+ 'torch_xla\[tpu\]=="):
             quiet_trainer(accelerator="tpu")
 
 

@@ -10,8 +10,11 @@ import torch
 from trainwright.core.errors import ConfigurationError, require_package
 
 
-def check_versions() -> None:
+def check_versions(purpose: str = "strategy='xla'") -> None:
     """Check that torch_xla is installed and fits torch. Imports nothing.
+
+    Args:
+        purpose: The option that needs it.
 
     Raises:
         ConfigurationError: It is not, or was built for another torch.
@@ -24,9 +27,9 @@ def check_versions() -> None:
     wanted = theirs or "2.9.0"
     if theirs is None or theirs.split(".")[:2] != ours.split(".")[:2]:
         raise ConfigurationError(
-            f"strategy='xla' needs torch_xla and the torch that it was built for. This environment has torch {ours} "
+            f"{purpose} needs torch_xla and the torch that it was built for. This environment has torch {ours} "
             f"and {'no torch_xla' if theirs is None else f'torch_xla {theirs}'}. Run, in an environment of its own: "
-            f"pip install torch=={wanted} torch_xla=={wanted}"
+            f"pip install torch=={wanted} 'torch_xla[tpu]=={wanted}'"
         )
 
 
