@@ -32,7 +32,7 @@ PLUGINS: Registry[Any] = Registry(
         "fsdp_plugin": "trainwright.strategies.fsdp.plugin:FullyShardedDataParallelPlugin",
         "deepspeed_plugin": "trainwright.strategies.deepspeed.plugin:DeepSpeedPlugin",
         "torch_tp_plugin": "trainwright.strategies.fsdp.plugin:TorchTensorParallelPlugin",
-        "parallelism_config": "trainwright.strategies.fsdp.parallelism_config:ParallelismConfig",
+        "parallelism_config": "trainwright.strategies.megatron.parallelism_config:ParallelismConfig",
     },
 )
 """Arguments of an Accelerator that describe an engine → their classes."""

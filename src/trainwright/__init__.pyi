@@ -147,13 +147,13 @@ from trainwright.strategies.deepspeed.placeholders import DummyOptim as DummyOpt
 from trainwright.strategies.deepspeed.placeholders import DummyScheduler as DummyScheduler
 from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
-from trainwright.strategies.fsdp.parallelism_config import ParallelismConfig as ParallelismConfig
 from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainwright.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy as TensorParallelStrategy
 from trainwright.strategies.launched import DynamoBackend as DynamoBackend
 from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin
+from trainwright.strategies.megatron.parallelism_config import ParallelismConfig as ParallelismConfig
 from trainwright.strategies.megatron.strategy import MegatronStrategy as MegatronStrategy
 from trainwright.strategies.offload.training import OffloadStrategy as OffloadStrategy
 from trainwright.strategies.strategy import SingleDeviceStrategy as SingleDeviceStrategy

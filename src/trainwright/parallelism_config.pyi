@@ -1,1 +1,1 @@
-from trainwright.strategies.fsdp.parallelism_config import ParallelismConfig as ParallelismConfig
+from trainwright.strategies.megatron.parallelism_config import ParallelismConfig as ParallelismConfig

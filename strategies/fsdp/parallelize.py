@@ -182,7 +182,7 @@ def parallelize(
     with ExitStack() as undo:  # whatever a later part cannot follow is taken off again
         layers = gather = None
         if "tp" in (mesh.mesh_dim_names or ()):
-            layers = SplitLayers(model, find_plan(model, plan, mesh), mesh["tp"], root)
+            layers = SplitLayers(model, find_plan(model, plan, mesh), mesh["tp"], nn.ModuleList(roots))
         undo.callback(recomputed.unwrap)
         units = recomputed.wrap(model, units)
         if compile_options is not None:

@@ -74,8 +74,8 @@ from trainwright.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin
-    from trainwright.strategies.fsdp.parallelism_config import ParallelismConfig
     from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
+    from trainwright.strategies.megatron.parallelism_config import ParallelismConfig
 
 T = TypeVar("T")
 
