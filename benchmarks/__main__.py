@@ -17,6 +17,7 @@ SCRIPTS = (
     "ddp.py",
     "memory.py",
     "strategies.py",
+    "parallel.py",
     "ring_attention.py",
     "bigmodel.py",
     "offloaded_forward.py",

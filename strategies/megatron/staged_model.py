@@ -146,7 +146,7 @@ class Pipeline:
             for part in parts:
                 self._stage_of.setdefault(id(part), []).append(i)
         self._entry = _entry(task, stages)
-        self._name = type(task).__name__
+        self._task, self._name = task, type(task).__name__
         skipped = [m for i, parts in enumerate(stages) for m in parts if wire.own != [i]]
         self._twins = {id(module): _on_meta(module) for module in skipped}
         self._shapes: dict[Any, Any] = {}
@@ -180,10 +180,15 @@ class Pipeline:
         for module in modules:
             # In place of the whole call, as `nn.Module.compile` does it: a skipped module runs no hooks.
             module._compiled_call_impl = _Call(self, module, module._compiled_call_impl or module._call_impl)
+        absent = [(m, key, name) for name, m, key in self._absent()]
+        for module, key, name in absent:
+            vars(module)[key] = _Absent(name, self._name)  # hides the parameter
         own_forward = vars(self._entry).get("forward")
         vars(self._entry)["forward"] = _EntryCall(self, self._entry.forward)
 
         def undo() -> None:
+            for module, key, _ in absent:
+                vars(module).pop(key, None)
             for module, call in before:
                 vars(module).pop("_compiled_call_impl", None)
                 if call is not None:
@@ -193,6 +198,13 @@ class Pipeline:
                 vars(self._entry)["forward"] = own_forward
 
         return undo
+
+    def _absent(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """Yield the whole name, the module and the key of each parameter that only other ranks hold."""
+        for prefix, module in self._task.named_modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                if parameter.is_meta:
+                    yield f"{prefix}.{key}", module, key
 
     def compute_stage(
         self, stage: int, carry: torch.Tensor | None, call: Callable[[], Any], *, seed: int | None = None
@@ -326,6 +338,28 @@ class Pipeline:
                 self.wire.send(output, stage + 1)
             carry = output
             yield stage, output
+
+
+class _Absent:
+    """Stands in for a parameter that another rank holds: torch 2.13 multiplies by tensors on `meta` without error."""
+
+    def __init__(self, name: str, model: str) -> None:
+        self._message = (
+            f"{model} reads {name}, which another stage of the pipeline holds, without a call of its module. Define "
+            "pipeline_stages() in the task, and name the module in each stage that uses its weights."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TaskError(self._message)
+
+    @classmethod
+    def __torch_function__(cls, func: object, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, _Absent):
+                raise TaskError(value._message)
+        return NotImplemented
 
 
 class _Call:

@@ -239,9 +239,10 @@ class PipelineEngine(FSDPEngine):
         self._undo_pipeline = ExitStack()
         self._undo_pipeline.callback(recomputed.unwrap)
         self._undo_pipeline.callback(pipeline.install())
+        parameters = dict(task.named_parameters())
         for name in self._ties:
             if self._owners[plain_name(name)] not in wire.own:
-                model.counted[id(task.get_parameter(name))] = False
+                model.counted[id(parameters[name])] = False
 
     # User-written loops
 
@@ -262,8 +263,9 @@ class PipelineEngine(FSDPEngine):
             if self.precision.autocast_dtype is not None:
                 widen(before.values())
             self._divide(model)
+            after = dict(model.named_parameters())
             for name, old in before.items():
-                self._replaced[old] = model.get_parameter(name)
+                self._replaced[old] = after[name]
             loop = PipelineLoop(
                 model=model,
                 pipeline=self.pipeline,
@@ -333,8 +335,9 @@ class PipelineEngine(FSDPEngine):
         for grad in around if self.data_ranks.group is not None else ():
             dist.all_reduce(grad, group=self.data_ranks.group)  # no module that is sharded holds them
             grad /= self.data_ranks.size
+        parameters = dict(self._model.named_parameters()) if self._ties else {}
         for name, stages in self._ties.items():
-            parameter, first = self._model.get_parameter(name), stages[0]
+            parameter, first = parameters[name], stages[0]
             others = {wire.ranks[stage]: stage for stage in stages if wire.ranks[stage] != wire.ranks[first]}
             if wire.rank == wire.ranks[first]:
                 for stage in others.values():

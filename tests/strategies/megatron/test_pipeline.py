@@ -322,9 +322,29 @@ def test_a_model_may_recompute_its_layers_and_compute_between_them(folder: Path)
         torch.testing.assert_close(found["predictions"], one["predictions"], rtol=1e-5, atol=1e-5)
 
 
+class Reading(Leaky):
+    """Reads the weight of the embedding, which is in the first stage, in place of a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head = nn.Identity()  # type: ignore[assignment]  # there is none
+
+    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        model = self.model
+        x, mask = model.embed(tokens), (tokens > 0).unsqueeze(-1).float()
+        for block in model.blocks:
+            x = block(x, mask)
+        return functional.linear(model.norm(x), model.embed.weight)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("task", "message"), [(Twice, "called the model twice"), (Leaky, "argument 1 of Block .* comes from another stage")]
+    ("task", "message"),
+    [
+        (Twice, "called the model twice"),
+        (Leaky, "argument 1 of Block .* comes from another stage"),
+        (Reading, r"reads model\.embed\.weight, which another stage .* holds.*Define pipeline_stages"),
+    ],
 )
 def test_a_model_that_a_pipeline_cannot_run_is_refused_in_its_first_step(task: Any, message: str) -> None:
     def run() -> str:
