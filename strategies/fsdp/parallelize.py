@@ -175,7 +175,7 @@ def parallelize(
         mesh: All the axes of the run, by name.
         plan: The strategy's argument; used if the mesh has the axis `tp`.
         compile_options: None: units are not compiled.
-        building: None: what is within `roots` is built and has its values.
+        building: None: `roots` are built and initialized.
         sharding: None: nothing is sharded over the data-parallel `ranks`.
         context: Creates the context of a forward outside of a step.
     """

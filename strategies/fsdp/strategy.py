@@ -317,7 +317,7 @@ class FSDPEngine(ParallelEngine):
         """Shard a model, or the parts of it within `roots`. Collective.
 
         Args:
-            building: None: what is within `roots` has its values, and layers are wrapped that are computed anew.
+            building: None: `roots` are initialized, and layers that are recomputed in backward are wrapped.
         """
         check_can_be_cut(model)
         assert self.mesh is not None  # made in `start`

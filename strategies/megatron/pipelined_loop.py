@@ -88,7 +88,7 @@ class PipelineLoop:
         Args:
             step: Returns the loss of a micro-batch; calls the model once.
             batches: Micro-batches.
-            shares: Weights of the losses. Default: None, which weighs all alike.
+            shares: Weights of the losses. Default: None, which gives each the same weight.
 
         Returns:
             The mean of the weighted loss over the data-parallel ranks (0-dim). Its `backward` has no effect.

@@ -101,8 +101,8 @@ def _layers(task: nn.Module, num_stages: int) -> tuple[list[nn.Module], list[str
     for name, module in task.named_modules():
         children = list(module.children())
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) >= num_stages:
-            alike = isinstance(module, nn.ModuleList) and len(set(map(type, children))) == 1
-            found.append((alike, sum(p.numel() for p in module.parameters()), name, module))
+            same_class = isinstance(module, nn.ModuleList) and len(set(map(type, children))) == 1
+            found.append((same_class, sum(p.numel() for p in module.parameters()), name, module))
     if not found:
         raise ConfigurationError(
             f"{type(task).__name__} has no ModuleList or Sequential of at least {num_stages} layers that a pipeline of "

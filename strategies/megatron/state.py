@@ -198,8 +198,9 @@ def _empty(tensor: object) -> Any:
 def owners_of(task: nn.Module, modules: Sequence[nn.Module]) -> tuple[dict[str, int], set[str]]:
     """Return the stage that owns each parameter and buffer of a task, by plain name, and the names that every rank has.
 
-    The owner is the first stage that holds it. What belongs to no stage, as it lies in a module around them, is on
-    every rank: the first stage trains such parameters, and the last one runs the whole step, which may change buffers.
+    The owner is the first stage that holds it. Parameters and buffers of a module that contains the stages belong to
+    none, and every rank has them. The first stage owns such parameters, because it trains them. The last stage owns
+    such buffers, because it runs the whole step, which may change them.
 
     Args:
         task: Its stages' modules are in it.
