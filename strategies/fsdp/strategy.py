@@ -42,6 +42,7 @@ from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.experts.layers import check_ep_size, check_experts, check_mesh
 from trainwright.strategies.fsdp.build import MetaBuilding, end_pieces
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
 from trainwright.strategies.fsdp.layers.ready import check_plan
@@ -114,6 +115,8 @@ class FSDPStrategy(DataParallel):
         tp: over how many ranks, next to each other, layers are split (see `TensorParallelStrategy`); the others see
             different data.
         tensor_parallel_plan: which layers; what the task's `tensor_parallel_plan` returns unless told.
+        ep: Ranks over which the experts of a mixture are divided. They see different data and exchange tokens. A
+            divisor of the number of ranks that shard a replica. Default: 1.
         timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
 
     Raises:
@@ -153,6 +156,7 @@ class FSDPStrategy(DataParallel):
         state_dict_type: str = "sharded",
         tp: int = 1,
         tensor_parallel_plan: Plan | None = None,
+        ep: int = 1,
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
@@ -186,6 +190,7 @@ class FSDPStrategy(DataParallel):
         self.state_dict_type = state_dict_type_name(state_dict_type)
         self.tp = check_tp_size(tp)
         self.tensor_parallel_plan = tensor_parallel_plan
+        self.ep = check_ep_size(ep, self.tp)
         self.activation_checkpointing_save = activation_checkpointing_save
         Recomputed(self.activation_checkpointing, activation_checkpointing_save)  # checks them
 
@@ -206,7 +211,7 @@ class FSDPStrategy(DataParallel):
         Raises:
             ConfigurationError: It has not as many ranks as the run has processes.
         """
-        return self._shape(settings, self.tp)
+        return check_mesh(self.ep, self._shape(settings, self.tp))
 
     def _shape(self, settings: EngineSettings, tp: int) -> MeshShape:
         return mesh_shape(
@@ -220,6 +225,10 @@ class FSDPStrategy(DataParallel):
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
         self.check_converts(settings, self.mesh_shape(settings).tp == 1 or settings.precision.splits_converted)
+        if self.ep > 1 and self.cpu_offload:
+            raise ConfigurationError(
+                f"ep={self.ep} with cpu_offload=True: divided experts stay on the device. Leave one of the two out."
+            )
         if settings.precision.fp8_all_gather and (self.cpu_offload or type(self.reshard_after_forward) is int):
             name = "cpu_offload" if self.cpu_offload else "reshard_after_forward"
             raise ConfigurationError(
@@ -235,6 +244,8 @@ class FSDPStrategy(DataParallel):
         if settings.compile_options is not None:
             check_compilable(units)
         shape = self.mesh_shape(settings)
+        if self.ep > 1:
+            check_experts(task, self.ep, shape.dp_shard)
         if shape.tp > 1:
             check_plan(task, self.tensor_parallel_plan, shape.lengths)
 
@@ -335,6 +346,7 @@ class FSDPEngine(ParallelEngine):
             compile_options=self.settings.compile_options,
             building=building,
             sharding=self._sharding(),
+            ep=given.ep,
             ranks=self.data_ranks,
             device=self.device,
             context=lambda: self.precision.forward_context(self.device.type),
