@@ -14,6 +14,13 @@ import torch.distributed as dist
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Computes `(tokens, width)`, the experts `(tokens, 1)` and the weights `(tokens, 1)` into `(tokens, width)`."""
 
+_all_gather: Callable[..., object]
+_reduce_scatter: Callable[..., object]
+if hasattr(dist, "all_gather_single"):
+    _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
+else:  # before torch 2.13
+    _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
 
 def exchange(
     tokens: torch.Tensor,
@@ -93,7 +100,7 @@ class GatherExperts(torch.autograd.Function):
         if group is None:
             return shard.view_as(shard)
         found = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
-        dist.all_gather_into_tensor(found, shard.contiguous(), group=group)
+        _all_gather(found, shard.contiguous(), group=group)
         return found
 
     @staticmethod
@@ -102,7 +109,7 @@ class GatherExperts(torch.autograd.Function):
         if ctx.group is None:
             return grad, None, None, None
         found = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(found, grad.contiguous(), group=ctx.group)
+        _reduce_scatter(found, grad.contiguous(), group=ctx.group)
         return found, None, None, None
 
 

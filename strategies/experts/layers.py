@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from functools import partial
 from typing import Any
@@ -46,8 +45,8 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that hold the experts of a mixture, by name.
 
     Such a module has the attribute `num_experts`, parameters of its own that all have as many rows in the first
-    dimension, and a `forward(hidden_states, top_k_index, top_k_weights)`. All mixtures of transformers 5 that read
-    their experts' weights from stacked parameters do, among them Mixtral, Qwen2-MoE and Qwen3-MoE.
+    dimension, and a `forward(hidden_states, top_k_index, top_k_weights)`. Those of Mixtral, Qwen2-MoE and Qwen3-MoE of
+    transformers 5 do.
     """
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
@@ -159,10 +158,11 @@ class DividedExperts:
             shard = parameter.to_local()
             dtype = self._dtype if self._dtype is not None and shard.is_floating_point() else shard.dtype
             gathered[name] = GatherExperts.apply(shard, self._share, dtype, self._divisor)  # type: ignore[no-untyped-call]  # torch has no types here
-        view = copy.copy(module)  # the same module with the experts of this rank
-        view._parameters = {}
-        vars(view).pop("forward")
-        vars(view).update(gathered, num_experts=module.num_experts // self._exchange.size())
+        # The same module with the experts of this rank. copy.copy would call the constructor of a unit of FSDP.
+        view: Any = object.__new__(type(module))
+        members = {name: value for name, value in vars(module).items() if name != "forward"}
+        count = module.num_experts // self._exchange.size()
+        vars(view).update(members, _parameters={}, num_experts=count, **gathered)
 
         def compute(tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             if len(tokens):

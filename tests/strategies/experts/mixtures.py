@@ -20,11 +20,13 @@ class Experts(nn.Module):
         self.num_experts = num_experts
         self.up = nn.Parameter(torch.randn(num_experts, width, width) / width**0.5)
         self.bias = nn.Parameter(torch.zeros(num_experts, width))
+        self.computed: set[int] = set()  # numbers of experts that forwards have computed with
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Map `(tokens, width)` to the same shape."""
+        self.computed.add(len(self.up))
         found = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             rows, places = torch.where(top_k_index == expert)
@@ -168,5 +170,6 @@ def train(task: TaskModule, strategy: Any = "single", processes: int = 1, **argu
     trainer.fit(task, data(), data(5), ckpt_path=settings.get("ckpt_path"))
     return {
         "losses": torch.tensor(recorder.losses), "norms": torch.tensor(recorder.norms), "weights": weights_of(task),
-        "val": trainer.callback_metrics["val_loss"],
+        "val": trainer.callback_metrics["val_loss"], "reported": torch.tensor(recorder.reported),
+        "computed": [module.computed for module in task.modules() if isinstance(module, Experts)],
     }  # fmt: skip
