@@ -78,7 +78,7 @@ class _AllToAll(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]  # its arguments are those of one function
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (grad,) = grads
         found = grad.new_empty(sum(ctx.sent), *grad.shape[1:])
         dist.all_to_all_single(found, grad.contiguous(), ctx.sent, ctx.received, group=ctx.group)
@@ -104,7 +104,7 @@ class GatherExperts(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]  # its arguments are those of one function
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         grad = grads[0].to(ctx.dtype) / ctx.divisor
         if ctx.group is None:
             return grad, None, None, None

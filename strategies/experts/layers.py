@@ -137,16 +137,15 @@ class DividedExperts:
             new = {id(p): self._shard(p) for p in module.parameters(recurse=False)}
             replace_parameters(self._model, new)
             self.parameters += new.values()
-            module.forward = torch.compiler.disable(partial(self._forward, module))
+            eager: Any = torch.compiler.disable(partial(self._forward, module))  # type: ignore[no-untyped-call]  # torch has no types here
+            module.forward = eager
 
     def _shard(self, full: nn.Parameter) -> nn.Parameter:
         placements: list[Placement] = [
             Shard(0) if name == "dp_shard" else Replicate() for name in self._mesh.mesh_dim_names or ()
         ]
         own = full.detach().chunk(self._divisor)[self._mesh.get_local_rank("dp_shard")].clone()
-        shard = DTensor.from_local(
-            own, self._mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
-        )
+        shard = DTensor.from_local(own, self._mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
         return nn.Parameter(shard, requires_grad=full.requires_grad)
 
     def _forward(
@@ -173,9 +172,7 @@ class DividedExperts:
 
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         index, weights = (given.reshape(len(rows), -1) for given in (top_k_index, top_k_weights))
-        summed = exchange(
-            rows, index, weights, num_experts=module.num_experts, group=self._exchange, compute=compute
-        )
+        summed = exchange(rows, index, weights, num_experts=module.num_experts, group=self._exchange, compute=compute)
         return summed.view_as(hidden_states)
 
     @torch.no_grad()
@@ -198,4 +195,3 @@ class DividedExperts:
             forget_groups(self._own_mesh)
         self._own_mesh = self._share = None
         del self._exchange
-

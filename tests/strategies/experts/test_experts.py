@@ -15,6 +15,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.strategies.experts.mixtures import KINDS, Hf, Mixture, MixtureTask, batches, train
 from tests.strategies.fsdp.sharded import assert_trained_alike
 from trainwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
@@ -104,6 +105,24 @@ def test_checkpoints_continue_under_other_strategies(writer: str, reader: str, t
     for found in run(reader, max_epochs=4, ckpt_path=str(path)):
         torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=1e-5)
         assert float(found["val"]) == pytest.approx(float(alone["val"]), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_checkpoints_hold_the_state_of_one_process(tmp_path: Path) -> None:
+    def one() -> Any:
+        return train(MixtureTask(), FSDPStrategy(ep=2), 4, callbacks=[SaveAtEnd(tmp_path / "divided")])
+
+    run_distributed(one, 4, init=False, timeout=200)
+    train(MixtureTask(), callbacks=[SaveAtEnd(tmp_path / "single")])
+    divided, single = (read_checkpoint(tmp_path / name) for name in ("divided", "single"))
+    assert divided.model is not None
+    assert single.model is not None
+    torch.testing.assert_close(dict(divided.model), dict(single.model), rtol=0, atol=1e-5)
+    states, expected = divided.optimizers[0]["state"], single.optimizers[0]["state"]
+    assert set(states) == set(expected) == {name for name, _ in MixtureTask().named_parameters()}
+    for name, state in expected.items():
+        for key, value in state.items():
+            torch.testing.assert_close(states[name][key], value, rtol=0, atol=1e-6)
 
 
 def _refused(task: TaskModule, strategy: FSDPStrategy, devices: int = 2) -> str:
