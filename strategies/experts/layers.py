@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.data_ranks import DataRanks
-from trainwright.strategies.experts.dispatch import Connect, GatherExperts, exchange
+from trainwright.strategies.experts.token_exchange import Connect, GatherExperts, exchange
 from trainwright.strategies.mesh import MeshShape, data_axes, forget_groups
 from trainwright.strategies.shards import local_piece
 from trainwright.strategies.units import replace_parameters
@@ -127,8 +128,12 @@ class DividedExperts:
             self._own_mesh = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicas", "ep", "share"))
             self._exchange, self._share = self._own_mesh.get_group("ep"), self._own_mesh.get_group("share")
 
-    def divide(self, part: nn.Module) -> None:
-        """Shard the experts in a part of the model, which have rank 0's values on the device. Not collective."""
+    def divide(self, part: nn.Module) -> Sequence[nn.Parameter]:
+        """Shard the experts in a part of the model, which have rank 0's values on the device. Not collective.
+
+        Returns:
+            The sharded parameters of this part and all earlier ones.
+        """
         inside = set(part.modules())
         for module in self._modules:
             if module not in inside or id(module) in self._divided:
@@ -139,6 +144,7 @@ class DividedExperts:
             self.parameters += new.values()
             eager: Any = torch.compiler.disable(partial(self._forward, module))  # type: ignore[no-untyped-call]  # torch has no types here
             module.forward = eager
+        return self.parameters
 
     def _shard(self, full: nn.Parameter) -> nn.Parameter:
         placements: list[Placement] = [

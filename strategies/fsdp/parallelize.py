@@ -180,7 +180,7 @@ def parallelize(
     compile_options: Mapping[str, Any] | None,
     building: MetaBuilding | None,
     sharding: Sharding | None,
-    ep: int = 1,
+    experts: DividedExperts | None,
     ranks: DataRanks,
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any] | None],
@@ -200,13 +200,11 @@ def parallelize(
         compile_options: None: units are not compiled.
         building: None: `roots` are built and initialized.
         sharding: None: nothing is sharded over the data-parallel `ranks`.
-        ep: The number of ranks over which experts are divided. Needs `sharding` if it is greater than 1.
+        experts: Divides the experts of the model; `sharding` shards the other parameters. None: there are none.
         context: Creates the context of a forward outside of a step.
     """
     with ExitStack() as undo:  # whatever a later part cannot follow is taken off again
-        layers = gather = experts = None
-        if ep > 1 and sharding is not None:
-            experts = DividedExperts(model, ep, mesh, ranks, sharding.parameter_dtype)
+        layers = gather = None
         if "tp" in (mesh.mesh_dim_names or ()):
             layers = SplitLayers(model, find_plan(model, plan, mesh), mesh["tp"], nn.ModuleList(roots))
         undo.callback(recomputed.unwrap)
@@ -228,10 +226,8 @@ def parallelize(
                 materialize(model, part, built, device)
             if layers is not None:
                 layers.split(part)
-            if experts is not None:
-                experts.divide(part)
+            ignored = () if experts is None else experts.divide(part)
             if sharding is not None:
-                ignored = () if experts is None else experts.parameters
                 sharding.apply(part, data_axes(mesh), device, is_root=part in roots, ignored=ignored)
         if sharding is not None:
             sharding.prefetch_units(units)

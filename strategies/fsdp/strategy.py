@@ -42,7 +42,7 @@ from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.experts.layers import check_ep_size, check_experts, check_mesh
+from trainwright.strategies.experts.layers import DividedExperts, check_ep_size, check_experts, check_mesh
 from trainwright.strategies.fsdp.build import MetaBuilding, end_pieces
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
 from trainwright.strategies.fsdp.layers.ready import check_plan
@@ -336,6 +336,9 @@ class FSDPEngine(ParallelEngine):
         inside = {module for root in roots for module in root.modules()}
         units = [u for u in find_units(model, given.auto_wrap_policy, given.min_num_params) if u in inside]
         warn_of_large_rest(model, units, given.mesh_shape(self.settings).dp_shard)
+        sharding, experts = self._sharding(), None
+        if given.ep > 1 and sharding is not None:
+            experts = DividedExperts(model, given.ep, self.mesh, self.data_ranks, sharding.parameter_dtype)
         found = parallelize(
             model,
             roots,
@@ -345,8 +348,8 @@ class FSDPEngine(ParallelEngine):
             recomputed=Recomputed(False, None) if building is None else self._recomputed(),
             compile_options=self.settings.compile_options,
             building=building,
-            sharding=self._sharding(),
-            ep=given.ep,
+            sharding=sharding,
+            experts=experts,
             ranks=self.data_ranks,
             device=self.device,
             context=lambda: self.precision.forward_context(self.device.type),
