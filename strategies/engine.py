@@ -29,6 +29,7 @@ from trainwright.core.tree import move, move_module
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.processes.process_group import AbsentOthers, Processes
 from trainwright.strategies.capabilities import REFUSALS, Capabilities
+from trainwright.strategies.context.sequences import SplitSequences
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.lightning_members import LightningMembers
@@ -87,6 +88,7 @@ class Engine(LightningMembers):
         state: the task's state by its own names, once it is prepared.
         step: runs its steps, once `attach` was called.
         conversions: undoes what the precision has converted.
+        sequences: splits the sequences of batches over ranks; None: they are not split.
         run_group: runs micro-batches of a loop's optimizer step forward and backward, `run_group(step, batches)`, and
             returns their mean loss over all ranks (0-dim); None: they run one after the other.
         when_built: called in `prepare` after the task is built, before anything else.
@@ -106,6 +108,7 @@ class Engine(LightningMembers):
         self.gradients = Gradients(self.device)
         self.optimizers: list[Optimizer] = []
         self.scaler: torch.amp.GradScaler | None = None
+        self.sequences: SplitSequences | None = None
         self.when_built: Callable[[], None] | None = None
         self.run_group: Callable[[Callable[[Any], torch.Tensor], Sequence[Any]], torch.Tensor] | None = None
         # The engine's way to run a step, `call(name, *args)`; None: the task's own method is called.

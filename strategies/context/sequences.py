@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -142,11 +142,31 @@ class SplitSequences:
                 if shift_labels is None:
                     raise ConfigurationError(
                         "The loss of split sequences needs targets that were shifted before they were split. Pass the "
-                        "model the batch's own labels, or shift_labels."
+                        "model shift_labels."
                     )
             return loss_function(logits, labels, *args, shift_labels=shift_labels, **kwargs)
 
         return loss
+
+    @contextmanager
+    def in_place(self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]) -> Iterator[None]:
+        """Let attention span split sequences, and tensors hold this rank's parts; see `maybe_context_parallel`."""
+        if len(buffers) != len(dims):
+            raise ConfigurationError(
+                f"maybe_context_parallel got {len(buffers)} buffers and {len(dims)} dimensions in buffer_seq_dims. "
+                "Pass one for each."
+            )
+        parts, whole = [self(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)], []
+        for buffer, part in zip(buffers, parts, strict=True):
+            whole.append(buffer.detach())
+            buffer.data = part
+        try:
+            with self.attention.over_ranks():
+                yield
+        finally:
+            for buffer, full in zip(buffers, whole, strict=True):
+                if not any(buffer is other for other in kept):
+                    buffer.data = full
 
     def step_parts(self, parts: StepParts) -> StepParts:
         """Return the parts of steps whose batches are split, and in whose forwards attention spans the ranks."""

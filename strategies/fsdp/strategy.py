@@ -276,7 +276,6 @@ class FSDPEngine(ParallelEngine):
         super().__init__(strategy, settings)
         self._building = MetaBuilding(everywhere=strategy.meta_init, others=strategy.cpu_ram_efficient_loading)
         self.gradients = ShardedGradients(self.device)
-        self.sequences: SplitSequences | None = None
         self._replaced: Any = WeakIdKeyDictionary()  # a parameter of a loop's model → the sharded one
 
     def start(self, topology: Topology) -> None:

@@ -12,6 +12,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.kwargs_handler import KwargsHandler, from_variable
 from trainwright.strategies.ddp.strategy import DDPStrategy
 from trainwright.strategies.experts.layers import check_ep_size
+from trainwright.strategies.fsdp.options import check_sequence_ranks
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
 from trainwright.strategies.megatron.strategy import MegatronStrategy
@@ -20,7 +21,6 @@ from trainwright.strategies.strategy import Strategy
 
 _VARIABLE = "PARALLELISM_CONFIG_"
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")  # outermost first
-_LATER = ("cp", "sp")
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class ParallelismConfig(KwargsHandler):
             micro-batches; Accelerate has no such field.
         ep_size: Ranks over which the experts of a mixture are divided (see `FSDPStrategy`). It divides `dp_shard_size`
             and is not a factor of the number of processes. Accelerate has no such field.
-        cp_size, sp_size: Ranks that split sequences. Not supported; only 1.
-        cp_backend, sp_backend: Accepted: `"torch"` and `"deepspeed"`.
+        cp_size, sp_size: Ranks that split the sequences of a batch (see `FSDPStrategy` and
+            `Accelerator.maybe_context_parallel`). They hold shards, too. One of the two can be above 1.
+        cp_backend, sp_backend: Accepted: `"torch"` and `"deepspeed"`. Trainwright's own attention is used.
         tp_handler, cp_handler, sp_handler: Not supported; only None.
     """
 
@@ -64,11 +65,7 @@ class ParallelismConfig(KwargsHandler):
                 object.__setattr__(self, name, 1)
             elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigurationError(f"{name}={size!r}: write a whole number of at least 1.")
-            elif size > 1 and axis in _LATER:
-                raise ConfigurationError(
-                    f"{name}={size}: sequences cannot be split yet. Use tp_size to split layers, or dp_shard_size to "
-                    "shard parameters."
-                )
+        check_sequence_ranks(self._size("cp"), self._size("sp"))
         for name in ("tp_handler", "cp_handler", "sp_handler"):
             if getattr(self, name) is not None:
                 raise ConfigurationError(f"{name} is not supported. Remove it.")
@@ -146,13 +143,13 @@ class ParallelismConfig(KwargsHandler):
 
     @property
     def cp_enabled(self) -> bool:
-        """False: sequences are not split."""
-        return False
+        """True if sequences are split, and attention is a ring of ranks."""
+        return self._size("cp") > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """False: sequences are not split."""
-        return False
+        """True if sequences are split, and attention exchanges heads."""
+        return self._size("sp") > 1
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
         """Return torch's mesh with the active axes. Collective."""
@@ -160,7 +157,8 @@ class ParallelismConfig(KwargsHandler):
 
     @property
     def _shape(self) -> MeshShape:
-        sizes = {axis: self._size(axis) for axis in _AXES if axis not in _LATER}
+        sizes = {axis: self._size(axis) for axis in _AXES if axis != "sp"}
+        sizes["cp"] *= self._size("sp")
         return MeshShape(**sizes)
 
     def strategy(self, num_processes: int) -> Strategy:
@@ -170,12 +168,14 @@ class ParallelismConfig(KwargsHandler):
             ConfigurationError: The product of the sizes is not the number of processes, or sharding has no plugin.
         """
         if self.pp_enabled:
-            sizes: dict[str, Any] = {axis: self._size(axis) for axis in ("pp", "tp", "dp_shard", "dp_replicate")}
+            sizes: dict[str, Any] = {axis: self._size(axis) for axis in _AXES}
             return self.arranged(MegatronStrategy(**sizes, num_micro_batches=sizes["pp"]), num_processes)
         if self.dp_shard_enabled:
             raise ConfigurationError(
                 f"dp_shard_size={self.dp_shard_size} shards a model. Pass Accelerator(fsdp_plugin=…) too."
             )
+        if self.cp_enabled or self.sp_enabled:
+            return self.arranged(FSDPStrategy(), num_processes)
         if self.tp_enabled and not self.dp_replicate_enabled:
             return self.arranged(TensorParallelStrategy(tp=self._size("tp")), num_processes)
         return self.arranged(FSDPStrategy() if self.tp_enabled else DDPStrategy(), num_processes)
@@ -187,7 +187,7 @@ class ParallelismConfig(KwargsHandler):
             ConfigurationError: The product of the sizes is not the number of processes.
         """
         if self.total_size != num_processes:
-            sizes = " × ".join(f"{axis}_size={self._size(axis)}" for axis in _AXES if axis not in _LATER)
+            sizes = " × ".join(f"{axis}_size={self._size(axis)}" for axis in _AXES if axis != "sp" or self.sp_enabled)
             raise ConfigurationError(
                 f"ParallelismConfig has {sizes} = {self.total_size} ranks, and there are {num_processes} processes. "
                 f"Start {self.total_size} processes, or change the sizes."
@@ -199,7 +199,7 @@ class ParallelismConfig(KwargsHandler):
                 f"pp_size={self.pp_size} divides a model into stages, which FSDPStrategy does not. Leave "
                 "fsdp_plugin out: dp_shard_size shards the stages."
             )
-        options: dict[str, Any] = {"tp": self._size("tp"), "ep": self._size("ep")}
+        options: dict[str, Any] = {axis: self._size(axis) for axis in ("tp", "cp", "sp", "ep")}
         if self.dp_replicate_enabled:
             options |= {
                 "sharding_strategy": "HYBRID_SHARD",

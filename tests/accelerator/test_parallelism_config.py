@@ -33,6 +33,12 @@ from trainwright.strategies.strategy import Strategy
             {"dp_replicate_size": 2, "tp_size": 2},
             FSDPStrategy(tp=2, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)),
         ),
+        ({"cp_size": 2}, FSDPStrategy(cp=2)),
+        (
+            {"sp_size": 2, "dp_replicate_size": 2},
+            FSDPStrategy(sp=2, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)),
+        ),
+        ({"pp_size": 2, "sp_size": 2}, MegatronStrategy(pp=2, sp=2, dp_shard=1)),
         ({"pp_size": 2, "dp_shard_size": 2}, MegatronStrategy(pp=2, dp_shard=2)),
     ],
 )
@@ -40,7 +46,7 @@ def test_without_a_plugin_it_describes_the_strategy(sizes: dict[str, int], expec
     config = ParallelismConfig(**sizes)
     found = config.strategy(config.total_size)
     assert type(found) is type(expected)
-    for name in ("tp", "wanted_tp", "sharding_strategy", "device_mesh", "pp", "dp_shard"):
+    for name in ("tp", "cp", "sp", "wanted_tp", "sharding_strategy", "device_mesh", "pp", "dp_shard"):
         assert vars(found).get(name) == vars(expected).get(name) or name == "tp"
 
 
@@ -70,7 +76,8 @@ def test_its_properties_follow_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ({"cp_size": 2}, "cp_size=2: sequences cannot be split yet"),
+        ({"cp_size": 2}, "cp_size=2 × .* = 2 ranks, and there are 1 processes"),
+        ({"cp_size": 2, "sp_size": 2}, "cp=2 and sp=2 split sequences in two ways"),
         ({"tp_size": 0}, "tp_size=0: write a whole number"),
         ({"tp_handler": object()}, "tp_handler is not supported"),
         ({"dp_shard_size": 2}, "Pass Accelerator\\(fsdp_plugin=…\\) too"),

@@ -365,7 +365,6 @@ def test_commands_are_rewritten(before: str, after: str) -> None:
     [
         ("accelerate launch \\\n --use_megatron_lm t.py", 2, "--use_megatron_lm is not supported: "),
         ("accelerate launch --mpirun_hostfile h t.py", 1, "start the script by mpirun itself"),
-        ("accelerate launch --parallelism_config_cp_size 2 t.py", 1, "splitting sequences is not supported"),
         ("\naccelerate test\n", 2, "there is no such command"),
     ],
 )

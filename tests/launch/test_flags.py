@@ -28,15 +28,15 @@ fsdp_transformer_layer_cls_to_wrap=Block fsdp_backward_prefetch=BACKWARD_PRE
 fsdp_backward_prefetch_policy=BACKWARD_PRE fsdp_state_dict_type=FULL_STATE_DICT fsdp_forward_prefetch=true
 fsdp_use_orig_params=true fsdp_cpu_ram_efficient_loading=true fsdp_sync_module_states=true
 fsdp_activation_checkpointing=true debug parallelism_config_dp_replicate_size=2 parallelism_config_dp_shard_size=2
-parallelism_config_tp_size=2 parallelism_config_cp_size=1 parallelism_config_cp_backend=torch
-parallelism_config_cp_comm_strategy=allgather parallelism_config_sp_size=1 parallelism_config_sp_backend=deepspeed
+parallelism_config_tp_size=2 parallelism_config_cp_size=2 parallelism_config_cp_backend=torch
+parallelism_config_cp_comm_strategy=allgather parallelism_config_sp_size=2 parallelism_config_sp_backend=deepspeed
 parallelism_config_sp_seq_length=128 parallelism_config_sp_seq_length_is_variable=true
 parallelism_config_sp_attn_implementation=sdpa deepspeed_multinode_launcher=standard mixed_precision=fp8 fp8_backend=ao
 """
 _REFUSED = """
 tpu_cluster tpu_use_cluster tpu_use_sudo vm=a env=A=1 main_training_function=train
 ipex use_megatron_lm fsdp_activation_checkpointing_offload=true aws_access_key_id=K
-aws_secret_access_key=K mpirun_hostfile=hosts mpirun_ccl=2 parallelism_config_cp_size=2 parallelism_config_sp_size=2
+aws_secret_access_key=K mpirun_hostfile=hosts mpirun_ccl=2
 megatron_lm_tp_degree=2 megatron_lm_pp_degree=2 megatron_lm_num_micro_batches=2 megatron_lm_sequence_parallelism=true
 megatron_lm_recompute_activations=true megatron_lm_use_distributed_optimizer=true megatron_lm_gradient_clipping=2
 megatron_lm_use_custom_fsdp=true megatron_lm_no_load_optim=true megatron_lm_no_save_optim=true
@@ -97,7 +97,7 @@ def test_the_tables_hold_every_option() -> None:
         ({"mpirun_config": {"mpirun_ccl": "1"}, "fp8_config": {"backend": "TE", "fp8_format": "E4M3", "margin": 0,
           "interval": 1, "amax_history_length": 16, "amax_compute_algorithm": "max", "use_autocast_during_eval": True,
           "override_linear_precision": [True, False, False], "optimization_level": "O2"}}, None),
-        ({"parallelism_config": {"parallelism_config_cp_size": 1, "parallelism_config_sp_size": 1}}, None),
+        ({"parallelism_config": {"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 1}}, None),
         ({"deepspeed_config": {"deepspeed_multinode_launcher": "standard", "deepspeed_hostfile": None}}, None),
         ({"distributed_type": "MEGATRON_LM"}, "distributed_type='MEGATRON_LM'"),
         ({"tpu_env": ["A=1"]}, "tpu_env"),
@@ -105,7 +105,6 @@ def test_the_tables_hold_every_option() -> None:
         ({"ipex_config": {"ipex": True}}, "--ipex"),
         ({"mpirun_config": {"mpirun_hostfile": "hosts"}}, "mpirun_hostfile"),
         ({"fsdp_config": {"activation_checkpointing_offload": True}}, "fsdp_activation_checkpointing_offload"),
-        ({"parallelism_config": {"parallelism_config_cp_size": 2}}, "parallelism_config_cp_size"),
         ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, "kwargs_handlers=[TERecipeKwargs(…)]"),
         ({"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}, None),
     ],

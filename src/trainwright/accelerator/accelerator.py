@@ -359,7 +359,7 @@ class Accelerator:
     @property
     def data_parallel_shard_rank(self) -> int:
         """Rank of this process among the shards of its replica; 0 if it is not sharded."""
-        return self._rank_along("dp_shard")
+        return self._rank_along("dp_shard") // self.engine.data_ranks.parts
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -369,7 +369,8 @@ class Accelerator:
     @property
     def context_parallel_rank(self) -> int:
         """Rank of this process among those that split sequences; 0 if none are split."""
-        return self._rank_along("cp")
+        ranks = self.engine.data_ranks
+        return ranks.rank % ranks.parts
 
     @property
     def pipeline_parallel_rank(self) -> int:
@@ -705,16 +706,27 @@ class Accelerator:
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Return a context that does nothing: sequences are not split over ranks.
+        """Return a context in which `scaled_dot_product_attention` spans sequences that are split over ranks.
+
+        It does nothing unless `ParallelismConfig` has a `cp_size` or `sp_size` above 1. Forwards of prepared models run
+        in it, with this rank's part of each batch. The buffers must include positions and, for transformers' causal
+        models, `shift_labels`: the targets, shifted before they are split.
 
         Args:
-            buffers, buffer_seq_dims, no_restore_buffers: Tensors with a sequence dimension; they stay as they are.
+            buffers: Tensors with full sequences. In the context they hold this rank's parts.
+            buffer_seq_dims: Dimension of the sequences in each.
+            no_restore_buffers: Those that keep the parts afterwards.
+
+        Raises:
+            ConfigurationError: On entering, a sequence cannot be split over the ranks. On leaving, the model has called
+                no such attention.
         """
-        del buffers, buffer_seq_dims, no_restore_buffers
-        return nullcontext()
+        if self.engine.sequences is None:
+            return nullcontext()
+        return self.engine.sequences.in_place(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """Return the loader as it is: sequences are not split over ranks."""
+        """Return the loader as it is: `maybe_context_parallel` splits batches."""
         del model
         return dl
 

@@ -101,7 +101,6 @@ _LATER = "not supported yet"
 _MEGATRON = "Megatron-LM is not supported; --use_parallelism_config splits layers"
 _TPU = "start the script on each machine of a pod with --tpu; trainwright tpu-config runs commands there"
 _MPI = "start the script by mpirun itself, whose variables are read"
-_SEQUENCES = "splitting sequences is not supported; use --parallelism_config_tp_size, which splits layers"
 _SECRET = "SageMaker is not supported, and a secret does not belong on a command line; delete it"
 _IPEX = "Intel ended intel_extension_for_pytorch with torch 2.8; its work is in torch, where bf16 uses AMX"
 _OFFLOAD = "inputs of recomputed layers stay on the device; use --fsdp_activation_checkpointing true alone"
@@ -211,8 +210,8 @@ class LaunchConfig:
     parallelism_config_dp_replicate_size: int | None = _mesh("Replicas of the model.")
     parallelism_config_dp_shard_size: int | None = _mesh("Ranks that shard a replica.")
     parallelism_config_tp_size: int | None = _mesh("Ranks that split layers.")
-    parallelism_config_cp_size: int | None = _mesh("Ranks that split sequences; only 1.", later=_SEQUENCES)
-    parallelism_config_sp_size: int | None = _mesh("Ranks that split sequences; only 1.", later=_SEQUENCES)
+    parallelism_config_cp_size: int | None = _mesh("Ranks that split sequences, in a ring.")
+    parallelism_config_sp_size: int | None = _mesh("Ranks that split sequences, by heads.")
 
     def set_options(self) -> dict[str, Any]:
         """Return the options that are set, by their names."""
