@@ -83,9 +83,14 @@ def check(command: LaunchCommand) -> None:
 def check_options(config: LaunchConfig) -> None:
     """Check options against each other."""
     check_supported(config)
-    if config.use_fsdp and config.use_deepspeed:
-        raise ConfigurationError("--use_fsdp and --use_deepspeed exclude each other. Pass one of them.")
-    for one, other in (("cpu", "multi_gpu"), ("tpu", "cpu"), ("tpu", "multi_gpu")):
+    engines = [("use_fsdp", "use_deepspeed"), ("use_fsdp", "use_megatron_lm"), ("use_deepspeed", "use_megatron_lm")]
+    for one, other in (
+        *engines,
+        ("use_parallelism_config", "use_megatron_lm"),
+        ("cpu", "multi_gpu"),
+        ("tpu", "cpu"),
+        ("tpu", "multi_gpu"),
+    ):
         if getattr(config, one) and getattr(config, other):
             raise ConfigurationError(f"--{one} and --{other} exclude each other. Pass one of them.")
     if config.tpu and (config.num_processes or 1) > 1:

@@ -98,7 +98,6 @@ def _option(group: str, help: str, read: Callable[[str], Any] = str, variable: s
 
 
 _LATER = "not supported yet"
-_MEGATRON = "Megatron-LM is not supported; --use_parallelism_config splits layers"
 _TPU = "start the script on each machine of a pod with --tpu; trainwright tpu-config runs commands there"
 _MPI = "start the script by mpirun itself, whose variables are read"
 _SEQUENCES = "splitting sequences is not supported; use --parallelism_config_tp_size, which splits layers"
@@ -122,11 +121,10 @@ _REFUSED = {
     _SECRET: "aws_access_key_id aws_secret_access_key",
     _MPI: "mpirun_hostfile mpirun_ccl=1",
     _OFFLOAD: "fsdp_activation_checkpointing_offload",
-    _MEGATRON: "use_megatron_lm!",
     _FP8: "fp8_backend=ao",
 }
 # The same for all options that begin so.
-REFUSED_BEGINNINGS = {"fp8_": _FP8, "megatron_lm_": _MEGATRON}
+REFUSED_BEGINNINGS = {"fp8_": _FP8}
 
 
 _hardware = partial(_option, "hardware")
@@ -139,6 +137,7 @@ _fsdp = partial(_option, "FSDP", variable="{}", section="fsdp_config")
 _deepspeed = partial(_option, "DeepSpeed", variable="ACCELERATE_DEEPSPEED_{}", section="deepspeed_config")
 _hostfile = partial(_deepspeed, variable=None)
 _plugin = partial(_deepspeed, variable="ACCELERATE_{}")
+_megatron = partial(_option, "Megatron-LM", variable="{}", section="megatron_lm_config")
 _mesh = partial(_option, "parallelism", read=int, variable="{}", section="parallelism_config", harmless="1")
 
 
@@ -172,6 +171,7 @@ class LaunchConfig:
     gradient_accumulation_steps: int | None = _plugin("Micro-batches of one optimizer step.", int)
     use_fsdp: bool | None = _training("Shard models by FSDP.", as_bool)
     use_deepspeed: bool | None = _training("Train by DeepSpeed.", as_bool)
+    use_megatron_lm: bool | None = _training("Train by MegatronStrategy.", as_bool)
     use_parallelism_config: bool | None = _training("Arrange processes along several axes.", as_bool)
     dynamo_backend: str | None = _dynamo("Compile models by this backend of torch.compile.")
     dynamo_mode: str | None = _dynamo("Mode of torch.compile.")
@@ -213,6 +213,33 @@ class LaunchConfig:
     parallelism_config_tp_size: int | None = _mesh("Ranks that split layers.")
     parallelism_config_cp_size: int | None = _mesh("Ranks that split sequences; only 1.", later=_SEQUENCES)
     parallelism_config_sp_size: int | None = _mesh("Ranks that split sequences; only 1.", later=_SEQUENCES)
+    megatron_lm_tp_degree: int | None = _megatron("Ranks that split layers.", int)
+    megatron_lm_sequence_parallelism: bool | None = _megatron("Accepted.", as_bool)
+    megatron_lm_pp_degree: int | None = _megatron("Stages of the pipeline.", int)
+    megatron_lm_num_micro_batches: int | None = _megatron("Micro-batches of one optimizer step.", int)
+    megatron_lm_recompute_activations: bool | None = _megatron("Recompute all but matrix products.", as_bool)
+    megatron_lm_use_distributed_optimizer: bool | None = _megatron("Shard what ranks with other data hold.", as_bool)
+    megatron_lm_gradient_clipping: float | None = _megatron("Largest norm of gradients; 0: any.", float)
+    megatron_lm_recompute_granularity: str | None = _megatron("full or selective.", choices=("full", "selective"))
+    megatron_lm_recompute_method: str | None = _megatron("Only uniform.")
+    megatron_lm_recompute_num_layers: int | None = _megatron("Only 1.", int)
+    megatron_lm_attention_backend: str | None = _megatron("Accepted.")
+    megatron_lm_attention_softmax_in_fp32: bool | None = _megatron("Accepted.", as_bool)
+    megatron_lm_use_custom_fsdp: bool | None = _megatron("Only false.", as_bool)
+    megatron_lm_no_load_optim: bool | None = _megatron("Only false.", as_bool)
+    megatron_lm_no_save_optim: bool | None = _megatron("Only false.", as_bool)
+    megatron_lm_eod_mask_loss: bool | None = _megatron("Only false.", as_bool)
+    megatron_lm_optimizer_cpu_offload: bool | None = _megatron("Only false.", as_bool)
+    megatron_lm_overlap_cpu_optimizer_d2h_h2d: bool | None = _megatron("Only false.", as_bool)
+    megatron_lm_use_precision_aware_optimizer: bool | None = _megatron("Only false.", as_bool)
+    megatron_lm_decoder_last_pipeline_num_layers: int | None = _megatron("Not supported.", int)
+    megatron_lm_expert_model_parallel_size: int | None = _megatron("Only 1.", int)
+    megatron_lm_expert_tensor_parallel_size: int | None = _megatron("Only 1.", int)
+    megatron_lm_context_parallel_size: int | None = _megatron("Only 1.", int)
+    megatron_lm_attention_dropout: float | None = _megatron("Only 0.", float)
+    megatron_lm_hidden_dropout: float | None = _megatron("Only 0.", float)
+    megatron_lm_calculate_per_token_loss: bool | None = _megatron("Only false.", as_bool)
+    megatron_lm_use_rotary_position_embeddings: bool | None = _megatron("Only false.", as_bool)
 
     def set_options(self) -> dict[str, Any]:
         """Return the options that are set, by their names."""

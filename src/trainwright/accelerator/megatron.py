@@ -1,0 +1,188 @@
+"""User-written loops under `MegatronLMPlugin`: one call of the model runs all micro-batches of a step."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainwright.accelerator.megatron_schedule import MegatronLMDummyScheduler, MegatronSchedule
+from trainwright.accelerator.megatron_steps import AbstractTrainStep, make_train_step, model_of_step
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.tree import map_tensors
+from trainwright.strategies.engine import Engine
+from trainwright.strategies.megatron.pipelined_loop import PipelineOutput, loss_of_output
+from trainwright.strategies.megatron.plugin import MegatronLMPlugin
+from trainwright.strategies.megatron.step import divide
+from trainwright.strategies.shards import whole_output
+from trainwright.strategies.steps.gradients import GradientClip, parameters_of
+
+T = TypeVar("T")
+_newest: weakref.WeakValueDictionary[str, MegatronLoop] = weakref.WeakValueDictionary()
+
+
+def _without_cache(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(*args, **{"use_cache": False, **kwargs})
+
+
+class MegatronLoop:
+    """What `MegatronLMPlugin` changes in a user-written loop.
+
+    Args:
+        plugin: Its fields for steps and schedules may be set until the model is called.
+        engine: Started.
+        accelerator: Runs micro-batches by its `forward_backward`.
+    """
+
+    def __init__(self, plugin: MegatronLMPlugin, engine: Engine, accelerator: Any) -> None:
+        self.plugin, self._engine = plugin, engine
+        self._accelerator = weakref.proxy(accelerator)
+        self._direct = False  # calls of the model reach it as they are
+        self._clipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._steps: tuple[Any, AbstractTrainStep] | None = None
+        _newest["loop"] = self
+
+    def enlarge(self, loader: Any) -> Any:
+        """Return a DataLoader whose batches have the rows of all micro-batches of a step."""
+        num, sampler = self.plugin.num_micro_batches or 1, getattr(loader, "batch_sampler", None)
+        own = getattr(sampler, "batch_size", None)
+        if own is not None and not hasattr(self.plugin, "global_batch_size"):
+            self.plugin.set_training_args(own, self._engine.data_ranks.size)
+        if not isinstance(loader, DataLoader) or sampler is None or num == 1:
+            return loader
+        if own is None:
+            raise ConfigurationError(
+                f"{type(sampler).__name__} has no batch_size, which num_micro_batches={num} multiplies. Use torch's "
+                "BatchSampler, or a DataLoader with batch_size=None that returns batches of all micro-batches."
+            )
+        found, larger = copy.copy(loader), copy.copy(sampler)
+        larger.batch_size = own * num
+        # torch refuses to set these; the copy holds the user's loader.
+        vars(found).update(batch_sampler=larger, batch_size=loader.batch_size and own * num, given=loader)
+        return found
+
+    def clip(self, optimizer: Optimizer) -> None:
+        """Clip the gradients of an optimizer's parameters before each of its steps."""
+        if not self.plugin.gradient_clipping or optimizer in self._clipped:
+            return
+        self._clipped.add(optimizer)
+        gradients, clip = self._engine.gradients, GradientClip(self.plugin.gradient_clipping)
+        optimizer.register_step_pre_hook(lambda one, *_: gradients.clip(parameters_of([one]), clip) and None)
+
+    def schedule(self, dummy: MegatronLMDummyScheduler, optimizer: Optimizer, *, per_process: bool) -> None:
+        """Replace a placeholder by the schedule that the plugin describes.
+
+        Args:
+            per_process: Steps are those of a loader that is not divided over data-parallel ranks.
+        """
+        ranks = self._engine.data_ranks.size if per_process else 1
+        dummy.stand_for(
+            MegatronSchedule(
+                optimizer, self.plugin, (dummy.total_num_steps or 0) // ranks, dummy.warmup_num_steps // ranks
+            )
+        )
+
+    def direct(self, step: Callable[[Any], T]) -> Callable[[Any], T]:
+        """Return a function in which calls of the model only run its forward."""
+
+        def run(batch: Any) -> T:
+            outer, self._direct = self._direct, True
+            try:
+                return step(batch)
+            finally:
+                self._direct = outer
+
+        return run
+
+    def run(self, model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a batch through a prepared model: in training forward and backward, otherwise forward. Collective."""
+        if self._direct:
+            return call(*args, **kwargs)
+        ranks = self._engine.data_ranks
+        if not (model.training and torch.is_grad_enabled()):
+            with torch.no_grad():
+                loss, output = self._forward(model, call, args, kwargs)
+            if loss is None:
+                return output
+            output = output if isinstance(output, dict) else PipelineOutput(logits=output)
+            output["loss"] = ranks.all_gather(loss.detach()).mean()
+            return output
+        config = getattr(model, "config", None)
+        if getattr(config, "use_cache", False) and "use_cache" in inspect.signature(model.forward).parameters:
+            call = partial(_without_cache, call)  # layers that are computed again would add to it twice
+        parts = divide((args, kwargs), self.plugin.num_micro_batches or 1)
+        seen: list[torch.Tensor] = []
+
+        def step(part: tuple[tuple[Any, Any], float]) -> torch.Tensor:
+            loss, output = self._forward(model, call, *part[0])
+            if loss is None:
+                loss = loss_of_output(output, type(model).__name__)
+            logits = output.get("logits") if isinstance(output, dict) else output
+            if self.plugin.return_logits and isinstance(logits, torch.Tensor):
+                seen.append(whole_output(logits).detach())
+            return loss * part[1] * len(parts)
+
+        loss = self._accelerator.forward_backward(step, parts)
+        if self._engine.run_group is None:
+            loss = ranks.all_gather(whole_output(loss)).mean()
+        found = PipelineOutput(loss=loss.detach().requires_grad_())
+        if self.plugin.return_logits:
+            found["logits"] = torch.cat(seen) if seen else None
+        return found
+
+    def _forward(
+        self, model: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[torch.Tensor | None, Any]:
+        """Return the loss of a micro-batch, None if there is none, and the output."""
+        plugin = self.plugin
+        custom = (
+            plugin.custom_train_step_class,
+            plugin.custom_train_step_kwargs,
+            plugin.custom_get_batch_function,
+            plugin.custom_loss_function,
+        )
+        if all(one is None for one in custom):
+            output = call(*args, **kwargs)
+            loss = output.get("loss") if isinstance(output, dict) else None
+            return (None if loss is None else whole_output(loss)), output
+        if self._steps is None or self._steps[0] != (model, custom):
+            self._steps = (model, custom), make_train_step(plugin, model)
+        step = self._steps[1]
+        result, loss_func = step.forward_step(iter([kwargs]), model_of_step(step, call, plugin.return_logits))
+        loss, entries = loss_func(result)
+        return loss, PipelineOutput(entries)
+
+
+def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the means of losses over the data-parallel ranks, as one tensor. Collective over those.
+
+    Args:
+        losses: 0-dim.
+    """
+    found = torch.stack([loss.detach().reshape(()) for loss in losses])
+    return _loop().all_gather(found).mean(0)
+
+
+def gather_across_data_parallel_groups(tensor: Any) -> Any:
+    """Return the tensors of all data-parallel ranks, concatenated along the first dimension. Collective over those.
+
+    Args:
+        tensor: A tensor, or lists, tuples and dicts of them; each has the same shape on every rank.
+    """
+    ranks = _loop()
+    return map_tensors(lambda one: ranks.all_gather(one if one.dim() else one[None]).flatten(0, 1), tensor)
+
+
+def _loop() -> Any:
+    found = _newest.get("loop")
+    if found is None:
+        raise ConfigurationError("no Accelerator has a MegatronLMPlugin. Pass Accelerator(megatron_lm_plugin=…).")
+    return found._engine.data_ranks
