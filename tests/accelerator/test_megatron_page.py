@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +16,29 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
-from trainwright import Accelerator, DistributedType
+from trainwright import Accelerator, DistributedType, MegatronStrategy
+from trainwright.core.errors import ConfigurationError
+from trainwright.processes.partial_state import PartialState
 from trainwright.utils import (
+    BertTrainStep,
     GPTTrainStep,
+    MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
     MegatronLMPlugin,
+    T5TrainStep,
     avg_losses_across_data_parallel_group,
+    gather_across_data_parallel_groups,
 )
 
 transformers = pytest.importorskip("transformers")
 _STEPS, _BATCH = 6, 4
+
+
+@pytest.fixture(autouse=True)
+def _no_state() -> Iterator[None]:
+    PartialState._reset_state()
+    yield
+    PartialState._reset_state()
 
 
 def _gpt2() -> Any:
@@ -171,3 +187,130 @@ def test_the_page_trains_as_one_process_does(way: str, custom: bool, tmp_path: P
         assert rank[0] == pytest.approx(losses, rel=1e-4)
         assert rank[1] == pytest.approx(test, rel=1e-4)
         assert rank[2] == ((2, 8, 32) if "return_logits" in options else None)
+
+
+def test_advanced_options_of_the_page_are_refused_with_what_to_write() -> None:
+    for options, says in (
+        ({"other_megatron_args": {"position_embedding_type": "alibi"}}, "choose position embeddings"),
+        ({"other_megatron_args": {"attention_head_type": "multiquery"}}, "kinds of attention by the model"),
+        ({"context_parallel_size": 2}, "sequences and experts are not split"),
+        ({"megatron_dataset_flag": True}, "prepare a DataLoader"),
+        ({"recompute_method": "block"}, "use 'uniform'"),
+        ({"lr_decay_style": "linaer"}, "Did you mean 'linear'"),
+    ):
+        plugin = MegatronLMPlugin(**options)  # type: ignore[arg-type]  # one of each
+        with pytest.raises(ConfigurationError, match=says):
+            plugin.strategy(1)
+    with pytest.raises(ConfigurationError, match="Use a divisor of 2"):
+        MegatronLMPlugin(pp_degree=2, num_layers_per_virtual_pipeline_stage=3).strategy(2, _gpt2())
+    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(), cpu=True)
+    with pytest.raises(ConfigurationError, match="indexed data set of Megatron-LM"):
+        accelerator.prepare(MegatronLMDummyDataLoader(data_path="a", splits_string="1,0,0", seq_length=8))
+    with pytest.raises(ConfigurationError, match=r"Use MegatronLMPlugin\(num_micro_batches"):
+        Accelerator(megatron_lm_plugin=MegatronLMPlugin(), gradient_accumulation_steps=2, cpu=True)
+    with pytest.raises(ConfigurationError, match="both select the engine"):
+        Accelerator(megatron_lm_plugin=MegatronLMPlugin(), strategy="ddp", cpu=True)
+
+
+def test_variables_and_fields_describe_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"TP_DEGREE": "2", "PP_DEGREE": "2", "NUM_MICRO_BATCHES": "4", "GRADIENT_CLIPPING": "0.5"}
+    values |= {"RECOMPUTE_ACTIVATIONS": "True", "USE_DISTRIBUTED_OPTIMIZER": "True", "SEQUENCE_PARALLELISM": "True"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"MEGATRON_LM_{name}", value)
+    plugin = MegatronLMPlugin()
+    assert plugin.gradient_clipping == 0.5
+    assert plugin.sequence_parallelism is True
+    assert plugin.strategy(4) == MegatronStrategy(tp=2, pp=2, num_micro_batches=4, recompute="selective")
+    monkeypatch.undo()
+    plain = MegatronLMPlugin(num_layers_per_virtual_pipeline_stage=1, pp_degree=2, recompute_granularity="full")
+    assert (plain.tp_degree, plain.num_micro_batches, plain.gradient_clipping) == (1, 1, 1.0)
+    expected = MegatronStrategy(pp=2, schedule="interleaved1f1b", virtual_stages=2, recompute="full")
+    assert plain.strategy(2, _gpt2()) == expected.with_options(distributed_optimizer=False)
+
+
+def test_fields_and_defaults_are_those_of_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate.utils")
+    theirs = {one.name: one.default for one in fields(accelerate.MegatronLMPlugin)}
+    assert {one.name: one.default for one in fields(MegatronLMPlugin)} == theirs
+
+
+def test_weight_decay_and_a_cosine_follow_the_plugin() -> None:
+    options: dict[str, Any] = {"lr_decay_style": "cosine", "min_lr": 0.1, "lr_warmup_fraction": 0.5}
+    options |= {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.4}
+    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(**options), cpu=True)
+    optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer, scheduler = accelerator.prepare(optimizer, MegatronLMDummyScheduler(optimizer, total_num_steps=4))
+    found = []
+    for _ in range(6):
+        found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]))
+        optimizer.step()
+        scheduler.step()
+    expected = [(0.0, 0.0), (0.5, 0.1), (1.0, 0.2), (0.55, 0.3), (0.1, 0.4), (0.1, 0.4)]
+    assert [value for pair in found for value in pair] == pytest.approx([value for pair in expected for value in pair])
+    with pytest.raises(ConfigurationError, match=r"Accelerator\(megatron_lm_plugin=…\)"):
+        MegatronLMDummyScheduler(optimizer).step()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("kind", ["bert", "classes", "t5", "gpt"])
+def test_steps_compute_the_losses_of_transformers(kind: str) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+    sizes |= {"intermediate_size": 32, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    tokens = torch.randint(2, 32, (4, 8), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    if kind == "bert":
+        config = transformers.MegatronBertConfig(**sizes)
+        model, step = transformers.MegatronBertForPreTraining(config), BertTrainStep
+        batch["next_sentence_label"] = torch.tensor([0, 1, 0, 1])
+    elif kind == "classes":
+        model = transformers.MegatronBertForSequenceClassification(transformers.MegatronBertConfig(**sizes))
+        step, batch["labels"] = BertTrainStep, torch.tensor([0, 1, 1, 0])
+    elif kind == "t5":
+        config = transformers.T5Config(
+            d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=32, dropout_rate=0, pad_token_id=0,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+        model, step = transformers.T5ForConditionalGeneration(config), T5TrainStep
+    else:
+        model, step = _gpt2(), GPTTrainStep
+    expected = model(**batch).loss.item()
+    plugin = MegatronLMPlugin(custom_train_step_class=step, gradient_clipping=0)
+    model = Accelerator(megatron_lm_plugin=plugin, cpu=True).prepare(model)
+    assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
+    model.eval()
+    assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def _gathered() -> Any:
+    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(), cpu=True)
+    rank = torch.tensor(float(accelerator.process_index))
+    gathered = gather_across_data_parallel_groups({"a": rank, "b": rank.expand(2, 1)})
+    return gathered, avg_losses_across_data_parallel_group([rank, rank + 1])
+
+
+@pytest.mark.distributed
+def test_values_of_data_parallel_ranks_are_gathered() -> None:
+    for gathered, means in run_distributed(_gathered, 2, init=False, timeout=60):
+        assert gathered["a"].tolist() == [0.0, 1.0]
+        assert gathered["b"].flatten().tolist() == [0.0, 0.0, 1.0, 1.0]
+        assert means.tolist() == [0.5, 1.5]
+
+
+@pytest.mark.distributed
+def test_a_file_of_the_page_starts_a_script_on_two_stages(tmp_path: Path) -> None:
+    (tmp_path / "megatron.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MEGATRON_LM\ndowncast_bf16: 'no'\nfsdp_config: {}\n"
+        "megatron_lm_config:\n  megatron_lm_gradient_clipping: 0.25\n  megatron_lm_num_micro_batches: 2\n"
+        "  megatron_lm_pp_degree: 2\n  megatron_lm_recompute_activations: true\n"
+        "  megatron_lm_sequence_parallelism: true\n  megatron_lm_tp_degree: 1\n"
+        "  megatron_lm_use_distributed_optimizer: true\nnum_machines: 1\nnum_processes: 2\nuse_cpu: true\n"
+    )
+    (tmp_path / "script.py").write_text(
+        "from trainwright import Accelerator\naccelerator = Accelerator()\n"
+        "plugin = accelerator.state.megatron_lm_plugin\n"
+        "accelerator.print(accelerator.distributed_type.value, accelerator.strategy.pp, plugin.num_micro_batches, "
+        "plugin.gradient_clipping)\n"
+    )
+    command = [sys.executable, "-m", "trainwright", "launch", "--config_file", "megatron.yaml", "script.py"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert "MEGATRON_LM 2 2 0.25" in found.stdout, found.stderr

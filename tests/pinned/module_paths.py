@@ -77,8 +77,8 @@ _UTILS = {
         "AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType "
         "DataLoaderConfiguration DeepSpeedPlugin get_module_class_from_name "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs "
-        "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler MegatronLMPlugin ProfileKwargs ProjectConfiguration "
-        "TorchDynamoPlugin TorchTensorParallelPlugin"
+        "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler MegatronLMPlugin ProfileKwargs "
+        "ProjectConfiguration TorchDynamoPlugin TorchTensorParallelPlugin"
     ),
     "deepspeed": "DeepSpeedSchedulerWrapper DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
     "environment": (

@@ -44,7 +44,7 @@ class MegatronLoop:
 
     def __init__(self, plugin: MegatronLMPlugin, engine: Engine, accelerator: Any) -> None:
         self.plugin, self._engine = plugin, engine
-        self._accelerator = weakref.proxy(accelerator)
+        self._accelerator = accelerator
         self._direct = False  # calls of the model reach it as they are
         self._clipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._steps: tuple[Any, AbstractTrainStep] | None = None
@@ -75,7 +75,11 @@ class MegatronLoop:
             return
         self._clipped.add(optimizer)
         gradients, clip = self._engine.gradients, GradientClip(self.plugin.gradient_clipping)
-        optimizer.register_step_pre_hook(lambda one, *_: gradients.clip(parameters_of([one]), clip) and None)
+
+        def before_step(stepped: Optimizer, *_: object) -> None:
+            gradients.clip(parameters_of([stepped]), clip)
+
+        optimizer.register_step_pre_hook(before_step)
 
     def schedule(self, dummy: MegatronLMDummyScheduler, optimizer: Optimizer, *, per_process: bool) -> None:
         """Replace a placeholder by the schedule that the plugin describes.
