@@ -18,6 +18,7 @@ from trainwright.accelerator.megatron_schedule import MegatronLMDummyScheduler, 
 from trainwright.accelerator.megatron_steps import AbstractTrainStep, make_train_step, model_of_step
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import map_tensors
+from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.megatron.pipelined_loop import PipelineOutput, loss_of_output
 from trainwright.strategies.megatron.plugin import MegatronLMPlugin
@@ -50,12 +51,17 @@ class MegatronLoop:
         self._steps: tuple[Any, AbstractTrainStep] | None = None
         _newest["loop"] = self
 
+    @property
+    def data_ranks(self) -> DataRanks:
+        """The data-parallel ranks of the run."""
+        return self._engine.data_ranks
+
     def enlarge(self, loader: Any) -> Any:
         """Return a DataLoader whose batches have the rows of all micro-batches of a step."""
         num, sampler = self.plugin.num_micro_batches or 1, getattr(loader, "batch_sampler", None)
         own = getattr(sampler, "batch_size", None)
         if own is not None and not hasattr(self.plugin, "global_batch_size"):
-            self.plugin.set_training_args(own, self._engine.data_ranks.size)
+            self.plugin.set_training_args(own, self.data_ranks.size)
         if not isinstance(loader, DataLoader) or sampler is None or num == 1:
             return loader
         if own is None:
@@ -87,7 +93,7 @@ class MegatronLoop:
         Args:
             per_process: Steps are those of a loader that is not divided over data-parallel ranks.
         """
-        ranks = self._engine.data_ranks.size if per_process else 1
+        ranks = self.data_ranks.size if per_process else 1
         dummy.stand_for(
             MegatronSchedule(
                 optimizer, self.plugin, (dummy.total_num_steps or 0) // ranks, dummy.warmup_num_steps // ranks
@@ -110,7 +116,7 @@ class MegatronLoop:
         """Run a batch through a prepared model: in training forward and backward, otherwise forward. Collective."""
         if self._direct:
             return call(*args, **kwargs)
-        ranks = self._engine.data_ranks
+        ranks = self.data_ranks
         if not (model.training and torch.is_grad_enabled()):
             with torch.no_grad():
                 loss, output = self._forward(model, call, args, kwargs)
@@ -172,7 +178,7 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
         losses: 0-dim.
     """
     found = torch.stack([loss.detach().reshape(()) for loss in losses])
-    return _loop().all_gather(found).mean(0)
+    return _data_ranks().all_gather(found).mean(0)
 
 
 def gather_across_data_parallel_groups(tensor: Any) -> Any:
@@ -181,12 +187,12 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
     Args:
         tensor: A tensor, or lists, tuples and dicts of them; each has the same shape on every rank.
     """
-    ranks = _loop()
+    ranks = _data_ranks()
     return map_tensors(lambda one: ranks.all_gather(one if one.dim() else one[None]).flatten(0, 1), tensor)
 
 
-def _loop() -> Any:
+def _data_ranks() -> DataRanks:
     found = _newest.get("loop")
     if found is None:
         raise ConfigurationError("no Accelerator has a MegatronLMPlugin. Pass Accelerator(megatron_lm_plugin=…).")
-    return found._engine.data_ranks
+    return found.data_ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -86,7 +87,7 @@ class MegatronSchedule(LRScheduler):
             )
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rate of each group, and set the weight decays."""
         done = self.last_epoch
         start, end = self._wd
