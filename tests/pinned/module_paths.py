@@ -21,6 +21,9 @@ _HOMES = {
         "extract_model_from_parallel get_mixed_precision_context_manager get_module_class_from_name "
         "get_parameters_from_modules load merge_fsdp_weights save"
     ),
+    "accelerator.megatron.megatron_loop": "avg_losses_across_data_parallel_group gather_across_data_parallel_groups",
+    "accelerator.megatron.megatron_schedule": "MegatronLMDummyDataLoader MegatronLMDummyScheduler",
+    "accelerator.megatron.train_steps": "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep",
     "accelerator.prepared.scheduler": "DeepSpeedSchedulerWrapper",
     "accelerator.sharded_parts": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
     "bigmodels.maps.sizes": "named_module_tensors",

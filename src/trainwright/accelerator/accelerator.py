@@ -235,7 +235,7 @@ class Accelerator:
         plugin = self._settings.accumulation
         megatron = None
         if self._settings.megatron is not None:
-            from trainwright.accelerator.megatron import MegatronLoop  # imports all of FSDP
+            from trainwright.accelerator.megatron.megatron_loop import MegatronLoop  # imports all of FSDP
 
             megatron = MegatronLoop(self._settings.megatron, self.engine, self)
         if megatron is not None and num_steps > 1:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainwright.accelerator.accumulation import Accumulation
 from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.accelerator.loss_scale import LossScale
-from trainwright.accelerator.megatron_schedule import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
@@ -39,7 +39,7 @@ from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.engine import Engine
 
 if TYPE_CHECKING:
-    from trainwright.accelerator.megatron import MegatronLoop
+    from trainwright.accelerator.megatron.megatron_loop import MegatronLoop
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainwright.accelerator.megatron_schedule import MegatronLMDummyScheduler, MegatronSchedule
-from trainwright.accelerator.megatron_steps import AbstractTrainStep, make_train_step, model_of_step
+from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyScheduler, MegatronSchedule
+from trainwright.accelerator.megatron.train_steps import AbstractTrainStep, make_train_step, model_of_step
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.data_ranks import DataRanks
