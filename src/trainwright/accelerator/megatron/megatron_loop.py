@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,10 +26,6 @@ from trainwright.strategies.steps.gradients import GradientClip, parameters_of
 
 T = TypeVar("T")
 _newest: weakref.WeakValueDictionary[str, MegatronLoop] = weakref.WeakValueDictionary()
-
-
-def _without_cache(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return call(*args, **{"use_cache": False, **kwargs})
 
 
 class MegatronLoop:
@@ -125,9 +119,6 @@ class MegatronLoop:
             output = output if isinstance(output, dict) else PipelineOutput(logits=output)
             output["loss"] = ranks.all_gather(loss.detach()).mean()
             return output
-        config = getattr(model, "config", None)
-        if getattr(config, "use_cache", False) and "use_cache" in inspect.signature(model.forward).parameters:
-            call = partial(_without_cache, call)  # layers that are computed again would add to it twice
         parts = divide((args, kwargs), self.plugin.num_micro_batches or 1)
         seen: list[torch.Tensor] = []
 
