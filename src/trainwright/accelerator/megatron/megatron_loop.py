@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyScheduler, MegatronSchedule
-from trainwright.accelerator.megatron.train_steps import AbstractTrainStep, make_train_step, model_of_step
+from trainwright.accelerator.megatron.train_steps import AbstractTrainStep, GPTTrainStep, make_train_step
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.data_ranks import DataRanks
@@ -29,7 +30,7 @@ _newest: weakref.WeakValueDictionary[str, MegatronLoop] = weakref.WeakValueDicti
 
 
 class MegatronLoop:
-    """What `MegatronLMPlugin` changes in a user-written loop.
+    """A user-written loop under `MegatronLMPlugin`.
 
     Args:
         plugin: Its fields for steps and schedules may be set until the model is called.
@@ -38,11 +39,10 @@ class MegatronLoop:
     """
 
     def __init__(self, plugin: MegatronLMPlugin, engine: Engine, accelerator: Any) -> None:
-        self.plugin, self._engine = plugin, engine
-        self._accelerator = accelerator
+        self.plugin, self._engine, self._accelerator = plugin, engine, accelerator
         self._direct = False  # calls of the model reach it as they are
         self._clipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._steps: tuple[Any, AbstractTrainStep] | None = None
+        self._steps: weakref.WeakKeyDictionary[nn.Module, AbstractTrainStep] = weakref.WeakKeyDictionary()
         _newest["loop"] = self
 
     @property
@@ -54,7 +54,7 @@ class MegatronLoop:
         """Return a DataLoader whose batches have the rows of all micro-batches of a step."""
         num, sampler = self.plugin.num_micro_batches or 1, getattr(loader, "batch_sampler", None)
         own = getattr(sampler, "batch_size", None)
-        if own is not None and not hasattr(self.plugin, "global_batch_size"):
+        if own is not None and "global_batch_size" not in vars(self.plugin):
             self.plugin.set_training_args(own, self.data_ranks.size)
         if not isinstance(loader, DataLoader) or sampler is None or num == 1:
             return loader
@@ -74,10 +74,10 @@ class MegatronLoop:
         if not self.plugin.gradient_clipping or optimizer in self._clipped:
             return
         self._clipped.add(optimizer)
-        gradients, clip = self._engine.gradients, GradientClip(self.plugin.gradient_clipping)
+        clip = GradientClip(self.plugin.gradient_clipping)
 
         def before_step(stepped: Optimizer, *_: object) -> None:
-            gradients.clip(parameters_of([stepped]), clip)
+            self._engine.gradients.clip(parameters_of([stepped]), clip)
 
         optimizer.register_step_pre_hook(before_step)
 
@@ -88,11 +88,8 @@ class MegatronLoop:
             per_process: Steps are those of a loader that is not divided over data-parallel ranks.
         """
         ranks = self.data_ranks.size if per_process else 1
-        dummy.stand_for(
-            MegatronSchedule(
-                optimizer, self.plugin, (dummy.total_num_steps or 0) // ranks, dummy.warmup_num_steps // ranks
-            )
-        )
+        total, warmup = (dummy.total_num_steps or 0) // ranks, dummy.warmup_num_steps // ranks
+        dummy.stand_for(MegatronSchedule(optimizer, self.plugin, total, warmup))
 
     def direct(self, step: Callable[[Any], T]) -> Callable[[Any], T]:
         """Return a function in which calls of the model only run its forward."""
@@ -144,20 +141,15 @@ class MegatronLoop:
     ) -> tuple[torch.Tensor | None, Any]:
         """Return the loss of a micro-batch, None if there is none, and the output."""
         plugin = self.plugin
-        custom = (
-            plugin.custom_train_step_class,
-            plugin.custom_train_step_kwargs,
-            plugin.custom_get_batch_function,
-            plugin.custom_loss_function,
-        )
-        if all(one is None for one in custom):
+        if not (plugin.custom_train_step_class or plugin.custom_get_batch_function or plugin.custom_loss_function):
             output = call(*args, **kwargs)
             loss = output.get("loss") if isinstance(output, dict) else None
             return (None if loss is None else whole_output(loss)), output
-        if self._steps is None or self._steps[0] != (model, custom):
-            self._steps = (model, custom), make_train_step(plugin, model)
-        step = self._steps[1]
-        result, loss_func = step.forward_step(iter([kwargs]), model_of_step(step, call, plugin.return_logits))
+        if model not in self._steps:
+            self._steps[model] = make_train_step(plugin, model)
+        step = self._steps[model]
+        own = partial(step.call_model, call, plugin.return_logits) if isinstance(step, GPTTrainStep) else call
+        result, loss_func = step.forward_step(iter([kwargs]), own)
         loss, entries = loss_func(result)
         return loss, PipelineOutput(entries)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 
 
 class MegatronLMDummyDataLoader:
-    """The options of an indexed data set of Megatron-LM, which `prepare` does not support.
+    """An indexed data set of Megatron-LM, which is not supported.
 
     Args:
         dataset_kwargs: Any.
+
+    Raises:
+        ConfigurationError: Always.
     """
 
-    def __init__(self, **dataset_kwargs: Any) -> None:
-        self.dataset_args = dataset_kwargs
-
-    def refuse(self) -> None:
-        """Raise: such data cannot be read."""
+    def __init__(self, **dataset_kwargs: object) -> None:
         raise ConfigurationError(
             "MegatronLMDummyDataLoader names an indexed data set of Megatron-LM, which is not supported. Prepare a "
             "DataLoader of a data set that returns input_ids and labels."
@@ -44,21 +43,15 @@ class MegatronLMDummyScheduler(DummyScheduler):
         kwargs: Accepted; make no difference.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
-    ) -> None:
-        del kwargs
-        super().__init__(optimizer, total_num_steps, warmup_num_steps)
+    missing = (
+        "MegatronLMDummyScheduler stands for the schedule of MegatronLMPlugin. Prepare it with "
+        "Accelerator(megatron_lm_plugin=…), or use a scheduler of torch."
+    )
 
-    @property
-    def real(self) -> Any:
-        """The schedule of the optimizer."""
-        if self._real is None:
-            raise ConfigurationError(
-                "MegatronLMDummyScheduler stands for the schedule of MegatronLMPlugin. Prepare it with "
-                "Accelerator(megatron_lm_plugin=…), or use a scheduler of torch."
-            )
-        return self._real
+    def __init__(
+        self, optimizer: Optimizer, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: object
+    ) -> None:
+        super().__init__(optimizer, total_num_steps, warmup_num_steps)
 
 
 class MegatronSchedule(LRScheduler):
@@ -89,22 +82,22 @@ class MegatronSchedule(LRScheduler):
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rate of each group, and set the weight decays."""
-        done = self.last_epoch
         start, end = self._wd
         if self._wd_style != "constant" and start is not None and end is not None:
-            part = min(1.0, done / max(1, self._total))
-            part = part if self._wd_style == "linear" else 0.5 * (math.cos(math.pi * (1 - part)) + 1)
+            part = _rise(self._wd_style, self.last_epoch / max(1, self._total))
             for group in self.optimizer.param_groups:
                 group["weight_decay"] = start + part * (end - start)
-        return [self._at(done, float(base)) for base in self.base_lrs]
+        return [self._at(self.last_epoch, float(base)) for base in self.base_lrs]
 
     def _at(self, done: int, base: float) -> float:
         if self._warmup and done <= self._warmup:
             return base * done / self._warmup
         if self._style == "constant":
             return base
-        if done > self._decay:
-            return self._min_lr
-        part = (done - self._warmup) / max(1, self._decay - self._warmup)
-        rest = 1 - part if self._style == "linear" else 0.5 * (math.cos(math.pi * part) + 1)
-        return self._min_lr + rest * (base - self._min_lr)
+        part = _rise(self._style, (done - self._warmup) / max(1, self._decay - self._warmup))
+        return base + part * (self._min_lr - base)
+
+
+def _rise(style: str, part: float) -> float:
+    part = min(1.0, part)
+    return part if style == "linear" else 0.5 * (1 - math.cos(math.pi * part))

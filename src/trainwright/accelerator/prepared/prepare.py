@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainwright.accelerator.accumulation import Accumulation
 from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.accelerator.loss_scale import LossScale
-from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyScheduler
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
@@ -134,8 +134,6 @@ class PreparedObjects:
         """
         found = list(values)
         for i, (value, placed) in enumerate(zip(values, placements, strict=True)):
-            if isinstance(value, MegatronLMDummyDataLoader):
-                value.refuse()
             if isinstance(value, SkippedStart) and self._own(value) is value.loader:
                 continue
             if isinstance(value, (DataLoader, CombinedLoader, AcceleratedLoader, SkippedStart)):
