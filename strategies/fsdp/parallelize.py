@@ -371,6 +371,10 @@ class ParallelModel:
 
     # The end
 
+    def until_taken_apart(self, context: AbstractContextManager[object]) -> None:
+        """Enter a context, which `take_apart` leaves. Not collective."""
+        self._undo.enter_context(context)
+
     def take_apart(self) -> None:
         """Take everything but the pieces themselves off the task. Not collective."""
         if not self.is_together:

@@ -40,6 +40,8 @@ from trainwright.core.task import TaskModule
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
+from trainwright.strategies.context.attention import Kind
+from trainwright.strategies.context.sequences import SplitSequences
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import MetaBuilding, end_pieces
@@ -51,6 +53,7 @@ from trainwright.strategies.fsdp.options import (
     RESHARDING,
     check_arguments,
     check_optimizers,
+    check_sequence_ranks,
     mesh_shape,
     mixed_precision_policy,
     offload_flag,
@@ -113,6 +116,9 @@ class FSDPStrategy(DataParallel):
             its host and writes it.
         tp: over how many ranks, next to each other, layers are split (see `TensorParallelStrategy`); the others see
             different data.
+        cp, sp: over how many ranks, next to each other, the sequences of each batch are split: attention sends keys and
+            values around a ring (`cp`), or exchanges its heads (`sp`, as in DeepSpeed Ulysses). One of them must be 1.
+            These ranks hold shards, too. See `TaskModule.split_sequences`.
         tensor_parallel_plan: which layers; what the task's `tensor_parallel_plan` returns unless told.
         timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
 
@@ -152,6 +158,8 @@ class FSDPStrategy(DataParallel):
         weights_after_stage: str = "main",
         state_dict_type: str = "sharded",
         tp: int = 1,
+        cp: int = 1,
+        sp: int = 1,
         tensor_parallel_plan: Plan | None = None,
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
@@ -184,7 +192,8 @@ class FSDPStrategy(DataParallel):
                 "all but rank 0. Leave one out."
             )
         self.state_dict_type = state_dict_type_name(state_dict_type)
-        self.tp = check_tp_size(tp)
+        self.tp, self.cp, self.sp = check_tp_size(tp), cp, sp
+        check_sequence_ranks(cp, sp)
         self.tensor_parallel_plan = tensor_parallel_plan
         self.activation_checkpointing_save = activation_checkpointing_save
         Recomputed(self.activation_checkpointing, activation_checkpointing_save)  # checks them
@@ -213,6 +222,7 @@ class FSDPStrategy(DataParallel):
             self.sharding_strategy,
             self.device_mesh,
             tp=tp,
+            cp=self.cp * self.sp,
             num_nodes=settings.num_nodes,
             devices_per_node=len(settings.device_indices),
         )
@@ -220,6 +230,11 @@ class FSDPStrategy(DataParallel):
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
         self.check_converts(settings, self.mesh_shape(settings).tp == 1 or settings.precision.splits_converted)
+        if self.cp * self.sp > 1 and settings.compile_options is not None:
+            raise ConfigurationError(
+                f"compile=True is not supported with cp={self.cp}, sp={self.sp}: ranks communicate within attention. "
+                "Leave it out."
+            )
         if settings.precision.fp8_all_gather and (self.cpu_offload or type(self.reshard_after_forward) is int):
             name = "cpu_offload" if self.cpu_offload else "reshard_after_forward"
             raise ConfigurationError(
@@ -265,6 +280,7 @@ class FSDPEngine(ParallelEngine):
         super().__init__(strategy, settings)
         self._building = MetaBuilding(everywhere=strategy.meta_init, others=strategy.cpu_ram_efficient_loading)
         self.gradients = ShardedGradients(self.device)
+        self.sequences: SplitSequences | None = None
         self._replaced: Any = WeakIdKeyDictionary()  # a parameter of a loop's model → the sharded one
 
     def start(self, topology: Topology) -> None:
@@ -272,8 +288,11 @@ class FSDPEngine(ParallelEngine):
         self.gradients = ShardedGradients(self.device)
         shape = self.strategy.mesh_shape(self.settings)
         self.mesh = mesh = shape.device_mesh(self.settings.device_type, shards=self._sharding() is not None)
-        apart = 1 < shape.dp_replicate * shape.dp_shard < shape.size
+        apart = 1 < shape.dp_replicate * shape.dp_shard * shape.cp < shape.size
         self.data_ranks = shape.data_ranks(self.processes, data_group(mesh) if apart else None)
+        if shape.cp > 1:
+            kind: Kind = "ring" if self.strategy.cp > 1 else "ulysses"
+            self.sequences = SplitSequences(shape.sequence_group(), kind)
 
     # Model and optimizers
 
@@ -339,6 +358,8 @@ class FSDPEngine(ParallelEngine):
             device=self.device,
             context=lambda: self.precision.forward_context(self.device.type),
         )
+        if self.sequences is not None:
+            found.until_taken_apart(self.sequences.models(model))
         self.gradients.models.append(found)
         return found
 
@@ -364,9 +385,15 @@ class FSDPEngine(ParallelEngine):
         super().attach(run, hooks, sink, counts_items=counts_items)
 
     def make_step(self, parts: StepParts) -> Step:
+        parts = self._over_sequences(parts)
         if not self.strategy.sync_each_batch:
             parts = replace(parts, synchronize=self.gradients.models[0].synchronize)
         return super().make_step(parts)
+
+    def _over_sequences(self, parts: StepParts) -> StepParts:
+        if self.sequences is None or parts.run.stage == "predict":  # whose outputs are whole
+            return parts
+        return self.sequences.step_parts(parts)
 
     # User-written loops
 

@@ -25,7 +25,7 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import give_up, materialize
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
-from trainwright.strategies.fsdp.options import check_optimizers, one_of
+from trainwright.strategies.fsdp.options import check_optimizers, check_sizes, one_of
 from trainwright.strategies.fsdp.parallelize import Sharding
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy, check_full, widen
 from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
@@ -55,6 +55,7 @@ class MegatronStrategy(FSDPStrategy):
     Args:
         pp: Stages of the pipeline. Default: 1.
         tp: Ranks that split each layer (see `FSDPStrategy`). Default: 1.
+        cp, sp: Ranks that split the sequences of a batch (see `FSDPStrategy`). Default: 1.
         dp_shard: Ranks that shard a stage and see different data; None: as many as the other sizes leave.
         dp_replicate: Replicas of the model, which see different data. Default: 1.
         num_micro_batches: Micro-batches into which each batch is divided along its first dimension. Those of all
@@ -100,6 +101,8 @@ class MegatronStrategy(FSDPStrategy):
         *,
         pp: int = 1,
         tp: int = 1,
+        cp: int = 1,
+        sp: int = 1,
         dp_shard: int | None = None,
         dp_replicate: int = 1,
         num_micro_batches: int = 1,
@@ -118,6 +121,8 @@ class MegatronStrategy(FSDPStrategy):
     ) -> None:
         super().__init__(
             tp=tp,
+            cp=cp,
+            sp=sp,
             tensor_parallel_plan=tensor_parallel_plan,
             auto_wrap_policy=auto_wrap_policy,
             activation_checkpointing=recompute is not None,
@@ -129,10 +134,7 @@ class MegatronStrategy(FSDPStrategy):
             process_group_backend=process_group_backend,
         )
         counts = {"pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
-        counts |= {"num_micro_batches": num_micro_batches, "virtual_stages": virtual_stages}
-        for name, size in counts.items():
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ConfigurationError(f"{name}={size!r}: write a whole number of at least 1.")
+        check_sizes(**counts, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages)
         check_tp_size(tp)
         self.schedule = one_of("schedule", schedule.lower(), tuple(SCHEDULES))
         if recompute is not None:
@@ -154,10 +156,11 @@ class MegatronStrategy(FSDPStrategy):
         self.split_points = None if split_points is None else list(split_points)
 
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
-        world, fixed = settings.num_processes, self.pp * self.tp * self.dp_replicate
+        split = self.cp * self.sp
+        world, fixed = settings.num_processes, self.pp * self.tp * split * self.dp_replicate
         shards = world // fixed if self.dp_shard is None else self.dp_shard
         if fixed * shards != world or not shards:
-            sizes = f"pp={self.pp}, tp={self.tp}, dp_replicate={self.dp_replicate}"
+            sizes = f"pp={self.pp}, tp={self.tp}, cp={split}, dp_replicate={self.dp_replicate}"
             product = fixed * (self.dp_shard or 1)
             below, above = world // product * product, -(-world // product) * product
             nearby = " or ".join(str(size) for size in dict.fromkeys((below, above)) if size)
@@ -171,7 +174,7 @@ class MegatronStrategy(FSDPStrategy):
         replicas = self.dp_replicate
         if not self.distributed_optimizer and self.dp_shard is None:
             replicas, shards = replicas * shards, 1
-        return MeshShape(pp=self.pp, dp_replicate=replicas, dp_shard=shards, tp=self.tp)
+        return MeshShape(pp=self.pp, dp_replicate=replicas, dp_shard=shards, cp=split, tp=self.tp)
 
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
@@ -201,7 +204,7 @@ class PipelineEngine(FSDPEngine):
 
     def _sharding(self) -> Sharding | None:
         shape = self.strategy.mesh_shape(self.settings)
-        return super()._sharding() if shape.dp_replicate * shape.dp_shard > 1 else None
+        return super()._sharding() if shape.dp_replicate * shape.dp_shard * shape.cp > 1 else None
 
     def _place(self, task: TaskModule) -> None:
         self._divide(task)
@@ -313,7 +316,7 @@ class PipelineEngine(FSDPEngine):
     def make_step(self, parts: StepParts) -> Step:
         wire = self.pipeline.wire
         return PipelineStep(
-            parts,
+            self._over_sequences(parts),
             self.pipeline,
             PipelineRunner(self.strategy.schedule, self.pipeline, self.gradients.models[0].synchronize),
             self.processes,
