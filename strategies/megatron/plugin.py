@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,9 @@ from trainwright.strategies.fsdp.options import one_of
 from trainwright.strategies.megatron.stages import layers_of
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 
-_SIZES = "sequences and experts are not split; use tp_degree or pp_degree, and remove it"
+# What to write instead of options of Megatron-LM itself.
+_SEQUENCES = "sequences of a user-written loop are not split; Trainer(strategy=MegatronStrategy(cp=…)) splits a task's"
+_EXPERTS = "experts are not split; use tp_degree or pp_degree, and remove it"
 _DROPOUT = "the model's own configuration sets it, such as GPT2Config(attn_pdrop=…, resid_pdrop=…); remove it"
 _STAGES = "write Accelerator(strategy=MegatronStrategy(split_points=…)), which names the first layer of each stage"
 _SAMPLES = "schedules count optimizer steps; use train_iters, lr_decay_iters or lr_warmup_iters"
@@ -24,50 +26,23 @@ _DATA = "indexed data sets of Megatron-LM are not supported; prepare a DataLoade
 _TRACKERS = "pass Accelerator(log_with='tensorboard', project_dir=…), and remove it"
 _LATER = "save_state and load_state always include the optimizer; remove it"
 _HOST = "the optimizer stays on the device; write Accelerator(fsdp_plugin=…) with cpu_offload=True for one on the host"
-# Fields that only request something with other values than these, and what to write instead.
-_REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
-    "use_custom_fsdp": ("use_distributed_optimizer=True shards parameters by FSDP; remove it", (False,)),
-    "overlap_cpu_optimizer_d2h_h2d": (_HOST, (False,)),
-    "optimizer_cpu_offload": (_HOST, (False,)),
-    "use_precision_aware_optimizer": ("choose an optimizer that stores narrow states, and remove it", (False,)),
-    "no_load_optim": (_LATER, (False,)),
-    "no_save_optim": (_LATER, (False,)),
-    "eod_mask_loss": ("set labels to -100 where the loss does not count, and remove it", (False,)),
-    "decoder_last_pipeline_num_layers": (_STAGES, ()),
-    "pipeline_model_parallel_split_rank": ("a pipeline has one stack of layers; use tp_degree for an encoder and a "
-                                           "decoder", ()),
-    "recompute_method": ("all layers are computed again; use 'uniform'", ("uniform",)),
-    "recompute_num_layers": ("each layer is computed again by itself; use 1", (1,)),
-    "expert_model_parallel_size": (_SIZES, (1,)),
-    "expert_tensor_parallel_size": (_SIZES, (1,)),
-    "context_parallel_size": (_SIZES, (1,)),
-    "attention_dropout": (_DROPOUT, (0.0,)),
-    "hidden_dropout": (_DROPOUT, (0.0,)),
-    "calculate_per_token_loss": ("each micro-batch counts by its rows; accelerator.backward(loss, num_items=…) under "
-                                 "another strategy counts tokens", (False,)),
-    "use_rotary_position_embeddings": ("the model determines its position embeddings, as Llama's do; remove it",
-                                       (False,)),
-    "train_samples": (_SAMPLES, ()),
-    "lr_decay_samples": (_SAMPLES, ()),
-    "lr_warmup_samples": (_SAMPLES, (0,)),
-    "consumed_samples": ("load_state restores the position in the data; remove it", ([0], [0, 0], [0, 0, 0])),
-    "no_wd_decay_cond": (_GROUPS, ()),
-    "scale_lr_cond": (_GROUPS, ()),
-    "lr_mult": (_GROUPS, (1.0,)),
-    "megatron_dataset_flag": (_DATA, (False,)),
-    "tensorboard_dir": (_TRACKERS, ()),
-    "set_all_logging_options": (_TRACKERS, (False,)),
-    "custom_model_provider_function": (_MODEL, ()),
-    "custom_prepare_model_function": (_MODEL, ()),
-    "custom_megatron_datasets_provider_function": (_DATA, ()),
-    "other_megatron_args": ("Megatron-LM itself does not run; choose position embeddings and kinds of attention by the "
-                            "model, and remove it", ({},)),
-}  # fmt: skip
-_DEFAULTS = {"tp_degree": 1, "pp_degree": 1, "num_micro_batches": 1, "gradient_clipping": 1.0}
+_ENCODER = "a pipeline has one stack of layers; use tp_degree for an encoder and a decoder"
+_CONSUMED = "load_state restores the position in the data; remove it"
+_ITSELF = "choose position embeddings and kinds of attention by the model; Megatron-LM itself does not run"
 
 
-def _variable(name: str, read: Callable[[str], Any] = str) -> Any:
-    return from_variable(f"MEGATRON_LM_{name}", read)
+def _variable(read: Callable[[str], Any] = str, refusal: str = "", *harmless: object) -> Any:
+    """Return a field whose default is its environment variable.
+
+    Args:
+        refusal: What to write instead of another value than the `harmless` ones; empty: all are supported.
+    """
+    return from_variable("MEGATRON_LM_{}", read, **_refused(refusal, *harmless))
+
+
+def _refused(refusal: str, *harmless: object) -> dict[str, object]:
+    """Return the metadata of a field that is refused with other values than None and the `harmless` ones."""
+    return {"refusal": refusal, "harmless": harmless}
 
 
 @dataclass
@@ -100,75 +75,77 @@ class MegatronLMPlugin(VariableFields):
     Other fields are options of Megatron-LM. A value that requests something is an error, which says what to write.
     """
 
-    tp_degree: int | None = _variable("TP_DEGREE", int)
-    pp_degree: int | None = _variable("PP_DEGREE", int)
-    use_custom_fsdp: bool | None = _variable("USE_CUSTOM_FSDP", as_flag)
-    overlap_cpu_optimizer_d2h_h2d: bool | None = _variable("OVERLAP_CPU_OPTIMIZER_D2H_H2D", as_flag)
-    no_load_optim: bool | None = _variable("NO_LOAD_OPTIM", as_flag)
-    eod_mask_loss: bool | None = _variable("EOD_MASK_LOSS", as_flag)
-    no_save_optim: bool | None = _variable("NO_SAVE_OPTIM", as_flag)
-    optimizer_cpu_offload: bool | None = _variable("OPTIMIZER_CPU_OFFLOAD", as_flag)
-    use_precision_aware_optimizer: bool | None = _variable("USE_PRECISION_AWARE_OPTIMIZER", as_flag)
-    decoder_last_pipeline_num_layers: int | None = _variable("DECODER_LAST_PIPELINE_NUM_LAYERS", int)
-    recompute_granularity: str | None = _variable("RECOMPUTE_GRANULARITY")
-    recompute_method: str | None = _variable("RECOMPUTE_METHOD")
-    recompute_num_layers: int | None = _variable("RECOMPUTE_NUM_LAYERS", int)
-    attention_backend: bool | str | None = _variable("ATTENTION_BACKEND")
-    expert_model_parallel_size: int | None = _variable("EXPERT_MODEL_PARALLEL_SIZE", int)
-    context_parallel_size: int | None = _variable("CONTEXT_PARALLEL_SIZE", int)
-    attention_dropout: float | None = _variable("ATTENTION_DROPOUT", float)
-    hidden_dropout: float | None = _variable("HIDDEN_DROPOUT", float)
-    attention_softmax_in_fp32: bool | None = _variable("ATTENTION_SOFTMAX_IN_FP32", as_flag)
-    expert_tensor_parallel_size: int | None = _variable("EXPERT_TENSOR_PARALLEL_SIZE", int)
-    calculate_per_token_loss: bool | None = _variable("CALCULATE_PER_TOKEN_LOSS", as_flag)
-    use_rotary_position_embeddings: bool | None = _variable("USE_ROTARY_POSITION_EMBEDDINGS", as_flag)
-    num_micro_batches: int | None = _variable("NUM_MICRO_BATCHES", int)
-    gradient_clipping: float | None = _variable("GRADIENT_CLIPPING", float)
-    sequence_parallelism: bool | None = _variable("SEQUENCE_PARALLELISM", as_flag)
-    recompute_activations: bool | None = _variable("RECOMPUTE_ACTIVATIONS", as_flag)
-    use_distributed_optimizer: bool | None = _variable("USE_DISTRIBUTED_OPTIMIZER", as_flag)
-    pipeline_model_parallel_split_rank: int | None = None
+    tp_degree: int | None = _variable(int)
+    pp_degree: int | None = _variable(int)
+    use_custom_fsdp: bool | None = _variable(as_flag, "use use_distributed_optimizer=True", False)
+    overlap_cpu_optimizer_d2h_h2d: bool | None = _variable(as_flag, _HOST, False)
+    no_load_optim: bool | None = _variable(as_flag, _LATER, False)
+    eod_mask_loss: bool | None = _variable(as_flag, "set labels to -100 where the loss does not count", False)
+    no_save_optim: bool | None = _variable(as_flag, _LATER, False)
+    optimizer_cpu_offload: bool | None = _variable(as_flag, _HOST, False)
+    use_precision_aware_optimizer: bool | None = _variable(as_flag, "choose an optimizer with narrow states", False)
+    decoder_last_pipeline_num_layers: int | None = _variable(int, _STAGES)
+    recompute_granularity: str | None = _variable()
+    recompute_method: str | None = _variable(str, "all layers are recomputed; use 'uniform'", "uniform")
+    recompute_num_layers: int | None = _variable(int, "each layer is recomputed by itself; use 1", 1)
+    attention_backend: bool | str | None = _variable()
+    expert_model_parallel_size: int | None = _variable(int, _EXPERTS, 1)
+    context_parallel_size: int | None = _variable(int, _SEQUENCES, 1)
+    attention_dropout: float | None = _variable(float, _DROPOUT, 0.0)
+    hidden_dropout: float | None = _variable(float, _DROPOUT, 0.0)
+    attention_softmax_in_fp32: bool | None = _variable(as_flag)
+    expert_tensor_parallel_size: int | None = _variable(int, _EXPERTS, 1)
+    calculate_per_token_loss: bool | None = _variable(as_flag, "each micro-batch counts by its rows", False)
+    use_rotary_position_embeddings: bool | None = _variable(as_flag, "the model determines its positions", False)
+    num_micro_batches: int | None = _variable(int)
+    gradient_clipping: float | None = _variable(float)
+    sequence_parallelism: bool | None = _variable(as_flag)
+    recompute_activations: bool | None = _variable(as_flag)
+    use_distributed_optimizer: bool | None = _variable(as_flag)
+    pipeline_model_parallel_split_rank: int | None = field(default=None, metadata=_refused(_ENCODER))
     num_layers_per_virtual_pipeline_stage: int | None = None
     is_train_batch_min: bool | str = True
     train_iters: int | None = None
-    train_samples: int | None = None
+    train_samples: int | None = field(default=None, metadata=_refused(_SAMPLES))
     weight_decay_incr_style: str = "constant"
     start_weight_decay: float | None = None
     end_weight_decay: float | None = None
     lr_decay_style: str = "linear"
     lr_decay_iters: int | None = None
-    lr_decay_samples: int | None = None
+    lr_decay_samples: int | None = field(default=None, metadata=_refused(_SAMPLES))
     lr_warmup_iters: int | None = None
-    lr_warmup_samples: int | None = None
+    lr_warmup_samples: int | None = field(default=None, metadata=_refused(_SAMPLES, 0))
     lr_warmup_fraction: float | None = None
     min_lr: float = 0
-    consumed_samples: list[int] | None = None
-    no_wd_decay_cond: Callable[..., Any] | None = None
-    scale_lr_cond: Callable[..., Any] | None = None
-    lr_mult: float = 1.0
-    megatron_dataset_flag: bool = False
+    consumed_samples: list[int] | None = field(default=None, metadata=_refused(_CONSUMED, [0, 0, 0]))
+    no_wd_decay_cond: Callable[..., Any] | None = field(default=None, metadata=_refused(_GROUPS))
+    scale_lr_cond: Callable[..., Any] | None = field(default=None, metadata=_refused(_GROUPS))
+    lr_mult: float = field(default=1.0, metadata=_refused(_GROUPS, 1.0))
+    megatron_dataset_flag: bool = field(default=False, metadata=_refused(_DATA, False))
     seq_length: int | None = None
     encoder_seq_length: int | None = None
     decoder_seq_length: int | None = None
-    tensorboard_dir: str | None = None
-    set_all_logging_options: bool = False
+    tensorboard_dir: str | None = field(default=None, metadata=_refused(_TRACKERS))
+    set_all_logging_options: bool = field(default=False, metadata=_refused(_TRACKERS, False))
     eval_iters: int = 100
     eval_interval: int = 1000
     return_logits: bool = False
     custom_train_step_class: Any = None
     custom_train_step_kwargs: dict[str, Any] | None = None
-    custom_model_provider_function: Callable[..., Any] | None = None
-    custom_prepare_model_function: Callable[..., Any] | None = None
-    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = field(default=None, metadata=_refused(_MODEL))
+    custom_prepare_model_function: Callable[..., Any] | None = field(default=None, metadata=_refused(_MODEL))
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = field(
+        default=None, metadata=_refused(_DATA)
+    )
     custom_get_batch_function: Callable[..., Any] | None = None
     custom_loss_function: Callable[..., Any] | None = None
-    other_megatron_args: dict[str, Any] | None = None
+    other_megatron_args: dict[str, Any] | None = field(default=None, metadata=_refused(_ITSELF, {}))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, default in _DEFAULTS.items():
+        for name in ("tp_degree", "pp_degree", "num_micro_batches", "gradient_clipping"):
             if getattr(self, name) is None:
-                setattr(self, name, default)
+                setattr(self, name, 1)
         for name in ("sequence_parallelism", "recompute_activations", "use_distributed_optimizer"):
             setattr(self, name, bool(getattr(self, name)))
 
@@ -190,10 +167,10 @@ class MegatronLMPlugin(VariableFields):
         Raises:
             ConfigurationError: An option is unknown, or the strategy does not support it.
         """
-        for name, (reason, harmless) in _REFUSED.items():
-            value = getattr(self, name)
-            if value is not None and value not in harmless:
-                raise ConfigurationError(f"{name}={value!r} of MegatronLMPlugin is not supported: {reason}.")
+        for one in fields(self):
+            value, refusal = getattr(self, one.name), one.metadata.get("refusal")
+            if refusal and value is not None and value not in one.metadata["harmless"]:
+                raise ConfigurationError(f"{one.name}={value!r} of MegatronLMPlugin is not supported: {refusal}.")
         if self.recompute_granularity is not None:
             one_of("recompute_granularity", self.recompute_granularity, ("full", "selective"))
         one_of("lr_decay_style", self.lr_decay_style, ("linear", "cosine", "constant"))
@@ -215,8 +192,8 @@ class MegatronLMPlugin(VariableFields):
             return 1 if each is None else 2
         num_layers = len(layers_of(model, pp))
         if each < 1 or num_layers % (pp * each):
+            problem = f"{num_layers} layers cannot be divided by pp_degree={pp} × {each}"
             raise ConfigurationError(
-                f"num_layers_per_virtual_pipeline_stage={each}: {num_layers} layers cannot be divided by pp_degree={pp}"
-                f" × {each}. Use a divisor of {num_layers // pp}."
+                f"num_layers_per_virtual_pipeline_stage={each}: {problem}. Use a divisor of {num_layers // pp}."
             )
         return num_layers // (pp * each)

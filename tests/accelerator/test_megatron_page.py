@@ -193,7 +193,7 @@ def test_advanced_options_of_the_page_are_refused_with_what_to_write() -> None:
     for options, says in (
         ({"other_megatron_args": {"position_embedding_type": "alibi"}}, "choose position embeddings"),
         ({"other_megatron_args": {"attention_head_type": "multiquery"}}, "kinds of attention by the model"),
-        ({"context_parallel_size": 2}, "sequences and experts are not split"),
+        ({"context_parallel_size": 2}, "sequences of a user-written loop are not split"),
         ({"megatron_dataset_flag": True}, "prepare a DataLoader"),
         ({"recompute_method": "block"}, "use 'uniform'"),
         ({"lr_decay_style": "linaer"}, "Did you mean 'linear'"),

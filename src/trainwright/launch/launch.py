@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,10 @@ def check(command: LaunchCommand) -> None:
 def check_options(config: LaunchConfig) -> None:
     """Check options against each other."""
     check_supported(config)
-    engines = [("use_fsdp", "use_deepspeed"), ("use_fsdp", "use_megatron_lm"), ("use_deepspeed", "use_megatron_lm")]
     for one, other in (
-        *engines,
+        *combinations(("use_fsdp", "use_deepspeed", "use_megatron_lm"), 2),
         ("use_parallelism_config", "use_megatron_lm"),
-        ("cpu", "multi_gpu"),
-        ("tpu", "cpu"),
-        ("tpu", "multi_gpu"),
+        *combinations(("tpu", "cpu", "multi_gpu"), 2),
     ):
         if getattr(config, one) and getattr(config, other):
             raise ConfigurationError(f"--{one} and --{other} exclude each other. Pass one of them.")

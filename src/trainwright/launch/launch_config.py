@@ -98,6 +98,7 @@ def _option(group: str, help: str, read: Callable[[str], Any] = str, variable: s
 
 
 _LATER = "not supported yet"
+_MEGATRON = "Megatron-LM itself does not run; remove the option, or pass it to MegatronLMPlugin for what to write"
 _TPU = "start the script on each machine of a pod with --tpu; trainwright tpu-config runs commands there"
 _MPI = "start the script by mpirun itself, whose variables are read"
 _SEQUENCES = "splitting sequences is not supported; use --parallelism_config_tp_size, which splits layers"
@@ -115,13 +116,20 @@ _FP8 = (
 _REFUSED = {
     "": "use_xpu! no_tpu_cluster! same_network! parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
     "parallelism_config_sp_backend parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable "
-    "parallelism_config_sp_attn_implementation",
+    "parallelism_config_sp_attn_implementation megatron_lm_attention_backend megatron_lm_attention_softmax_in_fp32",
     _IPEX: "ipex!",
     _TPU: "tpu_cluster! tpu_use_cluster! tpu_use_sudo! vm env main_training_function=main",
     _SECRET: "aws_access_key_id aws_secret_access_key",
     _MPI: "mpirun_hostfile mpirun_ccl=1",
     _OFFLOAD: "fsdp_activation_checkpointing_offload",
     _FP8: "fp8_backend=ao",
+    _MEGATRON: "megatron_lm_use_custom_fsdp megatron_lm_no_load_optim megatron_lm_no_save_optim "
+    "megatron_lm_optimizer_cpu_offload megatron_lm_overlap_cpu_optimizer_d2h_h2d megatron_lm_eod_mask_loss "
+    "megatron_lm_use_precision_aware_optimizer megatron_lm_decoder_last_pipeline_num_layers "
+    "megatron_lm_recompute_method=uniform megatron_lm_recompute_num_layers=1 megatron_lm_context_parallel_size=1 "
+    "megatron_lm_expert_model_parallel_size=1 megatron_lm_expert_tensor_parallel_size=1 "
+    "megatron_lm_attention_dropout=0.0 megatron_lm_hidden_dropout=0.0 megatron_lm_calculate_per_token_loss "
+    "megatron_lm_use_rotary_position_embeddings",
 }
 # The same for all options that begin so.
 REFUSED_BEGINNINGS = {"fp8_": _FP8}
@@ -221,25 +229,6 @@ class LaunchConfig:
     megatron_lm_use_distributed_optimizer: bool | None = _megatron("Shard what ranks with other data hold.", as_bool)
     megatron_lm_gradient_clipping: float | None = _megatron("Largest norm of gradients; 0: any.", float)
     megatron_lm_recompute_granularity: str | None = _megatron("full or selective.", choices=("full", "selective"))
-    megatron_lm_recompute_method: str | None = _megatron("Only uniform.")
-    megatron_lm_recompute_num_layers: int | None = _megatron("Only 1.", int)
-    megatron_lm_attention_backend: str | None = _megatron("Accepted.")
-    megatron_lm_attention_softmax_in_fp32: bool | None = _megatron("Accepted.", as_bool)
-    megatron_lm_use_custom_fsdp: bool | None = _megatron("Only false.", as_bool)
-    megatron_lm_no_load_optim: bool | None = _megatron("Only false.", as_bool)
-    megatron_lm_no_save_optim: bool | None = _megatron("Only false.", as_bool)
-    megatron_lm_eod_mask_loss: bool | None = _megatron("Only false.", as_bool)
-    megatron_lm_optimizer_cpu_offload: bool | None = _megatron("Only false.", as_bool)
-    megatron_lm_overlap_cpu_optimizer_d2h_h2d: bool | None = _megatron("Only false.", as_bool)
-    megatron_lm_use_precision_aware_optimizer: bool | None = _megatron("Only false.", as_bool)
-    megatron_lm_decoder_last_pipeline_num_layers: int | None = _megatron("Not supported.", int)
-    megatron_lm_expert_model_parallel_size: int | None = _megatron("Only 1.", int)
-    megatron_lm_expert_tensor_parallel_size: int | None = _megatron("Only 1.", int)
-    megatron_lm_context_parallel_size: int | None = _megatron("Only 1.", int)
-    megatron_lm_attention_dropout: float | None = _megatron("Only 0.", float)
-    megatron_lm_hidden_dropout: float | None = _megatron("Only 0.", float)
-    megatron_lm_calculate_per_token_loss: bool | None = _megatron("Only false.", as_bool)
-    megatron_lm_use_rotary_position_embeddings: bool | None = _megatron("Only false.", as_bool)
 
     def set_options(self) -> dict[str, Any]:
         """Return the options that are set, by their names."""
