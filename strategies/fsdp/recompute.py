@@ -91,7 +91,7 @@ def _caching(task: nn.Module) -> list[nn.Module]:
     return [m for m in found if "use_cache" in inspect.signature(m.forward).parameters]
 
 
-def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pass `use_cache=False` in training: a layer that runs again in backward would append to the cache again."""
     return args, {**kwargs, "use_cache": False} if module.training and torch.is_grad_enabled() else kwargs
 

@@ -132,10 +132,9 @@ class Accelerator:
 
     The variables of `accelerate launch` (`ACCELERATE_MIXED_PRECISION`, `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`,
     `ACCELERATE_USE_CPU`, `ACCELERATE_DYNAMO_BACKEND`) are the defaults of arguments that are not given.
-    `ACCELERATE_USE_FSDP` selects FSDP with the options of the variables `FSDP_…`, and `ACCELERATE_USE_DEEPSPEED`
-    selects DeepSpeed with those of `ACCELERATE_DEEPSPEED_…`, and `ACCELERATE_USE_MEGATRON_LM` `MegatronStrategy` with
-    those of `MEGATRON_LM_…`. Variables that an argument overrides, and others that
-    request something, raise a warning.
+    `ACCELERATE_USE_FSDP` selects FSDP with the options of the variables `FSDP_…`, `ACCELERATE_USE_DEEPSPEED` DeepSpeed
+    with those of `ACCELERATE_DEEPSPEED_…`, and `ACCELERATE_USE_MEGATRON_LM` `MegatronStrategy` with those of
+    `MEGATRON_LM_…`. Variables that an argument overrides, and others that request something, raise a warning.
 
     The first construction joins the other processes (collective).
 
@@ -237,12 +236,7 @@ class Accelerator:
         if self._settings.megatron is not None:
             from trainwright.accelerator.megatron.megatron_loop import MegatronLoop  # imports all of FSDP
 
-            megatron = MegatronLoop(self._settings.megatron, self.engine, self)
-        if megatron is not None and num_steps > 1:
-            raise ConfigurationError(
-                f"gradient_accumulation_steps={num_steps} with a MegatronLMPlugin: a step consists of its "
-                "num_micro_batches. Use MegatronLMPlugin(num_micro_batches=…)."
-            )
+            megatron = MegatronLoop(self._settings.megatron, self.engine, self, num_steps)
         self._accumulation = Accumulation(
             num_steps,
             plugin.short_group,

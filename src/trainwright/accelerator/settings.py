@@ -100,8 +100,7 @@ class LoopSettings:
     def megatron_as_set(self, num_processes: int, models: Sequence[nn.Module]) -> Strategy:
         """Return the strategy of a Megatron-LM plugin as it is now, for a model whose layers it may count."""
         assert self.megatron is not None
-        plugin = self.megatron
-        return _with_group_options(plugin.strategy(num_processes, next(iter(models), None)), self.handlers)
+        return _with_group_options(self.megatron.strategy(num_processes, next(iter(models), None)), self.handlers)
 
     @property
     def megatron(self) -> MegatronLMPlugin | None:

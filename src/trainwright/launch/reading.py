@@ -36,13 +36,8 @@ _ALONE = (
 # Keys that request nothing of `trainwright launch`: those of `tpu-config`, and details of a type or a precision that is
 # refused by itself.
 SILENT = ("tpu_name", "tpu_zone", "commands", "command_file", "fp8_config")
-_SWITCH_OF = {
-    "FSDP": "use_fsdp",
-    "DEEPSPEED": "use_deepspeed",
-    "MEGATRON_LM": "use_megatron_lm",
-    "XLA": "tpu",
-    "TPU": "tpu",
-}
+_SWITCH_OF = {"FSDP": "use_fsdp", "DEEPSPEED": "use_deepspeed", "XLA": "tpu", "TPU": "tpu"}
+_SWITCH_OF["MEGATRON_LM"] = "use_megatron_lm"
 TYPES: dict[str, dict[str, bool]] = {"NO": {}, **{kind: {name: True} for kind, name in _SWITCH_OF.items()}}
 # What AORecipeKwargs does by default.
 _FP8_DEFAULTS = {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}

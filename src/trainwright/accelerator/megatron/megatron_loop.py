@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,10 @@ from trainwright.strategies.megatron.step import divide
 from trainwright.strategies.shards import whole_output
 from trainwright.strategies.steps.gradients import GradientClip, parameters_of
 
+if TYPE_CHECKING:
+    from trainwright.accelerator.accelerator import Accelerator
+
+B = TypeVar("B")
 T = TypeVar("T")
 _newest: weakref.WeakValueDictionary[str, MegatronLoop] = weakref.WeakValueDictionary()
 
@@ -36,9 +40,15 @@ class MegatronLoop:
         plugin: Its fields for steps and schedules may be set until the model is called.
         engine: Started.
         accelerator: Runs micro-batches by its `forward_backward`.
+        num_steps: Its `gradient_accumulation_steps`, which must be 1.
     """
 
-    def __init__(self, plugin: MegatronLMPlugin, engine: Engine, accelerator: Any) -> None:
+    def __init__(self, plugin: MegatronLMPlugin, engine: Engine, accelerator: Accelerator, num_steps: int) -> None:
+        if num_steps > 1:
+            raise ConfigurationError(
+                f"gradient_accumulation_steps={num_steps} with a MegatronLMPlugin, whose step consists of its "
+                "num_micro_batches. Use MegatronLMPlugin(num_micro_batches=…)."
+            )
         self.plugin, self._engine, self._accelerator = plugin, engine, accelerator
         self._direct = False  # calls of the model reach it as they are
         self._clipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -50,10 +60,10 @@ class MegatronLoop:
         """The data-parallel ranks of the run."""
         return self._engine.data_ranks
 
-    def enlarge(self, loader: Any) -> Any:
+    def enlarge(self, loader: T) -> T:
         """Return a DataLoader whose batches have the rows of all micro-batches of a step."""
-        num, sampler = self.plugin.num_micro_batches or 1, getattr(loader, "batch_sampler", None)
-        own = getattr(sampler, "batch_size", None)
+        sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
+        num, own = self.plugin.num_micro_batches or 1, getattr(sampler, "batch_size", None)
         if own is not None and "global_batch_size" not in vars(self.plugin):
             self.plugin.set_training_args(own, self.data_ranks.size)
         if not isinstance(loader, DataLoader) or sampler is None or num == 1:
@@ -64,7 +74,7 @@ class MegatronLoop:
                 "BatchSampler, or a DataLoader with batch_size=None that returns batches of all micro-batches."
             )
         found, larger = copy.copy(loader), copy.copy(sampler)
-        larger.batch_size = own * num
+        vars(larger).update(batch_size=own * num)
         # torch refuses to set these; the copy holds the user's loader.
         vars(found).update(batch_sampler=larger, batch_size=loader.batch_size and own * num, given=loader)
         return found
@@ -91,10 +101,10 @@ class MegatronLoop:
         total, warmup = (dummy.total_num_steps or 0) // ranks, dummy.warmup_num_steps // ranks
         dummy.stand_for(MegatronSchedule(optimizer, self.plugin, total, warmup))
 
-    def direct(self, step: Callable[[Any], T]) -> Callable[[Any], T]:
+    def direct(self, step: Callable[[B], T]) -> Callable[[B], T]:
         """Return a function in which calls of the model only run its forward."""
 
-        def run(batch: Any) -> T:
+        def run(batch: B) -> T:
             outer, self._direct = self._direct, True
             try:
                 return step(batch)
@@ -103,7 +113,7 @@ class MegatronLoop:
 
         return run
 
-    def run(self, model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, model: nn.Module, call: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Run a batch through a prepared model: in training forward and backward, otherwise forward. Collective."""
         if self._direct:
             return call(*args, **kwargs)
@@ -119,7 +129,7 @@ class MegatronLoop:
         parts = divide((args, kwargs), self.plugin.num_micro_batches or 1)
         seen: list[torch.Tensor] = []
 
-        def step(part: tuple[tuple[Any, Any], float]) -> torch.Tensor:
+        def step(part: tuple[tuple[tuple[object, ...], dict[str, object]], float]) -> torch.Tensor:
             loss, output = self._forward(model, call, *part[0])
             if loss is None:
                 loss = loss_of_output(output, type(model).__name__)
@@ -137,7 +147,7 @@ class MegatronLoop:
         return found
 
     def _forward(
-        self, model: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+        self, model: nn.Module, call: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[torch.Tensor | None, Any]:
         """Return the loss of a micro-batch, None if there is none, and the output."""
         plugin = self.plugin
@@ -164,7 +174,7 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
     return _data_ranks().all_gather(found).mean(0)
 
 
-def gather_across_data_parallel_groups(tensor: Any) -> Any:
+def gather_across_data_parallel_groups(tensor: object) -> Any:
     """Return the tensors of all data-parallel ranks, concatenated along the first dimension. Collective over those.
 
     Args:

@@ -90,8 +90,7 @@ class GPTTrainStep(AbstractTrainStep):
         tokens, labels, loss_mask, attention_mask, positions = self.get_batch(data_iterator)
         return model(tokens, positions, attention_mask, labels=labels), partial(self.loss_func, loss_mask)
 
-    def _loss(self, *values: Any) -> Loss:
-        loss_mask, output = values
+    def _loss(self, loss_mask: torch.Tensor, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Loss:
         losses, logits = output if isinstance(output, tuple) else (output, None)
         loss = _masked_mean(losses, loss_mask)
         return loss, {"lm loss": loss.detach(), **({} if logits is None else {"logits": logits})}
