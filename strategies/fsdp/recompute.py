@@ -92,8 +92,8 @@ def _caching(task: nn.Module) -> list[nn.Module]:
 
 
 def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pass `use_cache=False` in training: a layer that runs again in backward would append to the cache again."""
-    return args, {**kwargs, "use_cache": False} if module.training and torch.is_grad_enabled() else kwargs
+    """Pass `use_cache=False` before a backward, in which layers would append to the cache again."""
+    return args, {**kwargs, "use_cache": False} if torch.is_grad_enabled() else kwargs
 
 
 def _operators(wanted: Collection[Any]) -> list[Any]:

@@ -156,7 +156,7 @@ def test_more_layers_to_a_checkpoint_than_there_are_units_are_refused() -> None:
 
 
 @pytest.mark.parametrize("save", [None, ["aten.addmm"]], ids=["all", "selective"])
-def test_a_model_with_a_cache_trains_without_it_and_evaluates_with_it(save: list[str] | None) -> None:
+def test_a_model_with_a_cache_uses_it_only_without_gradients(save: list[str] | None) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=8, use_cache=True)
@@ -169,13 +169,11 @@ def test_a_model_with_a_cache_trains_without_it_and_evaluates_with_it(save: list
         activation_checkpointing_save=save,
     )
     accelerator = Accelerator(strategy=strategy, cpu=True)
-    model = accelerator.prepare(model).train()
-    for dropout in (module for module in model.modules() if isinstance(module, nn.Dropout)):
-        dropout.p = 0.0
-    output = model(tokens, labels=tokens)
+    model = accelerator.prepare(model)
+    output = model(tokens, labels=tokens)  # in evaluation mode, without dropout
     accelerator.backward(output.loss)
     assert output.past_key_values is None
     torch.testing.assert_close(whole_output(model.transformer.wpe.weight.grad), expected)
     with torch.no_grad():
-        assert model.eval()(tokens).past_key_values.get_seq_length() == 8
+        assert model(tokens).past_key_values.get_seq_length() == 8
     assert config.use_cache
