@@ -236,7 +236,7 @@ class Accelerator:
         if self._settings.megatron is not None:
             from trainwright.accelerator.megatron.megatron_loop import MegatronLoop  # imports all of FSDP
 
-            megatron = MegatronLoop(self._settings.megatron, self.engine, self, num_steps)
+            megatron = MegatronLoop(self._settings.megatron, self.engine, self.forward_backward, num_steps)
         self._accumulation = Accumulation(
             num_steps,
             plugin.short_group,

@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from trainwright.strategies.megatron.step import divide
 from trainwright.strategies.shards import whole_output
 from trainwright.strategies.steps.gradients import GradientClip, parameters_of
 
-if TYPE_CHECKING:
-    from trainwright.accelerator.accelerator import Accelerator
-
 B = TypeVar("B")
 T = TypeVar("T")
 _newest: weakref.WeakValueDictionary[str, MegatronLoop] = weakref.WeakValueDictionary()
@@ -39,17 +36,19 @@ class MegatronLoop:
     Args:
         plugin: Its fields for steps and schedules may be set until the model is called.
         engine: Started.
-        accelerator: Runs micro-batches by its `forward_backward`.
+        forward_backward: The Accelerator's.
         num_steps: Its `gradient_accumulation_steps`, which must be 1.
     """
 
-    def __init__(self, plugin: MegatronLMPlugin, engine: Engine, accelerator: Accelerator, num_steps: int) -> None:
+    def __init__(
+        self, plugin: MegatronLMPlugin, engine: Engine, forward_backward: Callable[..., torch.Tensor], num_steps: int
+    ) -> None:
         if num_steps > 1:
             raise ConfigurationError(
                 f"gradient_accumulation_steps={num_steps} with a MegatronLMPlugin, whose step consists of its "
                 "num_micro_batches. Use MegatronLMPlugin(num_micro_batches=…)."
             )
-        self.plugin, self._engine, self._accelerator = plugin, engine, accelerator
+        self.plugin, self._engine, self._forward_backward = plugin, engine, forward_backward
         self._direct = False  # calls of the model reach it as they are
         self._clipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._steps: weakref.WeakKeyDictionary[nn.Module, AbstractTrainStep] = weakref.WeakKeyDictionary()
@@ -138,7 +137,7 @@ class MegatronLoop:
                 seen.append(whole_output(logits).detach())
             return loss * part[1] * len(parts)
 
-        loss = self._accelerator.forward_backward(step, parts)
+        loss = self._forward_backward(step, parts)
         if self._engine.run_group is None:
             loss = ranks.all_gather(whole_output(loss)).mean()
         found = PipelineOutput(loss=loss.detach().requires_grad_())
