@@ -74,16 +74,16 @@ class SplitAttention:
             self._num_calls += 1
             return self._attend(query, *args, **kwargs)
 
-        def multi_head(*args: Any, **kwargs: Any) -> Any:
+        def multi_head(*args: object, **kwargs: object) -> object:
             if self._spans():
                 raise ConfigurationError(
                     "torch.nn.MultiheadAttention cannot attend over a sequence that is split over ranks. Use a module "
                     "that calls torch.nn.functional.scaled_dot_product_attention."
                 )
-            return plain_module(*args, **kwargs)
+            return plain_module(*args, **kwargs)  # type: ignore[arg-type]  # those of the function it replaces
 
         functional.scaled_dot_product_attention = attention
-        functional.multi_head_attention_forward = multi_head
+        functional.multi_head_attention_forward = multi_head  # type: ignore[assignment]  # has its arguments
         try:
             yield
         finally:

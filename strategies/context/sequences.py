@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -133,7 +134,9 @@ class SplitSequences:
             yield
 
     def _loss_over(self, loss_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def loss(*args: Any, labels: Tensor | None = None, shift_labels: Tensor | None = None, **kwargs: Any) -> Tensor:
+        def loss(
+            logits: Tensor, labels: Tensor | None, *args: object, shift_labels: Tensor | None = None, **kwargs: object
+        ) -> Tensor:
             if shift_labels is None and labels is not None and self.attention.is_active:
                 shift_labels = self._targets.get(labels)
                 if shift_labels is None:
@@ -141,7 +144,7 @@ class SplitSequences:
                         "The loss of split sequences needs targets that were shifted before they were split. Pass the "
                         "model the batch's own labels, or shift_labels."
                     )
-            return loss_function(*args, labels=labels, shift_labels=shift_labels, **kwargs)
+            return loss_function(logits, labels, *args, shift_labels=shift_labels, **kwargs)
 
         return loss
 
@@ -157,7 +160,7 @@ class SplitSequences:
 class _Forward(AbstractContextManager[None]):
     """The context of a forward: attention spans the ranks."""
 
-    def __init__(self, attention: SplitAttention, inner: AbstractContextManager[Any] | None) -> None:
+    def __init__(self, attention: SplitAttention, inner: AbstractContextManager[object] | None) -> None:
         self._attention, self._inner = attention, inner or nullcontext()
 
     def __enter__(self) -> None:
@@ -165,8 +168,10 @@ class _Forward(AbstractContextManager[None]):
         self._stack.enter_context(self._attention.over_ranks())
         self._stack.enter_context(self._inner)
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -185,7 +190,9 @@ def _restore(module: nn.Module, name: str, value: object) -> None:
         vars(module)[name] = value
 
 
-def _without_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _without_mask(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Drop the mask of causal attention, which each rank has of its own positions only."""
     return args, {**kwargs, _MASK: None} if _MASK in kwargs else kwargs
 

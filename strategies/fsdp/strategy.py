@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -25,7 +25,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardingStrategy,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -44,7 +43,8 @@ from trainwright.strategies.context.attention import Kind
 from trainwright.strategies.context.sequences import SplitSequences
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp.build import MetaBuilding, end_pieces
+from trainwright.strategies.experts.layers import DividedExperts, check_ep_size, check_experts, check_mesh
+from trainwright.strategies.fsdp.build import MetaBuilding, check_full, end_pieces, widen
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
 from trainwright.strategies.fsdp.layers.ready import check_plan
 from trainwright.strategies.fsdp.options import (
@@ -76,7 +76,6 @@ from trainwright.strategies.units import (
     WrapPolicy,
     check_can_be_cut,
     check_compilable,
-    check_no_shards,
     find_units,
     warn_of_large_rest,
 )
@@ -120,6 +119,8 @@ class FSDPStrategy(DataParallel):
             values around a ring (`cp`), or exchanges its heads (`sp`, as in DeepSpeed Ulysses). One of them must be 1.
             These ranks hold shards, too. See `TaskModule.split_sequences`.
         tensor_parallel_plan: which layers; what the task's `tensor_parallel_plan` returns unless told.
+        ep: Ranks over which the experts of a mixture are divided. They see different data and exchange tokens. A
+            divisor of the number of ranks that shard a replica. Default: 1.
         timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
 
     Raises:
@@ -161,6 +162,7 @@ class FSDPStrategy(DataParallel):
         cp: int = 1,
         sp: int = 1,
         tensor_parallel_plan: Plan | None = None,
+        ep: int = 1,
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
@@ -192,9 +194,9 @@ class FSDPStrategy(DataParallel):
                 "all but rank 0. Leave one out."
             )
         self.state_dict_type = state_dict_type_name(state_dict_type)
-        self.tp, self.cp, self.sp = check_tp_size(tp), cp, sp
-        check_sequence_ranks(cp, sp)
+        self.tp, (self.cp, self.sp) = check_tp_size(tp), check_sequence_ranks(cp, sp)
         self.tensor_parallel_plan = tensor_parallel_plan
+        self.ep = check_ep_size(ep, self.tp)
         self.activation_checkpointing_save = activation_checkpointing_save
         Recomputed(self.activation_checkpointing, activation_checkpointing_save)  # checks them
 
@@ -215,7 +217,7 @@ class FSDPStrategy(DataParallel):
         Raises:
             ConfigurationError: It has not as many ranks as the run has processes.
         """
-        return self._shape(settings, self.tp)
+        return check_mesh(self.ep, self._shape(settings, self.tp))
 
     def _shape(self, settings: EngineSettings, tp: int) -> MeshShape:
         return mesh_shape(
@@ -235,6 +237,10 @@ class FSDPStrategy(DataParallel):
                 f"compile=True is not supported with cp={self.cp}, sp={self.sp}: ranks communicate within attention. "
                 "Leave it out."
             )
+        if self.ep > 1 and self.cpu_offload:
+            raise ConfigurationError(
+                f"ep={self.ep} with cpu_offload=True: divided experts stay on the device. Leave one of the two out."
+            )
         if settings.precision.fp8_all_gather and (self.cpu_offload or type(self.reshard_after_forward) is int):
             name = "cpu_offload" if self.cpu_offload else "reshard_after_forward"
             raise ConfigurationError(
@@ -250,23 +256,13 @@ class FSDPStrategy(DataParallel):
         if settings.compile_options is not None:
             check_compilable(units)
         shape = self.mesh_shape(settings)
+        if self.ep > 1:
+            check_experts(task, self.ep, shape.dp_shard * shape.cp)
         if shape.tp > 1:
             check_plan(task, self.tensor_parallel_plan, shape.lengths)
 
     def engine(self, settings: EngineSettings) -> Engine:
         return FSDPEngine(self, settings)
-
-
-def check_full(model: nn.Module) -> None:
-    """Check that a model does not hold shards of an earlier run."""
-    check_no_shards(model, lambda parameter: isinstance(parameter, DTensor))
-
-
-def widen(parameters: Iterable[nn.Parameter]) -> None:
-    """Make float32 of trained parameters in bfloat16 or float16, which optimizers step in a mixed precision."""
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
 
 
 class FSDPEngine(ParallelEngine):
@@ -344,6 +340,9 @@ class FSDPEngine(ParallelEngine):
         inside = {module for root in roots for module in root.modules()}
         units = [u for u in find_units(model, given.auto_wrap_policy, given.min_num_params) if u in inside]
         warn_of_large_rest(model, units, given.mesh_shape(self.settings).dp_shard)
+        sharding, experts = self._sharding(), None
+        if given.ep > 1 and sharding is not None:
+            experts = DividedExperts(model, given.ep, self.mesh, self.data_ranks, sharding.parameter_dtype)
         found = parallelize(
             model,
             roots,
@@ -353,7 +352,8 @@ class FSDPEngine(ParallelEngine):
             recomputed=Recomputed(False, None) if building is None else self._recomputed(),
             compile_options=self.settings.compile_options,
             building=building,
-            sharding=self._sharding(),
+            sharding=sharding,
+            experts=experts,
             ranks=self.data_ranks,
             device=self.device,
             context=lambda: self.precision.forward_context(self.device.type),

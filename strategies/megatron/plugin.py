@@ -16,7 +16,7 @@ from trainwright.strategies.megatron.strategy import MegatronStrategy
 
 # What to write instead of options of Megatron-LM itself.
 _SEQUENCES = "sequences of a user-written loop are not split; Trainer(strategy=MegatronStrategy(cp=…)) splits a task's"
-_EXPERTS = "experts are not split; use tp_degree or pp_degree, and remove it"
+_EXPERTS = "Accelerator(fsdp_plugin=…, parallelism_config=ParallelismConfig(ep_size=…)) divides experts; remove it"
 _DROPOUT = "the model's own configuration sets it, such as GPT2Config(attn_pdrop=…, resid_pdrop=…); remove it"
 _STAGES = "write Accelerator(strategy=MegatronStrategy(split_points=…)), which names the first layer of each stage"
 _SAMPLES = "schedules count optimizer steps; use train_iters, lr_decay_iters or lr_warmup_iters"

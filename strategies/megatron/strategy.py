@@ -23,11 +23,11 @@ from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp.build import give_up, materialize
+from trainwright.strategies.fsdp.build import check_full, give_up, materialize, widen
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
 from trainwright.strategies.fsdp.options import check_optimizers, check_sizes, one_of
 from trainwright.strategies.fsdp.parallelize import Sharding
-from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy, check_full, widen
+from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
 from trainwright.strategies.megatron.runner import SCHEDULES, PipelineRunner, ranks_of_stages
 from trainwright.strategies.megatron.staged_model import Pipeline, Wire

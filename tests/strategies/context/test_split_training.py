@@ -138,6 +138,7 @@ _STRATEGIES: dict[str, Any] = {
     "sp": lambda: FSDPStrategy(sp=2),
     "recomputed": lambda: FSDPStrategy(cp=2, activation_checkpointing=True),
     "replicas": lambda: FSDPStrategy(cp=2, device_mesh=(2, 1)),
+    "cp_ep": lambda: FSDPStrategy(cp=2, ep=2),
     "cp_tp": lambda: FSDPStrategy(cp=2, tp=2),
     "pp_cp": lambda: MegatronStrategy(pp=2, cp=2),
     "pp_sp": lambda: MegatronStrategy(pp=2, sp=2, schedule="gpipe"),
@@ -182,7 +183,8 @@ def test_a_training_on_four_ranks_equals_one_process(kind: str, expected: Any, t
 @pytest.mark.parametrize(
     ("kind", "model", "world"),
     [
-        ("cp", "llama", 2), ("cp", "gpt2", 2), ("sp", "qwen2", 2), ("cp_tp", "llama", 4),
+        ("cp", "llama", 2), ("cp", "gpt2", 2), ("sp", "qwen2", 2), ("cp_ep", "mixtral", 2),
+        ("cp_tp", "llama", 4),
         ("pp_cp", "llama", 4),
     ],
 )  # fmt: skip
