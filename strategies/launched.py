@@ -19,7 +19,6 @@ _PREFIX = "ACCELERATE_"
 _PRECISION, _STEPS, _CPU = (_PREFIX + name for name in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_CPU"))
 _EMPTY = ("", "0", "no", "none", "false", "default")
 _INSTEAD = {
-    "USE_MEGATRON_LM": "set ACCELERATE_USE_PARALLELISM_CONFIG, which splits layers, or ACCELERATE_USE_FSDP",
     "USE_IPEX": "remove it: Intel ended intel_extension_for_pytorch with torch 2.8, and its work is in torch",
     "TORCH_DEVICE": "choose devices by CUDA_VISIBLE_DEVICES",
     "USE_SAGEMAKER": "start the script with torchrun",
@@ -34,6 +33,7 @@ _DETAILS = ("DYNAMO_", "FP8_", "SAGEMAKER_")
 _OPTIONS = {
     "ACCELERATE_USE_FSDP": ("FSDP_",),
     "ACCELERATE_USE_DEEPSPEED": ("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_CLIPPING"),
+    "ACCELERATE_USE_MEGATRON_LM": ("MEGATRON_LM_",),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("PARALLELISM_CONFIG_",),
 }
 _ALWAYS_READ = ("FSDP_CPU_RAM_EFFICIENT_LOADING",)

@@ -23,9 +23,6 @@ from trainwright.strategies.strategy import Strategy
 if TYPE_CHECKING:
     from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 
-ENGINE_ARGUMENTS = {"megatron_lm_plugin": "Trainer(strategy='tp')"}
-"""Arguments of Hugging Face's Accelerator for engines that run steps of their own, and what serves in their place."""
-
 PLUGINS: Registry[Any] = Registry(
     "plugin",
     {
@@ -33,6 +30,7 @@ PLUGINS: Registry[Any] = Registry(
         "deepspeed_plugin": "trainwright.strategies.deepspeed.plugin:DeepSpeedPlugin",
         "torch_tp_plugin": "trainwright.strategies.fsdp.plugin:TorchTensorParallelPlugin",
         "parallelism_config": "trainwright.strategies.megatron.parallelism_config:ParallelismConfig",
+        "megatron_lm_plugin": "trainwright.strategies.megatron.plugin:MegatronLMPlugin",
     },
 )
 """Arguments of an Accelerator that describe an engine → their classes."""
@@ -42,6 +40,7 @@ _ONLY = "default"  # the name of a plugin that is not in a dict, as in Accelerat
 ENGINE_VARIABLES = {
     "ACCELERATE_USE_FSDP": "fsdp_plugin",
     "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
 }
 """Variables that select an engine whose options are variables too → the argument that they replace."""

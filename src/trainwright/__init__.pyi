@@ -154,6 +154,7 @@ from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy a
 from trainwright.strategies.launched import DynamoBackend as DynamoBackend
 from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin
 from trainwright.strategies.megatron.parallelism_config import ParallelismConfig as ParallelismConfig
+from trainwright.strategies.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
 from trainwright.strategies.megatron.strategy import MegatronStrategy as MegatronStrategy
 from trainwright.strategies.offload.training import OffloadStrategy as OffloadStrategy
 from trainwright.strategies.strategy import SingleDeviceStrategy as SingleDeviceStrategy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -53,7 +53,15 @@ class DummyScheduler:
         warmup_num_steps: what `"auto"` stands for.
         lr_scheduler_callable: Makes the scheduler from the real optimizer, for a configuration that names an optimizer
             and no scheduler. Default: None.
+
+    Attributes:
+        missing: The error while there is no real scheduler.
     """
+
+    missing: ClassVar[str] = (
+        "DummyScheduler stands for the scheduler of DeepSpeed's configuration. Use DeepSpeedStrategy(config=…) "
+        "with a 'scheduler' in it, pass lr_scheduler_callable, or return a real one from configure_optimizers."
+    )
 
     def __init__(
         self,
@@ -76,10 +84,7 @@ class DummyScheduler:
     def real(self) -> Any:
         """The scheduler of the real optimizer."""
         if self._real is None:
-            raise ConfigurationError(
-                "DummyScheduler stands for the scheduler of DeepSpeed's configuration. Use DeepSpeedStrategy(config=…) "
-                "with a 'scheduler' in it, pass lr_scheduler_callable, or return a real one from configure_optimizers."
-            )
+            raise ConfigurationError(self.missing)
         return self._real
 
     def step(self) -> None:

@@ -7,6 +7,7 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); by 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.units import WrapPolicy, matching, replace_module
@@ -40,6 +42,7 @@ class Recomputed:
         self._policy = save if save is None or callable(save) else _operators(save)
         self._task: nn.Module | None = None
         self._wrapped: list[tuple[nn.Module, nn.Module]] = []
+        self._hooks: list[RemovableHandle] = []
 
     def wrap(self, task: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
         """Return the units with the wrappers in the places of those that are wrapped. Not collective."""
@@ -53,6 +56,8 @@ class Recomputed:
             wrapper = checkpoint_wrapper(module, **options)
             replace_module(task, module, wrapper)
             self._wrapped.append((module, wrapper))
+        if self._wrapped:
+            self._hooks = [m.register_forward_pre_hook(_without_cache, with_kwargs=True) for m in _caching(task)]
         around = {id(module): wrapper for module, wrapper in self._wrapped}
         return [around.get(id(unit), unit) for unit in units]
 
@@ -75,7 +80,20 @@ class Recomputed:
         for module, wrapper in self._wrapped:
             assert self._task is not None  # what was wrapped belongs to it
             replace_module(self._task, wrapper, module)
-        self._task, self._wrapped = None, []
+        for hook in self._hooks:
+            hook.remove()
+        self._task, self._wrapped, self._hooks = None, [], []
+
+
+def _caching(task: nn.Module) -> list[nn.Module]:
+    """Return the models of transformers whose layers append to a cache of keys and values, unless `use_cache=False`."""
+    found = [m for m in task.modules() if getattr(getattr(m, "config", None), "use_cache", None) is not None]
+    return [m for m in found if "use_cache" in inspect.signature(m.forward).parameters]
+
+
+def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pass `use_cache=False` before a backward, in which layers would append to the cache again."""
+    return args, {**kwargs, "use_cache": False} if torch.is_grad_enabled() else kwargs
 
 
 def _operators(wanted: Collection[Any]) -> list[Any]:

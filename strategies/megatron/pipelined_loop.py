@@ -74,7 +74,7 @@ class PipelineLoop:
             parts = divide((args, kwargs), self.num_parts)
 
             def step(part: tuple[Any, Any]) -> torch.Tensor:
-                return _loss_of(self.model(*part[0], **part[1]), type(self.model).__name__)
+                return loss_of_output(self.model(*part[0], **part[1]), type(self.model).__name__)
 
             loss = self.forward_backward(step, [part for part, _ in parts], [share for _, share in parts])
             return PipelineOutput(loss=loss)
@@ -123,7 +123,12 @@ class PipelineLoop:
         return torch.tensor(mean, device=self.pipeline.wire.device).requires_grad_()
 
 
-def _loss_of(output: Any, name: str) -> torch.Tensor:
+def loss_of_output(output: Any, name: str) -> torch.Tensor:
+    """Return the loss in a model's output.
+
+    Raises:
+        TaskError: There is none.
+    """
     found = output
     if isinstance(output, dict):
         found = output.get("loss")

@@ -262,11 +262,11 @@ class PipelineEngine(FSDPEngine):
         found: list[Callable[..., Any]] = []
         for model in models:
             check_full(model)
-            before = dict(model.named_parameters())
+            before = {plain_name(name): p for name, p in model.named_parameters()}
             if self.precision.autocast_dtype is not None:
                 widen(before.values())
             self._divide(model)
-            after = dict(model.named_parameters())
+            after = {plain_name(name): p for name, p in model.named_parameters()}  # recomputed layers are wrapped
             for name, old in before.items():
                 self._replaced[old] = after[name]
             loop = PipelineLoop(

@@ -103,12 +103,8 @@ NAMES = {
 }
 # What may be refused: the parts that are not supported. All others must be here.
 REFUSED_MEMBERS = {"get_tracker", "init_trackers", "log"}
-REFUSED_ARGUMENTS = {"megatron_lm_plugin"}
-REFUSED_NAMES = (
-    "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler "
-    "MegatronLMPlugin avg_losses_across_data_parallel_group gather_across_data_parallel_groups initialize "
-    "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper install_xla AimTracker"
-)
+REFUSED_ARGUMENTS: set[str] = set()
+REFUSED_NAMES = "initialize DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper install_xla AimTracker"
 _IMPORTS = [(path, name) for path, names in NAMES.items() for name in names.split()]
 
 

@@ -143,7 +143,7 @@ def test_other_imports_are_unchanged(text: str) -> None:
         ("x = 'lightning.pytorch.Trainer'\n", 1, "names another library: is trainwright.Trainer here."),
         ("import lightning as L\ndef f(x: 'L.LightningModule'): ...\n", 2, "the annotation in quotes names lightning"),
         ("from accelerate.utils import install_xla\n", 1, "install torch_xla with pip"),
-        ("from accelerate.utils import MegatronLMPlugin\n", 1, "MegatronLMPlugin of Accelerate is not here: "),
+        ("from accelerate.utils import AimTracker\n", 1, "AimTracker of Accelerate is not here: "),
     ],
 )
 def test_a_manual_change_is_reported_with_its_line(text: str, line: int, says: str) -> None:
@@ -363,7 +363,7 @@ def test_commands_are_rewritten(before: str, after: str) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "says"),
     [
-        ("accelerate launch \\\n --use_megatron_lm t.py", 2, "--use_megatron_lm is not supported: "),
+        ("accelerate launch \\\n --ipex t.py", 2, "--ipex is not supported: "),
         ("accelerate launch --mpirun_hostfile h t.py", 1, "start the script by mpirun itself"),
         ("\naccelerate test\n", 2, "there is no such command"),
     ],

@@ -32,21 +32,24 @@ parallelism_config_tp_size=2 parallelism_config_cp_size=2 parallelism_config_cp_
 parallelism_config_cp_comm_strategy=allgather parallelism_config_sp_size=2 parallelism_config_sp_backend=deepspeed
 parallelism_config_sp_seq_length=128 parallelism_config_sp_seq_length_is_variable=true
 parallelism_config_sp_attn_implementation=sdpa deepspeed_multinode_launcher=standard mixed_precision=fp8 fp8_backend=ao
+use_megatron_lm
+megatron_lm_tp_degree=2 megatron_lm_pp_degree=2 megatron_lm_num_micro_batches=2 megatron_lm_sequence_parallelism=true
+megatron_lm_recompute_activations=true megatron_lm_use_distributed_optimizer=true megatron_lm_gradient_clipping=2
+megatron_lm_recompute_granularity=full megatron_lm_attention_backend=flash megatron_lm_attention_softmax_in_fp32=true
+megatron_lm_context_parallel_size=1 megatron_lm_attention_dropout=0.0 megatron_lm_no_load_optim=false
 """
 _REFUSED = """
 tpu_cluster tpu_use_cluster tpu_use_sudo vm=a env=A=1 main_training_function=train
-ipex use_megatron_lm fsdp_activation_checkpointing_offload=true aws_access_key_id=K
+ipex fsdp_activation_checkpointing_offload=true aws_access_key_id=K
 aws_secret_access_key=K mpirun_hostfile=hosts mpirun_ccl=2
-megatron_lm_tp_degree=2 megatron_lm_pp_degree=2 megatron_lm_num_micro_batches=2 megatron_lm_sequence_parallelism=true
-megatron_lm_recompute_activations=true megatron_lm_use_distributed_optimizer=true megatron_lm_gradient_clipping=2
 megatron_lm_use_custom_fsdp=true megatron_lm_no_load_optim=true megatron_lm_no_save_optim=true
 megatron_lm_eod_mask_loss=true megatron_lm_overlap_cpu_optimizer_d2h_h2d=true megatron_lm_optimizer_cpu_offload=true
 megatron_lm_use_precision_aware_optimizer=true megatron_lm_decoder_last_pipeline_num_layers=2
-megatron_lm_recompute_granularity=full megatron_lm_recompute_method=block megatron_lm_recompute_num_layers=2
-megatron_lm_attention_backend=flash megatron_lm_expert_model_parallel_size=2 megatron_lm_context_parallel_size=2
-megatron_lm_attention_dropout=0.1 megatron_lm_hidden_dropout=0.1 megatron_lm_attention_softmax_in_fp32=true
+megatron_lm_recompute_method=block megatron_lm_recompute_num_layers=2 megatron_lm_expert_model_parallel_size=2
+megatron_lm_context_parallel_size=2 megatron_lm_attention_dropout=0.1 megatron_lm_hidden_dropout=0.1
 megatron_lm_expert_tensor_parallel_size=2 megatron_lm_calculate_per_token_loss=true
-megatron_lm_use_rotary_position_embeddings=true fp8_backend=te fp8_use_autocast_during_eval fp8_margin=1
+megatron_lm_use_rotary_position_embeddings=true
+fp8_backend=te fp8_use_autocast_during_eval fp8_margin=1
 fp8_interval=2 fp8_format=HYBRID fp8_amax_history_len=16 fp8_amax_compute_algo=max
 fp8_override_linear_precision=true,false,false fp8_opt_level=O1 fp8_enable_fsdp_float8_all_gather=true
 fp8_pad_inner_dim=true
@@ -57,6 +60,7 @@ def _read(flag: str, tmp_path: Path) -> LaunchConfig:
     file = tmp_path / "config.yaml"
     file.write_text("num_processes: 2\n")
     switches = {"fsdp_": ["--use_fsdp"], "parallelism_config_": ["--use_parallelism_config"]}
+    switches["megatron_lm_"] = ["--use_megatron_lm"]
     found = next((words for name, words in switches.items() if flag.startswith(name)), [])
     if flag.startswith(("zero", "offload", "deepspeed")):
         found = ["--use_deepspeed"]
@@ -99,7 +103,7 @@ def test_the_tables_hold_every_option() -> None:
           "override_linear_precision": [True, False, False], "optimization_level": "O2"}}, None),
         ({"parallelism_config": {"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 1}}, None),
         ({"deepspeed_config": {"deepspeed_multinode_launcher": "standard", "deepspeed_hostfile": None}}, None),
-        ({"distributed_type": "MEGATRON_LM"}, "distributed_type='MEGATRON_LM'"),
+        ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}}, None),
         ({"tpu_env": ["A=1"]}, "tpu_env"),
         ({"distributed_type": "XLA", "downcast_bf16": "yes", "num_processes": 1}, None),
         ({"ipex_config": {"ipex": True}}, "--ipex"),

@@ -321,7 +321,6 @@ def test_a_file_for_four_cpu_machines_is_read() -> None:
             "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\nregion: us-east-1",
             "AMAZON_SAGEMAKER",
         ),
-        ("distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: 2}\nnum_processes: 4", "Megatron"),
         ("distributed_type: TPU\ntpu_use_cluster: true", "start the script on each machine of a pod"),
         ("mixed_precision: fp8\nfp8_config: {backend: MSAMP, opt_level: O2}", "fp8"),
         ("mixed_precision: fp8\nfp8_config: {amax_compute_algorithm: max, backend: TE, margin: 0}", "fp8"),
@@ -333,7 +332,7 @@ def test_files_of_other_systems_are_refused(text: str, says: str) -> None:
         _options("--config_file my_config.yaml")
 
 
-@pytest.mark.parametrize("arguments", ["--tpu_cluster", "--use_megatron_lm", "--fp8_backend=msamp", "--fp8_backend te"])
+@pytest.mark.parametrize("arguments", ["--tpu_cluster", "--fp8_backend=msamp", "--fp8_backend te"])
 def test_commands_of_other_systems_are_refused(arguments: str) -> None:
     with pytest.raises(ConfigurationError, match="supported"):
         _options(arguments)
@@ -372,7 +371,7 @@ def _write_programs() -> None:
 
 
 def test_the_page_has_commands_for_each_case() -> None:
-    assert (len(_COMMANDS), len(_MACHINES)) == (19, 2)
+    assert (len(_COMMANDS), len(_MACHINES)) == (20, 2)
 
 
 @pytest.mark.slow

@@ -159,7 +159,8 @@ def test_files_of_accelerate_are_read(content: dict[str, Any], expected: dict[st
         (["--tpu", "{script}"], "--tpu needs torch_xla and the torch that it was built for"),
         (["--cpu", "--multi_gpu", "{script}"], "--cpu and --multi_gpu exclude each other"),
         (["--tpu_use_cluster", "{script}"], "start the script on each machine of a pod with --tpu"),
-        (["--use_megatron_lm", "{script}"], "--use_megatron_lm is not supported"),
+        (["--use_megatron_lm", "--use_fsdp", "{script}"], "--use_fsdp and --use_megatron_lm exclude each other"),
+        (["--megatron_lm_tp_degree", "2", "{script}"], "--megatron_lm_tp_degree needs --use_megatron_lm too"),
         (["--fp8_backend", "te", "{script}"], "--fp8_backend is not supported: fp8 is configured in the script"),
         (["--num_processes", "0", "{script}"], "--num_processes 0: write a whole number of at least 1"),
         (["--num_machines", "2", "{script}"], "needs --machine_rank, --main_process_ip, --main_process_port too"),
@@ -184,7 +185,7 @@ def test_what_is_wrong_is_said_before_anything_starts(argv: list[str], text: str
     [
         (["a"], "does not hold a mapping"),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment='AMAZON_SAGEMAKER' is not supported"),
-        ({"distributed_type": "MEGATRON_LM"}, "distributed_type='MEGATRON_LM': Megatron-LM is not supported"),
+        ({"megatron_lm_config": {"megatron_lm_tp": 2}}, "has the unknown key 'megatron_lm_tp'"),
         ({"num_procesess": 2}, "has the unknown key 'num_procesess'. Did you mean 'num_processes'"),
         ({"fsdp_config": 3}, "fsdp_config=3 is not a mapping"),
     ],

@@ -21,6 +21,9 @@ _HOMES = {
         "extract_model_from_parallel get_mixed_precision_context_manager get_module_class_from_name "
         "get_parameters_from_modules load merge_fsdp_weights save"
     ),
+    "accelerator.megatron.megatron_loop": "avg_losses_across_data_parallel_group gather_across_data_parallel_groups",
+    "accelerator.megatron.megatron_schedule": "MegatronLMDummyDataLoader MegatronLMDummyScheduler",
+    "accelerator.megatron.train_steps": "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep",
     "accelerator.prepared.scheduler": "DeepSpeedSchedulerWrapper",
     "accelerator.sharded_parts": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
     "bigmodels.maps.sizes": "named_module_tensors",
@@ -77,8 +80,8 @@ _UTILS = {
         "AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType "
         "DataLoaderConfiguration DeepSpeedPlugin get_module_class_from_name "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs "
-        "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration "
-        "TorchDynamoPlugin TorchTensorParallelPlugin"
+        "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler MegatronLMPlugin ProfileKwargs "
+        "ProjectConfiguration TorchDynamoPlugin TorchTensorParallelPlugin"
     ),
     "deepspeed": "DeepSpeedSchedulerWrapper DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
     "environment": (
@@ -89,7 +92,10 @@ _UTILS = {
         "load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer"
     ),
     "imports": " ".join(name for name in _HOMES["core.names.packages"].split() if name.endswith("_available")),
-    "megatron_lm": "",
+    "megatron_lm": (
+        "AbstractTrainStep BertTrainStep GPTTrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler T5TrainStep "
+        "avg_losses_across_data_parallel_group gather_across_data_parallel_groups"
+    ),
     "memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
     "modeling": (
         "CustomDtype align_module_device calculate_maximum_sizes check_device_map clean_device_map "

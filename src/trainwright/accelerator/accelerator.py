@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin
     from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
     from trainwright.strategies.megatron.parallelism_config import ParallelismConfig
+    from trainwright.strategies.megatron.plugin import MegatronLMPlugin
 
 T = TypeVar("T")
 
@@ -112,6 +113,7 @@ class Accelerator:
             first one is selected at first. Default: the plugins of the script's other Accelerators, if there are any.
         deepspeed_plugins: another name of it.
         torch_tp_plugin: a `TorchTensorParallelPlugin`, instead of `strategy=TensorParallelStrategy(…)`.
+        megatron_lm_plugin: a `MegatronLMPlugin`, instead of `strategy=MegatronStrategy(…)`.
         parallelism_config: a `ParallelismConfig`: the axes along which processes are arranged. Sharding needs
             `fsdp_plugin` too.
         dynamo_backend: compile models that are prepared with this backend of `torch.compile`. Default: `"no"`.
@@ -130,9 +132,9 @@ class Accelerator:
 
     The variables of `accelerate launch` (`ACCELERATE_MIXED_PRECISION`, `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`,
     `ACCELERATE_USE_CPU`, `ACCELERATE_DYNAMO_BACKEND`) are the defaults of arguments that are not given.
-    `ACCELERATE_USE_FSDP` selects FSDP with the options of the variables `FSDP_…`, and `ACCELERATE_USE_DEEPSPEED`
-    selects DeepSpeed with those of `ACCELERATE_DEEPSPEED_…`. Variables that an argument overrides, and others that
-    request something, raise a warning.
+    `ACCELERATE_USE_FSDP` selects FSDP with the options of the variables `FSDP_…`, `ACCELERATE_USE_DEEPSPEED` DeepSpeed
+    with those of `ACCELERATE_DEEPSPEED_…`, and `ACCELERATE_USE_MEGATRON_LM` `MegatronStrategy` with those of
+    `MEGATRON_LM_…`. Variables that an argument overrides, and others that request something, raise a warning.
 
     The first construction joins the other processes (collective).
 
@@ -162,6 +164,7 @@ class Accelerator:
         deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
@@ -190,6 +193,7 @@ class Accelerator:
                 "fsdp_plugin": fsdp_plugin,
                 "deepspeed_plugin": deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins,
                 "torch_tp_plugin": torch_tp_plugin,
+                "megatron_lm_plugin": megatron_lm_plugin,
                 "parallelism_config": parallelism_config,
             },
             shared=AcceleratorState.shared_plugins(),
@@ -219,7 +223,7 @@ class Accelerator:
         self._trigger, self._joins, self._num_met_clips = False, False, 0  # joins: within join_uneven_inputs
         self._signal: LoopSignal | None = None  # until should_stop is read
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
-        self.state.set_shared(self.mixed_precision, self.fsdp_plugin, self.strategy.distributed_type)
+        self.state.set_shared(self.mixed_precision, self.fsdp_plugin, self.strategy.distributed_type, settings.megatron)
 
     def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
         """Create the state of a loop with nothing prepared."""
@@ -228,6 +232,11 @@ class Accelerator:
         context = self._settings.context_maker(self.device.type, cache=self.engine.capabilities.caches_casts)
         self._make_context = context if context is None or self.engine.autocasts else nullcontext
         plugin = self._settings.accumulation
+        megatron = None
+        if self._settings.megatron is not None:
+            from trainwright.accelerator.megatron.megatron_loop import MegatronLoop  # imports all of FSDP
+
+            megatron = MegatronLoop(self._settings.megatron, self.engine, self.forward_backward, num_steps)
         self._accumulation = Accumulation(
             num_steps,
             plugin.short_group,
@@ -245,6 +254,7 @@ class Accelerator:
             replace(self.dataloader_config, data_seed=seed),
             self.rng_types,
             self.schedule_steps,
+            megatron,
         )
 
     # How loaders are prepared
@@ -281,11 +291,13 @@ class Accelerator:
         """The selected DeepSpeed plugin; None if there are none."""
         return self.state.deepspeed_plugin if self._settings.argument == "deepspeed_plugin" else None
 
-    def _use_selected_plugin(self) -> None:
+    def _use_selected_plugin(self, models: Sequence[nn.Module] = ()) -> None:
         if self._settings.argument == "deepspeed_plugin":
             self.engine.use(self._settings.strategy_of(self.state.selected_plugin, self.state.num_processes))
         elif self._settings.argument == "fsdp_plugin":
             self.engine.use(self._settings.sharding_as_set(self.state.num_processes))
+        elif self._settings.argument == "megatron_lm_plugin":
+            self.engine.use(self._settings.megatron_as_set(self.state.num_processes, models))
 
     @property
     def is_fsdp2(self) -> bool:
@@ -474,7 +486,7 @@ class Accelerator:
             raise ConfigurationError(
                 f"device_placement has {len(placements)} entries for {len(args)} objects. Give as many, or one."
             )
-        self._use_selected_plugin()
+        self._use_selected_plugin([one for one in args if isinstance(one, nn.Module)])
         placed = [self._is_placed(placement) for placement in placements]
         found = self._prepared.prepare(args, placed, steps_with_optimizer=self.step_scheduler_with_optimizer)
         return found[0] if len(found) == 1 else tuple(found)
@@ -495,7 +507,7 @@ class Accelerator:
                 the constructor's.
             evaluation_mode: it is not trained: its backward does not communicate. Default: False.
         """
-        self._use_selected_plugin()
+        self._use_selected_plugin([model])
         placed = [self._is_placed(device_placement)]
         return self._prepared.prepare_models([model], placed, evaluation_mode=evaluation_mode)[0]
 
@@ -594,6 +606,8 @@ class Accelerator:
         Returns:
             The mean loss (0-dim, without a graph): under a pipeline over all processes, else over those of this one.
         """
+        if self._prepared.megatron is not None:
+            step = self._prepared.megatron.direct(step)
         if self.engine.run_group is not None:
             found = self.engine.run_group(step, batches).detach()
             self.engine.gradients.complete()

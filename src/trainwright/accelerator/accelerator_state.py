@@ -12,6 +12,7 @@ from trainwright.processes.partial_state import PartialState
 if TYPE_CHECKING:
     from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin
     from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
+    from trainwright.strategies.megatron.plugin import MegatronLMPlugin
 
 
 class AcceleratorState(PartialState):
@@ -25,6 +26,7 @@ class AcceleratorState(PartialState):
     _selected: str
     _fsdp_plugin: FullyShardedDataParallelPlugin | None
     _engine_type: DistributedType | None
+    _megatron_plugin: MegatronLMPlugin | None
 
     @property
     def distributed_type(self) -> DistributedType:  # type: ignore[override]  # it is never set
@@ -36,6 +38,11 @@ class AcceleratorState(PartialState):
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """The FSDP plugin of the newest Accelerator; None without one."""
         return vars(self).get("_fsdp_plugin")
+
+    @property
+    def megatron_lm_plugin(self) -> MegatronLMPlugin | None:
+        """The Megatron-LM plugin of the newest Accelerator; None without one."""
+        return vars(self).get("_megatron_plugin")
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
@@ -52,10 +59,15 @@ class AcceleratorState(PartialState):
         return found
 
     def set_shared(
-        self, precision: str, fsdp_plugin: FullyShardedDataParallelPlugin | None, kind: DistributedType | None
+        self,
+        precision: str,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None,
+        kind: DistributedType | None,
+        megatron_plugin: MegatronLMPlugin | None,
     ) -> None:
-        """Store the precision, the FSDP plugin and the engine's kind of an Accelerator."""
+        """Store the precision, the plugins and the engine's kind of an Accelerator."""
         self._precision, self._fsdp_plugin, self._engine_type = precision, fsdp_plugin, kind
+        self._megatron_plugin = megatron_plugin
 
     @classmethod
     def shared_plugins(cls) -> dict[str, DeepSpeedPlugin]:

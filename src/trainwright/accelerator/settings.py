@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin, check_steps
 from trainwright.accelerator.handlers import (
@@ -27,7 +28,6 @@ from trainwright.core.process import detect, variable
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin, read_dynamo, read_launched
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import (
-    ENGINE_ARGUMENTS,
     EnginePlugin,
     Selection,
     choose_for_loop,
@@ -37,6 +37,9 @@ from trainwright.strategies.steps.fp8 import AORecipeKwargs
 from trainwright.strategies.steps.gradients import Gradients
 from trainwright.strategies.steps.te_layers import TERecipeKwargs
 from trainwright.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from trainwright.strategies.megatron.plugin import MegatronLMPlugin
 
 _living: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # Accelerator → its mixed precision
 _PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
@@ -51,9 +54,6 @@ _SET_LATE = (
 )
 # Arguments and methods of Hugging Face's Accelerator, and where their meaning went.
 ELSEWHERE = {
-    **{
-        name: f"a TaskModule with {trainer}, which takes the same options" for name, trainer in ENGINE_ARGUMENTS.items()
-    },
     "even_batches": "dataloader_config=DataLoaderConfiguration(even_batches=…)",
     "dispatch_batches": "dataloader_config=DataLoaderConfiguration(dispatch_batches=…)",
     "use_seedable_sampler": "seed=: shuffled data always has the order of a seed",
@@ -96,6 +96,17 @@ class LoopSettings:
         (plugin,) = self.plugins.values()
         now = plugin.strategy(num_processes)
         return self.selection.strategy.with_options(**{name: getattr(now, name) for name in _SET_LATE})
+
+    def megatron_as_set(self, num_processes: int, models: Sequence[nn.Module]) -> Strategy:
+        """Return the strategy of a Megatron-LM plugin as it is now, for a model whose layers it may count."""
+        assert self.megatron is not None
+        return _with_group_options(self.megatron.strategy(num_processes, next(iter(models), None)), self.handlers)
+
+    @property
+    def megatron(self) -> MegatronLMPlugin | None:
+        """The Megatron-LM plugin; None if there is none."""
+        found = next(iter(self.plugins.values())) if self.argument == "megatron_lm_plugin" else None
+        return cast("MegatronLMPlugin | None", found)
 
     @property
     def group_options(self) -> dict[str, Any]:

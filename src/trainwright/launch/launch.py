@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,11 @@ def check(command: LaunchCommand) -> None:
 def check_options(config: LaunchConfig) -> None:
     """Check options against each other."""
     check_supported(config)
-    if config.use_fsdp and config.use_deepspeed:
-        raise ConfigurationError("--use_fsdp and --use_deepspeed exclude each other. Pass one of them.")
-    for one, other in (("cpu", "multi_gpu"), ("tpu", "cpu"), ("tpu", "multi_gpu")):
+    for one, other in (
+        *combinations(("use_fsdp", "use_deepspeed", "use_megatron_lm"), 2),
+        ("use_parallelism_config", "use_megatron_lm"),
+        *combinations(("tpu", "cpu", "multi_gpu"), 2),
+    ):
         if getattr(config, one) and getattr(config, other):
             raise ConfigurationError(f"--{one} and --{other} exclude each other. Pass one of them.")
     if config.tpu and (config.num_processes or 1) > 1:

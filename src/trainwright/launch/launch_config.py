@@ -98,7 +98,7 @@ def _option(group: str, help: str, read: Callable[[str], Any] = str, variable: s
 
 
 _LATER = "not supported yet"
-_MEGATRON = "Megatron-LM is not supported; --use_parallelism_config splits layers"
+_MEGATRON = "Megatron-LM itself does not run; remove the option, or pass it to MegatronLMPlugin for what to write"
 _TPU = "start the script on each machine of a pod with --tpu; trainwright tpu-config runs commands there"
 _MPI = "start the script by mpirun itself, whose variables are read"
 _SECRET = "SageMaker is not supported, and a secret does not belong on a command line; delete it"
@@ -115,17 +115,23 @@ _FP8 = (
 _REFUSED = {
     "": "use_xpu! no_tpu_cluster! same_network! parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
     "parallelism_config_sp_backend parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable "
-    "parallelism_config_sp_attn_implementation",
+    "parallelism_config_sp_attn_implementation megatron_lm_attention_backend megatron_lm_attention_softmax_in_fp32",
     _IPEX: "ipex!",
     _TPU: "tpu_cluster! tpu_use_cluster! tpu_use_sudo! vm env main_training_function=main",
     _SECRET: "aws_access_key_id aws_secret_access_key",
     _MPI: "mpirun_hostfile mpirun_ccl=1",
     _OFFLOAD: "fsdp_activation_checkpointing_offload",
-    _MEGATRON: "use_megatron_lm!",
     _FP8: "fp8_backend=ao",
+    _MEGATRON: "megatron_lm_use_custom_fsdp megatron_lm_no_load_optim megatron_lm_no_save_optim "
+    "megatron_lm_optimizer_cpu_offload megatron_lm_overlap_cpu_optimizer_d2h_h2d megatron_lm_eod_mask_loss "
+    "megatron_lm_use_precision_aware_optimizer megatron_lm_decoder_last_pipeline_num_layers "
+    "megatron_lm_recompute_method=uniform megatron_lm_recompute_num_layers=1 megatron_lm_context_parallel_size=1 "
+    "megatron_lm_expert_model_parallel_size=1 megatron_lm_expert_tensor_parallel_size=1 "
+    "megatron_lm_attention_dropout=0.0 megatron_lm_hidden_dropout=0.0 megatron_lm_calculate_per_token_loss "
+    "megatron_lm_use_rotary_position_embeddings",
 }
 # The same for all options that begin so.
-REFUSED_BEGINNINGS = {"fp8_": _FP8, "megatron_lm_": _MEGATRON}
+REFUSED_BEGINNINGS = {"fp8_": _FP8}
 
 
 _hardware = partial(_option, "hardware")
@@ -138,6 +144,7 @@ _fsdp = partial(_option, "FSDP", variable="{}", section="fsdp_config")
 _deepspeed = partial(_option, "DeepSpeed", variable="ACCELERATE_DEEPSPEED_{}", section="deepspeed_config")
 _hostfile = partial(_deepspeed, variable=None)
 _plugin = partial(_deepspeed, variable="ACCELERATE_{}")
+_megatron = partial(_option, "Megatron-LM", variable="{}", section="megatron_lm_config")
 _mesh = partial(_option, "parallelism", read=int, variable="{}", section="parallelism_config", harmless="1")
 
 
@@ -171,6 +178,7 @@ class LaunchConfig:
     gradient_accumulation_steps: int | None = _plugin("Micro-batches of one optimizer step.", int)
     use_fsdp: bool | None = _training("Shard models by FSDP.", as_bool)
     use_deepspeed: bool | None = _training("Train by DeepSpeed.", as_bool)
+    use_megatron_lm: bool | None = _training("Train by MegatronStrategy.", as_bool)
     use_parallelism_config: bool | None = _training("Arrange processes along several axes.", as_bool)
     dynamo_backend: str | None = _dynamo("Compile models by this backend of torch.compile.")
     dynamo_mode: str | None = _dynamo("Mode of torch.compile.")
@@ -212,6 +220,14 @@ class LaunchConfig:
     parallelism_config_tp_size: int | None = _mesh("Ranks that split layers.")
     parallelism_config_cp_size: int | None = _mesh("Ranks that split sequences, in a ring.")
     parallelism_config_sp_size: int | None = _mesh("Ranks that split sequences, by heads.")
+    megatron_lm_tp_degree: int | None = _megatron("Ranks that split layers.", int)
+    megatron_lm_sequence_parallelism: bool | None = _megatron("Accepted.", as_bool)
+    megatron_lm_pp_degree: int | None = _megatron("Stages of the pipeline.", int)
+    megatron_lm_num_micro_batches: int | None = _megatron("Micro-batches of one optimizer step.", int)
+    megatron_lm_recompute_activations: bool | None = _megatron("Recompute all but matrix products.", as_bool)
+    megatron_lm_use_distributed_optimizer: bool | None = _megatron("Shard what ranks with other data hold.", as_bool)
+    megatron_lm_gradient_clipping: float | None = _megatron("Largest norm of gradients; 0: any.", float)
+    megatron_lm_recompute_granularity: str | None = _megatron("full or selective.", choices=("full", "selective"))
 
     def set_options(self) -> dict[str, Any]:
         """Return the options that are set, by their names."""

@@ -47,6 +47,8 @@ def ask(devices: int) -> LaunchConfig:
         _ask_fsdp(questions)
     elif (several or not questions.answers["cpu"]) and questions.confirm("use_deepspeed", False):
         _ask_deepspeed(questions)
+    elif several and questions.confirm("use_megatron_lm", False):
+        _ask_megatron(questions)
     _ask_axes(questions)
     if questions.choose("dynamo_backend", "no", "inductor", "aot_eager", "cudagraphs", "eager") != "no":
         questions.choose("dynamo_mode", "default", "reduce-overhead", "max-autotune")
@@ -103,9 +105,21 @@ def _ask_deepspeed(questions: Questions) -> None:
     questions.number("gradient_clipping", "", least=0)
 
 
+def _ask_megatron(questions: Questions) -> None:
+    left = questions.answers["num_processes"]
+    tp = questions.number("megatron_lm_tp_degree", 1, problem=_divisor(left))
+    if tp > 1:
+        questions.confirm("megatron_lm_sequence_parallelism", True)
+    if questions.number("megatron_lm_pp_degree", 1, problem=_divisor(left // tp)) > 1:
+        questions.number("megatron_lm_num_micro_batches", 1)
+    questions.confirm("megatron_lm_recompute_activations", True)
+    questions.confirm("megatron_lm_use_distributed_optimizer", True)
+    questions.number("megatron_lm_gradient_clipping", 1, least=0)
+
+
 def _ask_axes(questions: Questions) -> None:
     processes = questions.answers["num_processes"]
-    if processes == 1 or questions.answers.get("use_deepspeed"):
+    if processes == 1 or questions.answers.get("use_deepspeed") or questions.answers.get("use_megatron_lm"):
         return
     if questions.confirm("use_parallelism_config", False):
         left = processes // questions.number("parallelism_config_dp_replicate_size", 1, problem=_divisor(processes))

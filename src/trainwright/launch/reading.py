@@ -23,11 +23,11 @@ FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json"
 # Keys of Accelerate's files and flags that name an option of ours differently.
 _KEYS = {"use_cpu": "cpu", "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch", "tpu_vm": "vm", "tpu_env": "env"}
 _SECTIONS = (
-    *("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "mpirun_config"),
-    "ipex_config",
+    *("fsdp_config", "deepspeed_config", "megatron_lm_config", "dynamo_config", "parallelism_config"),
+    *("mpirun_config", "ipex_config"),
 )
 _SWITCHES = {"fsdp_config": "use_fsdp", "deepspeed_config": "use_deepspeed"}
-_SWITCHES["parallelism_config"] = "use_parallelism_config"
+_SWITCHES |= {"megatron_lm_config": "use_megatron_lm", "parallelism_config": "use_parallelism_config"}
 # Of DeepSpeed's section, but of use without it.
 _ALONE = (
     *("gradient_accumulation_steps", "gradient_clipping", "deepspeed_hostfile", "deepspeed_exclusion_filter"),
@@ -35,8 +35,9 @@ _ALONE = (
 )
 # Keys that request nothing of `trainwright launch`: those of `tpu-config`, and details of a type or a precision that is
 # refused by itself.
-SILENT = ("tpu_name", "tpu_zone", "commands", "command_file", "megatron_lm_config", "fp8_config")
+SILENT = ("tpu_name", "tpu_zone", "commands", "command_file", "fp8_config")
 _SWITCH_OF = {"FSDP": "use_fsdp", "DEEPSPEED": "use_deepspeed", "XLA": "tpu", "TPU": "tpu"}
+_SWITCH_OF["MEGATRON_LM"] = "use_megatron_lm"
 TYPES: dict[str, dict[str, bool]] = {"NO": {}, **{kind: {name: True} for kind, name in _SWITCH_OF.items()}}
 # What AORecipeKwargs does by default.
 _FP8_DEFAULTS = {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}
@@ -229,8 +230,6 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     if where != "LOCAL_MACHINE":
         raise ConfigurationError(f"{origin}: compute_environment={where!r} is not supported. Use LOCAL_MACHINE.")
     kind = str(left.pop("distributed_type", "NO")).upper()
-    if kind == "MEGATRON_LM":
-        raise ConfigurationError(f"{origin}: distributed_type={kind!r}: {known_options()['use_megatron_lm'].later}.")
     if kind not in TYPES and kind not in DEVICES:
         raise ConfigurationError(
             f"{origin}: distributed_type={kind!r} is not supported. Use {', '.join((*TYPES, *DEVICES))}."

@@ -12,6 +12,18 @@ from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoad
 from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwargs
 from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from trainwright.accelerator.logging import tqdm as tqdm
+from trainwright.accelerator.megatron.megatron_loop import (
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+)
+from trainwright.accelerator.megatron.megatron_loop import (
+    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
+)
+from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from trainwright.accelerator.megatron.train_steps import AbstractTrainStep as AbstractTrainStep
+from trainwright.accelerator.megatron.train_steps import BertTrainStep as BertTrainStep
+from trainwright.accelerator.megatron.train_steps import GPTTrainStep as GPTTrainStep
+from trainwright.accelerator.megatron.train_steps import T5TrainStep as T5TrainStep
 from trainwright.accelerator.prepared.scheduler import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
 from trainwright.accelerator.sharded_parts import load_fsdp_model as load_fsdp_model
@@ -153,6 +165,7 @@ from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as
 from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainwright.strategies.launched import DynamoBackend as DynamoBackend
 from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin
+from trainwright.strategies.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
 from trainwright.strategies.precision import get_grad_scaler as get_grad_scaler
 from trainwright.strategies.steps.fp8 import AORecipeKwargs as AORecipeKwargs
 from trainwright.strategies.steps.fp8 import convert_model_to_fp8_ao as convert_model_to_fp8_ao

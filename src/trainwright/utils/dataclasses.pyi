@@ -22,6 +22,7 @@ from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as
 from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainwright.strategies.launched import DynamoBackend as DynamoBackend
 from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin
+from trainwright.strategies.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
 from trainwright.strategies.steps.fp8 import AORecipeKwargs as AORecipeKwargs
 from trainwright.strategies.steps.te_layers import FP8RecipeKwargs as FP8RecipeKwargs
 from trainwright.strategies.steps.te_layers import TERecipeKwargs as TERecipeKwargs

@@ -10,30 +10,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.runs import quiet_trainer
-from trainwright import Accelerator, Strategy, TensorBoardLogger, TensorParallelStrategy, Trainer
+from trainwright import TensorBoardLogger
 from trainwright.core.errors import ConfigurationError
-from trainwright.processes.partial_state import PartialState
 
 _DOCS = Path(__file__).parents[3] / "docs"
-
-
-@pytest.mark.parametrize(
-    ("argument", "strategy", "named"),
-    [
-        ("megatron_lm_plugin", "tp", TensorParallelStrategy),
-    ],
-)
-def test_an_engine_that_own_loops_do_not_have_is_named_as_the_trainer_takes_it(
-    argument: str, strategy: str, named: type[Strategy]
-) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        Accelerator(cpu=True, **{argument: object()})
-    text = str(caught.value)
-    assert argument in text
-    assert "Did you mean" not in text  # a name that resembles it would lead elsewhere
-    assert f"Trainer(strategy={strategy!r})" in text
-    assert type(Trainer(strategy=strategy, accelerator="cpu").strategy.strategy) is named
-    assert not PartialState._shared_state  # nothing was joined
 
 
 @pytest.mark.parametrize("cores", [1, 8, "auto"])

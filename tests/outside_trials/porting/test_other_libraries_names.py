@@ -106,7 +106,7 @@ def test_what_is_not_here_says_what_to_do_instead() -> None:
         ("trainwright", "LightningModule", "LightningModule of Lightning is trainwright.TaskModule here."),
         ("trainwright", "Fabric", "Fabric of Lightning is not here: use trainwright.Accelerator"),
         ("trainwright", "set_seed", "set_seed of Accelerate is trainwright.utils.set_seed here."),
-        ("trainwright", "MegatronLMPlugin", "MegatronLMPlugin of Accelerate is not here: "),
+        ("trainwright", "AimTracker", "AimTracker of Accelerate is not here: "),
         ("trainwright.callbacks", "ThroughputMonitor", "is trainwright.callbacks.Throughput here."),
         ("trainwright.callbacks", "Checkpoint", "Checkpoint of Lightning is not here: "),
         ("trainwright.loggers", "NeptuneLogger", "NeptuneLogger of Lightning is not here: "),

@@ -124,7 +124,6 @@ def test_the_launcher_s_precision_and_steps_count_where_the_script_says_nothing(
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("ACCELERATE_USE_MEGATRON_LM", "1", "ACCELERATE_USE_PARALLELISM_CONFIG"),
         ("ACCELERATE_USE_IPEX", "true", "its work is in torch"),
         ("ACCELERATE_TORCH_DEVICE", "cuda:1", "CUDA_VISIBLE_DEVICES"),
         ("ACCELERATE_SOMETHING_NEW", "x", "not read"),

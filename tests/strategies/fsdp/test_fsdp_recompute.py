@@ -14,9 +14,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
 from tests.strategies.fsdp.sharded import Blocks, batches
+from trainwright.accelerator.accelerator import Accelerator
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.shards import whole_output
 
 
 class OpsInBackward(TorchDispatchMode, Callback):
@@ -151,3 +153,27 @@ def test_more_layers_to_a_checkpoint_than_there_are_units_are_refused() -> None:
     trainer = quiet_trainer(strategy=FSDPStrategy(activation_checkpointing=4), max_steps=1)
     with pytest.raises(ConfigurationError, match="one in 4 units anew, and the task has 3"):
         trainer.fit(Blocks(), batches(2))
+
+
+@pytest.mark.parametrize("save", [None, ["aten.addmm"]], ids=["all", "selective"])
+def test_a_model_with_a_cache_uses_it_only_without_gradients(save: list[str] | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=8, use_cache=True)
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 32, (2, 8))
+    expected = torch.autograd.grad(model.eval()(tokens, labels=tokens).loss, model.transformer.wpe.weight)[0]
+    strategy = FSDPStrategy(
+        auto_wrap_policy={type(model.transformer.h[0])},
+        activation_checkpointing=True,
+        activation_checkpointing_save=save,
+    )
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    model = accelerator.prepare(model)
+    output = model(tokens, labels=tokens)  # in evaluation mode, without dropout
+    accelerator.backward(output.loss)
+    assert output.past_key_values is None
+    torch.testing.assert_close(whole_output(model.transformer.wpe.weight.grad), expected)
+    with torch.no_grad():
+        assert model(tokens).past_key_values.get_seq_length() == 8
+    assert config.use_cache

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainwright.accelerator.accumulation import Accumulation
 from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.accelerator.loss_scale import LossScale
+from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyScheduler
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
@@ -36,6 +37,9 @@ from trainwright.data.iterable import is_divided
 from trainwright.processes.collectives import same_on_all_ranks
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.engine import Engine
+
+if TYPE_CHECKING:
+    from trainwright.accelerator.megatron.megatron_loop import MegatronLoop
 
 T = TypeVar("T")
 
@@ -62,6 +66,7 @@ class PreparedObjects:
         loaders: options of loaders. Without a `data_seed` it is torch's initial seed on the first process.
         rng_types: generators that are synchronized before each pass of a loader. Default: None.
         schedule_steps: see `Accelerator`. Default: None.
+        megatron: What a Megatron-LM plugin changes. Default: None.
 
     Attributes:
         models, optimizers, schedulers, dataloaders: what `prepare` returned, in the order of preparation.
@@ -78,11 +83,12 @@ class PreparedObjects:
         loaders: DataLoaderConfiguration,
         rng_types: Sequence[str | RNGType] | None = None,
         schedule_steps: Literal["once", "per_process"] | None = None,
+        megatron: MegatronLoop | None = None,
     ) -> None:
         self._state, self._engine, self._accumulation = state, engine, accumulation
         self._scale, self._make_context = scale, make_context
         self._config, self.seed, self._rng_types = loaders, loaders.data_seed, rng_types
-        self._schedule_steps = schedule_steps
+        self._schedule_steps, self.megatron = schedule_steps, megatron
         self.models: list[nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
@@ -141,7 +147,7 @@ class PreparedObjects:
             found[i] = model
         for i, value in enumerate(found):
             if isinstance(value, AcceleratedOptimizer):
-                value.optimizer = self._engine.adopt_optimizer(value.given)
+                self._adopt(value)
             elif isinstance(value, AcceleratedScheduler) or is_scheduler(value):
                 found[i] = self.scheduler(value, steps_with_optimizer=steps_with_optimizer)
         if models:
@@ -228,6 +234,8 @@ class PreparedObjects:
 
     def _around(self, model: nn.Module, engine: Callable[..., Any]) -> nn.Module:
         call = self._engine.compile_model(model, engine)
+        if self.megatron is not None:
+            call = partial(self.megatron.run, model, call)
         if call is model and self._make_context is None:
             return model
         own = self._engine
@@ -247,8 +255,13 @@ class PreparedObjects:
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         """Return an optimizer that steps once per group of micro-batches."""
         found = self._wrapped_optimizer(optimizer)
-        found.optimizer = self._engine.adopt_optimizer(found.given)
+        self._adopt(found)
         return found
+
+    def _adopt(self, optimizer: AcceleratedOptimizer) -> None:
+        optimizer.optimizer = self._engine.adopt_optimizer(optimizer.given)
+        if self.megatron is not None:
+            self.megatron.clip(optimizer.optimizer)
 
     def _wrapped_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         own = self._own(optimizer)
@@ -264,6 +277,9 @@ class PreparedObjects:
 
         def make() -> AcceleratedScheduler:
             steps = [optimizer for optimizer in self.optimizers if holds_optimizer(own, optimizer)]
+            if self.megatron is not None and isinstance(own, MegatronLMDummyScheduler):
+                inner = (steps or self.optimizers)[0].optimizer
+                self.megatron.schedule(own, inner, per_process=self._schedule_steps == "per_process")
             per_step = self._per_step() if isinstance(own, LRScheduler) and steps_with_optimizer else 1
             return AcceleratedScheduler(
                 own,
@@ -298,13 +314,16 @@ class PreparedObjects:
         def make() -> AcceleratedLoader:
             mover = self._engine.batch_mover() if placed else None
             options = self.loader_options
+            used = own if self.megatron is None else self.megatron.enlarge(own)
             if self._dispatches(own):
-                prepared: PreparedLoader = DispatchedLoader(own, options, self._state.joined(), slice_fn)
+                prepared: PreparedLoader = DispatchedLoader(used, options, self._state.joined(), slice_fn)
             else:
-                prepared = prepare_loader(own, options)
+                prepared = prepare_loader(used, options)
             return AcceleratedLoader(prepared, self._accumulation, mover, self._rng_types)
 
-        return self._once(own, self.dataloaders, make)
+        found = self._once(own, self.dataloaders, make)
+        self._known[id(found.prepared.raw)] = found
+        return found
 
     def _dispatches(self, loader: object) -> bool:
         """Return whether only the first process reads a loader."""

@@ -112,11 +112,7 @@ _LIGHTNING = {
 }
 
 _ACCELERATE = {
-    **_each(
-        "MegatronLMPlugin MegatronLMDummyDataLoader MegatronLMDummyScheduler AbstractTrainStep BertTrainStep "
-        "GPTTrainStep T5TrainStep avg_losses_across_data_parallel_group gather_across_data_parallel_groups initialize",
-        "Megatron-LM is not supported; tensor parallelism is Trainer(strategy='tp').",
-    ),
+    "initialize": "Accelerator(megatron_lm_plugin=…) joins the processes; delete the call.",
     "MSAMPRecipeKwargs": (
         "MS-AMP needs a patched build of an old torch; install torchao and pass AORecipeKwargs with "
         "mixed_precision='fp8'."

@@ -25,14 +25,15 @@ def as_flag(text: str) -> bool:
     return _FLAGS[text.lower()]
 
 
-def from_variable(name: str, read: Callable[[str], Any] = str) -> Any:
+def from_variable(name: str, read: Callable[[str], Any] = str, **more: object) -> Any:
     """Return a dataclass field whose default is an environment variable; None if that is not set or says `none`.
 
     Args:
-        name: of the variable.
+        name: of the variable. `{}` in it is the field's name in capitals.
         read: Converts its text; raises ValueError for a text that it cannot convert.
+        more: Further metadata of the field.
     """
-    return field(default=None, metadata={"variable": name, "read": read})
+    return field(default=None, metadata={"variable": name, "read": read, **more})
 
 
 class VariableFields:
@@ -41,7 +42,7 @@ class VariableFields:
     def __post_init__(self) -> None:
         for one in _fields(self):
             if "variable" in one.metadata and getattr(self, one.name) is None:
-                object.__setattr__(self, one.name, read_variable(one.metadata["variable"], one.metadata["read"]))
+                object.__setattr__(self, one.name, read_variable(_variable_of(one), one.metadata["read"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by their names."""
@@ -63,7 +64,7 @@ class VariableFields:
         """
         for one in _fields(self):
             if "variable" in one.metadata:
-                name, own = one.metadata["variable"], getattr(self, one.name)
+                name, own = _variable_of(one), getattr(self, one.name)
                 said = read_variable(name, one.metadata["read"])
                 if said is not None and own is not None and _text(said) != _text(own):
                     yield f"{name}={variable(name)} is overridden by {origin}, which has {one.name}={own!r}."
@@ -91,6 +92,10 @@ def read_variable(name: str, read: Callable[[str], Any]) -> Any:
 
 def _fields(handler: Any) -> tuple[Field[Any], ...]:
     return fields(handler)
+
+
+def _variable_of(one: Field[Any]) -> str:
+    return str(one.metadata["variable"]).format(one.name.upper())
 
 
 def _text(value: object) -> str:

@@ -1,0 +1,1 @@
+"""User-written loops under `MegatronLMPlugin`."""

@@ -1,0 +1,190 @@
+"""User-written loops under `MegatronLMPlugin`: one call of the model runs all micro-batches of a step."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyScheduler, MegatronSchedule
+from trainwright.accelerator.megatron.train_steps import AbstractTrainStep, GPTTrainStep, make_train_step
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.tree import map_tensors
+from trainwright.strategies.data_ranks import DataRanks
+from trainwright.strategies.engine import Engine
+from trainwright.strategies.megatron.pipelined_loop import PipelineOutput, loss_of_output
+from trainwright.strategies.megatron.plugin import MegatronLMPlugin
+from trainwright.strategies.megatron.step import divide
+from trainwright.strategies.shards import whole_output
+from trainwright.strategies.steps.gradients import GradientClip, parameters_of
+
+B = TypeVar("B")
+T = TypeVar("T")
+_newest: weakref.WeakValueDictionary[str, MegatronLoop] = weakref.WeakValueDictionary()
+
+
+class MegatronLoop:
+    """A user-written loop under `MegatronLMPlugin`.
+
+    Args:
+        plugin: Its fields for steps and schedules may be set until the model is called.
+        engine: Started.
+        forward_backward: The Accelerator's.
+        num_steps: Its `gradient_accumulation_steps`, which must be 1.
+    """
+
+    def __init__(
+        self, plugin: MegatronLMPlugin, engine: Engine, forward_backward: Callable[..., torch.Tensor], num_steps: int
+    ) -> None:
+        if num_steps > 1:
+            raise ConfigurationError(
+                f"gradient_accumulation_steps={num_steps} with a MegatronLMPlugin, whose step consists of its "
+                "num_micro_batches. Use MegatronLMPlugin(num_micro_batches=…)."
+            )
+        self.plugin, self._engine, self._forward_backward = plugin, engine, forward_backward
+        self._direct = False  # calls of the model reach it as they are
+        self._clipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._steps: weakref.WeakKeyDictionary[nn.Module, AbstractTrainStep] = weakref.WeakKeyDictionary()
+        _newest["loop"] = self
+
+    @property
+    def data_ranks(self) -> DataRanks:
+        """The data-parallel ranks of the run."""
+        return self._engine.data_ranks
+
+    def enlarge(self, loader: T) -> T:
+        """Return a DataLoader whose batches have the rows of all micro-batches of a step."""
+        sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
+        num, own = self.plugin.num_micro_batches or 1, getattr(sampler, "batch_size", None)
+        if own is not None and "global_batch_size" not in vars(self.plugin):
+            self.plugin.set_training_args(own, self.data_ranks.size)
+        if not isinstance(loader, DataLoader) or sampler is None or num == 1:
+            return loader
+        if own is None:
+            raise ConfigurationError(
+                f"{type(sampler).__name__} has no batch_size, which num_micro_batches={num} multiplies. Use torch's "
+                "BatchSampler, or a DataLoader with batch_size=None that returns batches of all micro-batches."
+            )
+        found, larger = copy.copy(loader), copy.copy(sampler)
+        vars(larger).update(batch_size=own * num)
+        # torch refuses to set these; the copy holds the user's loader.
+        vars(found).update(batch_sampler=larger, batch_size=loader.batch_size and own * num, given=loader)
+        return found
+
+    def clip(self, optimizer: Optimizer) -> None:
+        """Clip the gradients of an optimizer's parameters before each of its steps."""
+        if not self.plugin.gradient_clipping or optimizer in self._clipped:
+            return
+        self._clipped.add(optimizer)
+        clip = GradientClip(self.plugin.gradient_clipping)
+
+        def before_step(stepped: Optimizer, *_: object) -> None:
+            self._engine.gradients.clip(parameters_of([stepped]), clip)
+
+        optimizer.register_step_pre_hook(before_step)
+
+    def schedule(self, dummy: MegatronLMDummyScheduler, optimizer: Optimizer, *, per_process: bool) -> None:
+        """Replace a placeholder by the schedule that the plugin describes.
+
+        Args:
+            per_process: Steps are those of a loader that is not divided over data-parallel ranks.
+        """
+        ranks = self.data_ranks.size if per_process else 1
+        total, warmup = (dummy.total_num_steps or 0) // ranks, dummy.warmup_num_steps // ranks
+        dummy.stand_for(MegatronSchedule(optimizer, self.plugin, total, warmup))
+
+    def direct(self, step: Callable[[B], T]) -> Callable[[B], T]:
+        """Return a function in which calls of the model only run its forward."""
+
+        def run(batch: B) -> T:
+            outer, self._direct = self._direct, True
+            try:
+                return step(batch)
+            finally:
+                self._direct = outer
+
+        return run
+
+    def run(self, model: nn.Module, call: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        """Run a batch through a prepared model: in training forward and backward, otherwise forward. Collective."""
+        if self._direct:
+            return call(*args, **kwargs)
+        ranks = self.data_ranks
+        if not (model.training and torch.is_grad_enabled()):
+            with torch.no_grad():
+                loss, output = self._forward(model, call, args, kwargs)
+            if loss is None:
+                return output
+            output = output if isinstance(output, dict) else PipelineOutput(logits=output)
+            output["loss"] = ranks.all_gather(loss.detach()).mean()
+            return output
+        parts = divide((args, kwargs), self.plugin.num_micro_batches or 1)
+        seen: list[torch.Tensor] = []
+
+        def step(part: tuple[tuple[tuple[object, ...], dict[str, object]], float]) -> torch.Tensor:
+            loss, output = self._forward(model, call, *part[0])
+            if loss is None:
+                loss = loss_of_output(output, type(model).__name__)
+            logits = output.get("logits") if isinstance(output, dict) else output
+            if self.plugin.return_logits and isinstance(logits, torch.Tensor):
+                seen.append(whole_output(logits).detach())
+            return loss * part[1] * len(parts)
+
+        loss = self._forward_backward(step, parts)
+        if self._engine.run_group is None:
+            loss = ranks.all_gather(whole_output(loss)).mean()
+        found = PipelineOutput(loss=loss.detach().requires_grad_())
+        if self.plugin.return_logits:
+            found["logits"] = torch.cat(seen) if seen else None
+        return found
+
+    def _forward(
+        self, model: nn.Module, call: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[torch.Tensor | None, Any]:
+        """Return the loss of a micro-batch, None if there is none, and the output."""
+        plugin = self.plugin
+        if not (plugin.custom_train_step_class or plugin.custom_get_batch_function or plugin.custom_loss_function):
+            output = call(*args, **kwargs)
+            loss = output.get("loss") if isinstance(output, dict) else None
+            return (None if loss is None else whole_output(loss)), output
+        if model not in self._steps:
+            self._steps[model] = make_train_step(plugin, model)
+        step = self._steps[model]
+        own = partial(step.call_model, call, plugin.return_logits) if isinstance(step, GPTTrainStep) else call
+        result, loss_func = step.forward_step(iter([kwargs]), own)
+        loss, entries = loss_func(result)
+        return loss, PipelineOutput(entries)
+
+
+def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the means of losses over the data-parallel ranks, as one tensor. Collective over those.
+
+    Args:
+        losses: 0-dim.
+    """
+    found = torch.stack([loss.detach().reshape(()) for loss in losses])
+    return _data_ranks().all_gather(found).mean(0)
+
+
+def gather_across_data_parallel_groups(tensor: object) -> Any:
+    """Return the tensors of all data-parallel ranks, concatenated along the first dimension. Collective over those.
+
+    Args:
+        tensor: A tensor, or lists, tuples and dicts of them; each has the same shape on every rank.
+    """
+    ranks = _data_ranks()
+    return map_tensors(lambda one: ranks.all_gather(one if one.dim() else one[None]).flatten(0, 1), tensor)
+
+
+def _data_ranks() -> DataRanks:
+    found = _newest.get("loop")
+    if found is None:
+        raise ConfigurationError("no Accelerator has a MegatronLMPlugin. Pass Accelerator(megatron_lm_plugin=…).")
+    return found.data_ranks

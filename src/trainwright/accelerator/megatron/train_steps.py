@@ -1,0 +1,205 @@
+"""Training steps in the form of Megatron-LM, for the models of transformers."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+
+from trainwright.strategies.megatron.plugin import MegatronLMPlugin
+from trainwright.strategies.shards import whole_output
+
+Loss = tuple[torch.Tensor, dict[str, Any]]
+_IGNORED = -100
+
+
+class AbstractTrainStep(ABC):
+    """Base class of training steps for `MegatronLMPlugin(custom_train_step_class=…)`.
+
+    Args:
+        name: Of the step.
+
+    Attributes:
+        forward_step: `forward_step(data_iterator, model)` returns the output and a function from it to the loss and a
+            dict of values.
+    """
+
+    forward_step: Callable[[Iterator[Any], Callable[..., Any]], tuple[Any, Callable[[Any], Loss]]]
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    @abstractmethod
+    def get_batch_func(self, accelerator: object = None, megatron_dataset_flag: bool = False) -> Callable[..., Any]:
+        """Return a function from the iterator of batches to the model's arguments."""
+
+    @abstractmethod
+    def get_forward_step_func(self) -> Callable[..., Any]:
+        """Return `forward_step`."""
+
+    @abstractmethod
+    def get_loss_func(self, accelerator: object = None) -> Callable[..., Any]:
+        """Return a function to the loss and a dict of values."""
+
+
+class GPTTrainStep(AbstractTrainStep):
+    """The step of a causal language model: `model(tokens, position_ids, attention_mask, labels=labels)`.
+
+    Args:
+        args: The options of `MegatronLMPlugin`; an accelerator may precede them.
+    """
+
+    # What transformers calls the positional arguments of Megatron-LM's model.
+    _names: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids", "attention_mask")
+    _has_order: ClassVar[bool] = False  # the model may predict the order of sentences, too
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(type(self).__name__)
+        self.args = options = args[-1]
+        owner = args[0] if len(args) > 1 else None
+        batch = _call(self.get_batch_func, owner, options.megatron_dataset_flag)
+        self.get_batch = options.custom_get_batch_function or batch
+        self.loss_func = options.custom_loss_function or _call(self.get_loss_func, owner)
+        self.forward_step = _call(self.get_forward_step_func)
+
+    def get_batch_func(self, accelerator: object = None, megatron_dataset_flag: bool = False) -> Callable[..., Any]:
+        return lambda data_iterator: self._batch(next(data_iterator))
+
+    def get_forward_step_func(self, *_: object, **__: object) -> Callable[..., Any]:
+        return self._forward
+
+    def get_loss_func(self, accelerator: object = None, *_: object, **__: object) -> Callable[..., Any]:
+        return self._loss
+
+    def _batch(self, data: dict[str, Any]) -> tuple[Any, ...]:
+        tokens = data["input_ids"]
+        given = data.get("labels", tokens)
+        labels = torch.cat([given[:, 1:], torch.full_like(given[:, :1], _IGNORED)], 1)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return tokens, labels, (labels != _IGNORED).float(), data.get("attention_mask"), positions
+
+    def _forward(self, data_iterator: Iterator[Any], model: Callable[..., Any]) -> tuple[Any, Callable[..., Loss]]:
+        tokens, labels, loss_mask, attention_mask, positions = self.get_batch(data_iterator)
+        return model(tokens, positions, attention_mask, labels=labels), partial(self.loss_func, loss_mask)
+
+    def _loss(self, loss_mask: torch.Tensor, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Loss:
+        losses, logits = output if isinstance(output, tuple) else (output, None)
+        loss = _masked_mean(losses, loss_mask)
+        return loss, {"lm loss": loss.detach(), **({} if logits is None else {"logits": logits})}
+
+    def call_model(
+        self,
+        model: Callable[..., Any],
+        return_logits: bool,
+        *values: object,
+        labels: torch.Tensor | None = None,
+        lm_labels: torch.Tensor | None = None,
+        tokentype_ids: torch.Tensor | None = None,
+    ) -> Any:
+        """Call a model of transformers with the arguments of Megatron-LM's model, and return the loss of each token.
+
+        Without labels, return the logits.
+        """
+        given = dict(zip(self._names, values, strict=False), token_type_ids=tokentype_ids)
+        output = model(**{name: value for name, value in given.items() if value is not None})
+        logits = whole_output(output["prediction_logits" if "prediction_logits" in output else "logits"])
+        labels = lm_labels if labels is None else labels
+        if labels is None:
+            return logits
+        losses = cross_entropy(logits.float().transpose(1, 2), labels, reduction="none", ignore_index=_IGNORED)
+        if self._has_order:
+            order = output.get("seq_relationship_logits")
+            return losses, None if order is None else whole_output(order)
+        return (losses, logits) if return_logits else losses
+
+
+class BertTrainStep(GPTTrainStep):
+    """The step of an encoder: `model(tokens, padding_mask, tokentype_ids=types, lm_labels=labels)`.
+
+    Labels for each token are pre-training, possibly with `next_sentence_label`; labels for each row are classes.
+    """
+
+    _names, _has_order = ("input_ids", "attention_mask"), True
+
+    def _batch(self, data: dict[str, Any]) -> tuple[Any, ...]:
+        labels, order = data["labels"], data.get("next_sentence_label")
+        mask = (labels != _IGNORED).float() if labels.shape == data["input_ids"].shape else None
+        return data["input_ids"], data.get("token_type_ids"), order, mask, labels, data.get("attention_mask")
+
+    def _forward(self, data_iterator: Iterator[Any], model: Callable[..., Any]) -> tuple[Any, Callable[..., Loss]]:
+        tokens, types, order, loss_mask, labels, padding_mask = self.get_batch(data_iterator)
+        if loss_mask is None:
+            return model(tokens, padding_mask, tokentype_ids=types), partial(self.loss_func, labels)
+        output = model(tokens, padding_mask, tokentype_ids=types, lm_labels=labels)
+        return output, partial(self.loss_func, loss_mask, order)
+
+    def _loss(self, *values: Any) -> Loss:
+        if len(values) == 3:  # pre-training
+            loss_mask, sentence_order, (losses, order_logits) = values
+            loss = _masked_mean(losses, loss_mask)
+            found = {"lm loss": loss.detach()}
+            if sentence_order is not None and order_logits is not None:
+                of_order = cross_entropy(order_logits.float(), sentence_order.view(-1))
+                loss, found["sop loss"] = loss + of_order, of_order.detach()
+            return loss, found
+        labels, logits = values[0], values[1].float()
+        if logits.shape[-1] == 1:
+            loss = mse_loss(logits.view(-1), labels.float().view(-1))
+        elif labels.is_floating_point():
+            loss = binary_cross_entropy_with_logits(logits, labels)
+        else:
+            loss = cross_entropy(logits, labels.view(-1))
+        return loss, {"loss": loss.detach(), "logits": logits}
+
+
+class T5TrainStep(GPTTrainStep):
+    """The step of an encoder and a decoder: `model(tokens_enc, tokens_dec, enc_mask, …, lm_labels=labels)`."""
+
+    _names = ("input_ids", "decoder_input_ids", "attention_mask", "decoder_attention_mask")
+
+    def _batch(self, data: dict[str, Any]) -> tuple[Any, ...]:
+        labels, decoder, mask = data["labels"], data.get("decoder_input_ids"), data.get("attention_mask")
+        if decoder is None:  # the labels, after the token that starts a sequence
+            start = torch.full_like(labels[:, :1], self.args.decoder_start_token_id)
+            decoder = torch.cat([start, labels[:, :-1].clamp_min(0)], 1)
+        decoder_mask = data.get("decoder_attention_mask")
+        return data["input_ids"], decoder, (labels != _IGNORED).float(), labels, mask, decoder_mask, mask
+
+    def _forward(self, data_iterator: Iterator[Any], model: Callable[..., Any]) -> tuple[Any, Callable[..., Loss]]:
+        encoder, decoder, loss_mask, labels, *masks = self.get_batch(data_iterator)
+        output = model(encoder, decoder, *masks, tokentype_ids=None, lm_labels=labels)
+        return output, partial(self.loss_func, loss_mask)
+
+
+def make_train_step(plugin: MegatronLMPlugin, model: nn.Module) -> AbstractTrainStep:
+    """Return the step that a plugin describes, for a model of transformers."""
+    config: Any = getattr(model, "config", None)
+    kind = str(getattr(config, "model_type", "gpt"))
+    own = BertTrainStep if "bert" in kind else T5TrainStep if "t5" in kind else GPTTrainStep
+    args = SimpleNamespace(
+        **plugin.to_dict(),
+        eos_token_id=getattr(config, "eos_token_id", None),
+        decoder_start_token_id=getattr(config, "decoder_start_token_id", 0),
+        vocab_file=None,
+        model_return_dict=True,
+    )
+    found: AbstractTrainStep = (plugin.custom_train_step_class or own)(args, **(plugin.custom_train_step_kwargs or {}))
+    return found
+
+
+def _call(function: Callable[..., Any], *values: object) -> Any:
+    """Call a method that a subclass may have written with fewer arguments."""
+    return function(*values[: len(inspect.signature(function).parameters)])
+
+
+def _masked_mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    mask = mask.view(-1).float()
+    return (losses.float().view(-1) * mask).sum() / mask.sum()

@@ -1,0 +1,199 @@
+"""MegatronLMPlugin: pipelines and split layers in the names of Hugging Face Accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import nn
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.kwargs_handler import VariableFields, as_flag, from_variable
+from trainwright.strategies.fsdp.options import one_of
+from trainwright.strategies.megatron.stages import layers_of
+from trainwright.strategies.megatron.strategy import MegatronStrategy
+
+# What to write instead of options of Megatron-LM itself.
+_SEQUENCES = "sequences of a user-written loop are not split; Trainer(strategy=MegatronStrategy(cp=…)) splits a task's"
+_EXPERTS = "Accelerator(fsdp_plugin=…, parallelism_config=ParallelismConfig(ep_size=…)) divides experts; remove it"
+_DROPOUT = "the model's own configuration sets it, such as GPT2Config(attn_pdrop=…, resid_pdrop=…); remove it"
+_STAGES = "write Accelerator(strategy=MegatronStrategy(split_points=…)), which names the first layer of each stage"
+_SAMPLES = "schedules count optimizer steps; use train_iters, lr_decay_iters or lr_warmup_iters"
+_GROUPS = "pass the optimizer parameter groups with lr and weight_decay of their own, and remove it"
+_MODEL = "prepare() trains the model that it receives; build it in the script, and remove it"
+_DATA = "indexed data sets of Megatron-LM are not supported; prepare a DataLoader, and remove it"
+_TRACKERS = "pass Accelerator(log_with='tensorboard', project_dir=…), and remove it"
+_LATER = "save_state and load_state always include the optimizer; remove it"
+_HOST = "the optimizer stays on the device; write Accelerator(fsdp_plugin=…) with cpu_offload=True for one on the host"
+_ENCODER = "a pipeline has one stack of layers; use tp_degree for an encoder and a decoder"
+_CONSUMED = "load_state restores the position in the data; remove it"
+_ITSELF = "choose position embeddings and kinds of attention by the model; Megatron-LM itself does not run"
+
+
+def _variable(read: Callable[[str], Any] = str, refusal: str = "", *harmless: object) -> Any:
+    """Return a field whose default is its environment variable.
+
+    Args:
+        refusal: What to write instead of another value than the `harmless` ones; empty: all are supported.
+    """
+    return from_variable("MEGATRON_LM_{}", read, **_refused(refusal, *harmless))
+
+
+def _refused(refusal: str, *harmless: object) -> dict[str, object]:
+    """Return the metadata of a field that is refused with other values than None and the `harmless` ones."""
+    return {"refusal": refusal, "harmless": harmless}
+
+
+@dataclass
+class MegatronLMPlugin(VariableFields):
+    """Options of `MegatronStrategy`, with the names of Hugging Face Accelerate.
+
+    A field that is None takes the value of its environment variable (`MEGATRON_LM_TP_DEGREE`, …), and otherwise the
+    default. A call of the prepared model in training runs forward and backward of all micro-batches.
+
+    Attributes:
+        tp_degree, pp_degree: Ranks that split layers, and stages of the pipeline. Default: 1.
+        num_micro_batches: Micro-batches of one optimizer step. A batch of a prepared DataLoader has `batch_size` rows
+            for each of them. Default: 1.
+        gradient_clipping: Largest norm of the gradients at a step; 0: they are not clipped. Default: 1.0.
+        sequence_parallelism: Accepted; makes no difference. Plans that split layers shard sequences where they can.
+        recompute_activations: Recompute all but matrix products in backward.
+        recompute_granularity: `"full"` or `"selective"`; takes precedence over `recompute_activations`.
+        use_distributed_optimizer: Shard parameters, gradients and the optimizer's state over data-parallel ranks.
+        num_layers_per_virtual_pipeline_stage: Layers of each of several stages on a rank, which are interleaved.
+        train_iters, lr_decay_iters, lr_warmup_iters, lr_warmup_fraction: Steps of the schedule; they take precedence
+            over those of `MegatronLMDummyScheduler`. The fraction is that of the decay's steps.
+        lr_decay_style, min_lr: `"linear"`, `"cosine"` or `"constant"`, and the learning rate at the end.
+        weight_decay_incr_style, start_weight_decay, end_weight_decay: `"constant"`, or how the weight decay changes.
+        return_logits: Outputs in evaluation have the logits beside the loss.
+        custom_train_step_class, custom_train_step_kwargs: A subclass of `AbstractTrainStep`, and its arguments.
+        custom_get_batch_function, custom_loss_function: Replace those of `GPTTrainStep` and others.
+        is_train_batch_min, attention_backend, attention_softmax_in_fp32, seq_length, encoder_seq_length,
+            decoder_seq_length, eval_iters, eval_interval: Accepted; make no difference.
+
+    Other fields are options of Megatron-LM. A value that requests something is an error, which says what to write.
+    """
+
+    tp_degree: int | None = _variable(int)
+    pp_degree: int | None = _variable(int)
+    use_custom_fsdp: bool | None = _variable(as_flag, "use use_distributed_optimizer=True", False)
+    overlap_cpu_optimizer_d2h_h2d: bool | None = _variable(as_flag, _HOST, False)
+    no_load_optim: bool | None = _variable(as_flag, _LATER, False)
+    eod_mask_loss: bool | None = _variable(as_flag, "set labels to -100 where the loss does not count", False)
+    no_save_optim: bool | None = _variable(as_flag, _LATER, False)
+    optimizer_cpu_offload: bool | None = _variable(as_flag, _HOST, False)
+    use_precision_aware_optimizer: bool | None = _variable(as_flag, "choose an optimizer with narrow states", False)
+    decoder_last_pipeline_num_layers: int | None = _variable(int, _STAGES)
+    recompute_granularity: str | None = _variable()
+    recompute_method: str | None = _variable(str, "all layers are recomputed; use 'uniform'", "uniform")
+    recompute_num_layers: int | None = _variable(int, "each layer is recomputed by itself; use 1", 1)
+    attention_backend: bool | str | None = _variable()
+    expert_model_parallel_size: int | None = _variable(int, _EXPERTS, 1)
+    context_parallel_size: int | None = _variable(int, _SEQUENCES, 1)
+    attention_dropout: float | None = _variable(float, _DROPOUT, 0.0)
+    hidden_dropout: float | None = _variable(float, _DROPOUT, 0.0)
+    attention_softmax_in_fp32: bool | None = _variable(as_flag)
+    expert_tensor_parallel_size: int | None = _variable(int, _EXPERTS, 1)
+    calculate_per_token_loss: bool | None = _variable(as_flag, "each micro-batch counts by its rows", False)
+    use_rotary_position_embeddings: bool | None = _variable(as_flag, "the model determines its positions", False)
+    num_micro_batches: int | None = _variable(int)
+    gradient_clipping: float | None = _variable(float)
+    sequence_parallelism: bool | None = _variable(as_flag)
+    recompute_activations: bool | None = _variable(as_flag)
+    use_distributed_optimizer: bool | None = _variable(as_flag)
+    pipeline_model_parallel_split_rank: int | None = field(default=None, metadata=_refused(_ENCODER))
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: bool | str = True
+    train_iters: int | None = None
+    train_samples: int | None = field(default=None, metadata=_refused(_SAMPLES))
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = field(default=None, metadata=_refused(_SAMPLES))
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = field(default=None, metadata=_refused(_SAMPLES, 0))
+    lr_warmup_fraction: float | None = None
+    min_lr: float = 0
+    consumed_samples: list[int] | None = field(default=None, metadata=_refused(_CONSUMED, [0, 0, 0]))
+    no_wd_decay_cond: Callable[..., Any] | None = field(default=None, metadata=_refused(_GROUPS))
+    scale_lr_cond: Callable[..., Any] | None = field(default=None, metadata=_refused(_GROUPS))
+    lr_mult: float = field(default=1.0, metadata=_refused(_GROUPS, 1.0))
+    megatron_dataset_flag: bool = field(default=False, metadata=_refused(_DATA, False))
+    seq_length: int | None = None
+    encoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None
+    tensorboard_dir: str | None = field(default=None, metadata=_refused(_TRACKERS))
+    set_all_logging_options: bool = field(default=False, metadata=_refused(_TRACKERS, False))
+    eval_iters: int = 100
+    eval_interval: int = 1000
+    return_logits: bool = False
+    custom_train_step_class: Any = None
+    custom_train_step_kwargs: dict[str, Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = field(default=None, metadata=_refused(_MODEL))
+    custom_prepare_model_function: Callable[..., Any] | None = field(default=None, metadata=_refused(_MODEL))
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = field(
+        default=None, metadata=_refused(_DATA)
+    )
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    other_megatron_args: dict[str, Any] | None = field(default=None, metadata=_refused(_ITSELF, {}))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tp_degree", "pp_degree", "num_micro_batches", "gradient_clipping"):
+            if getattr(self, name) is None:
+                setattr(self, name, 1)
+        for name in ("sequence_parallelism", "recompute_activations", "use_distributed_optimizer"):
+            setattr(self, name, bool(getattr(self, name)))
+
+    def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
+        """Set the attributes `micro_batch_size`, `data_parallel_size` and `global_batch_size`.
+
+        `prepare` calls it with the first DataLoader's batch size.
+        """
+        self.micro_batch_size, self.data_parallel_size = micro_batch_size, dp_degree
+        self.global_batch_size = dp_degree * micro_batch_size * (self.num_micro_batches or 1)
+
+    def strategy(self, num_processes: int, model: nn.Module | None = None) -> MegatronStrategy:
+        """Return the strategy with the same options.
+
+        Args:
+            num_processes: Of the run.
+            model: That is trained; its layers determine the number of virtual stages. Default: None, which takes two.
+
+        Raises:
+            ConfigurationError: An option is unknown, or the strategy does not support it.
+        """
+        for one in fields(self):
+            value, refusal = getattr(self, one.name), one.metadata.get("refusal")
+            if refusal and value is not None and value not in one.metadata["harmless"]:
+                raise ConfigurationError(f"{one.name}={value!r} of MegatronLMPlugin is not supported: {refusal}.")
+        if self.recompute_granularity is not None:
+            one_of("recompute_granularity", self.recompute_granularity, ("full", "selective"))
+        one_of("lr_decay_style", self.lr_decay_style, ("linear", "cosine", "constant"))
+        one_of("weight_decay_incr_style", self.weight_decay_incr_style, ("constant", "linear", "cosine"))
+        options: dict[str, Any] = {"tp": self.tp_degree, "pp": self.pp_degree}
+        if self.pp_degree != 1:
+            options["num_micro_batches"] = self.num_micro_batches
+            virtual = self._virtual_stages(model)
+            options |= {} if virtual == 1 else {"virtual_stages": virtual, "schedule": "interleaved1f1b"}
+        return MegatronStrategy(
+            **options,
+            recompute=self.recompute_granularity or ("selective" if self.recompute_activations else None),
+            distributed_optimizer=bool(self.use_distributed_optimizer),
+        )
+
+    def _virtual_stages(self, model: nn.Module | None) -> int:
+        each, pp = self.num_layers_per_virtual_pipeline_stage, self.pp_degree or 1
+        if each is None or model is None:
+            return 1 if each is None else 2
+        num_layers = len(layers_of(model, pp))
+        if each < 1 or num_layers % (pp * each):
+            problem = f"{num_layers} layers cannot be divided by pp_degree={pp} × {each}"
+            raise ConfigurationError(
+                f"num_layers_per_virtual_pipeline_stage={each}: {problem}. Use a divisor of {num_layers // pp}."
+            )
+        return num_layers // (pp * each)

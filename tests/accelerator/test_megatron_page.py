@@ -1,0 +1,315 @@
+"""The page on Megatron-LM of Accelerate's documentation: its programs on two ranks, compared with one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.helpers.distributed import run_distributed
+from trainwright import Accelerator, DistributedType, MegatronStrategy
+from trainwright.core.errors import ConfigurationError
+from trainwright.processes.partial_state import PartialState
+from trainwright.utils import (
+    BertTrainStep,
+    GPTTrainStep,
+    MegatronLMDummyDataLoader,
+    MegatronLMDummyScheduler,
+    MegatronLMPlugin,
+    T5TrainStep,
+    avg_losses_across_data_parallel_group,
+    gather_across_data_parallel_groups,
+)
+
+transformers = pytest.importorskip("transformers")
+_STEPS, _BATCH = 6, 4
+
+
+@pytest.fixture(autouse=True)
+def _no_state() -> Iterator[None]:
+    PartialState._reset_state()
+    yield
+    PartialState._reset_state()
+
+
+def _gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=4,
+        n_embd=16,
+        n_head=2,
+        vocab_size=32,
+        n_positions=8,
+        bos_token_id=1,
+        eos_token_id=1,
+        attn_pdrop=0,
+        resid_pdrop=0,
+        embd_pdrop=0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _rows(num: int) -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(0, 32, (num, 8), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def _reference(loss_of: Callable[[Any, torch.Tensor], torch.Tensor] | None = None) -> tuple[list[float], float]:
+    """Train in one process by hand: the losses, and that of evaluation."""
+    model = _gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for i, batch in enumerate(DataLoader(_rows(_STEPS * _BATCH), batch_size=_BATCH)):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (i / 2 if i <= 2 else 1 - (i - 2) / (_STEPS - 2))
+        loss = model(**batch).loss if loss_of is None else loss_of(model, batch["input_ids"])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        batch = next(iter(DataLoader(_rows(_BATCH), batch_size=_BATCH)))
+        found = model(**batch).loss if loss_of is None else loss_of(model, batch["input_ids"])
+    return losses, found.item()
+
+
+def _train(
+    options: dict[str, Any], custom: bool = False, folder: Path | None = None, batch_size: int = 2
+) -> tuple[list[float], float, Any]:
+    """Train as on the page: `batch_size` rows for each of two micro-batches."""
+    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(**options) if options else None, cpu=True)
+    assert accelerator.distributed_type == DistributedType.MEGATRON_LM
+    plugin = accelerator.state.megatron_lm_plugin
+    assert plugin is accelerator.megatron_lm_plugin
+    if custom:
+        plugin.custom_train_step_class = GPTTrainStepWithCustomLoss
+        plugin.custom_train_step_kwargs = {"keytoken_ids": [3, 5], "alpha": 0.25}
+    model = _gpt2()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    args = SimpleNamespace(max_train_steps=_STEPS, num_warmup_steps=2)
+    lr_scheduler: Any = MegatronLMDummyScheduler(
+        optimizer=optimizer, total_num_steps=args.max_train_steps, warmup_num_steps=args.num_warmup_steps
+    )
+    train: Any = DataLoader(_rows(_STEPS * _BATCH), batch_size=batch_size)
+    test: Any = DataLoader(_rows(_BATCH), batch_size=batch_size)
+    model, optimizer, lr_scheduler, train, test = accelerator.prepare(model, optimizer, lr_scheduler, train, test)
+    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
+        total_batch_size = accelerator.state.megatron_lm_plugin.global_batch_size
+    assert total_batch_size == _BATCH
+    assert accelerator.prepare(train) is train
+    assert len(train) == _STEPS
+    losses, logits = [], None
+    model.train()
+    for batch in train:
+        with accelerator.accumulate(model):
+            outputs = model(**batch)
+            loss = outputs.loss
+            accelerator.backward(loss)
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        logits = outputs.get("logits")
+    if folder is not None:
+        accelerator.save_state(str(folder))
+    model.eval()
+    evals = []
+    for batch in test:
+        with torch.no_grad():
+            evals.append(model(**batch).loss)
+    return losses, torch.tensor(evals).mean().item(), None if logits is None else tuple(logits.shape)
+
+
+# The page's class, with names and comments of its own.
+class GPTTrainStepWithCustomLoss(GPTTrainStep):
+    def __init__(self, megatron_args: Any, **kwargs: Any) -> None:
+        super().__init__(megatron_args)
+        self.kwargs = kwargs
+
+    def get_loss_func(self) -> Any:  # type: ignore[override]  # as on the page
+        def loss_func(inputs: Any, loss_mask: Any, output_tensor: Any) -> Any:
+            batch_size, seq_length = output_tensor.shape
+            loss_mask = loss_mask.view(-1).float()
+            loss = output_tensor.float().view(-1) * loss_mask
+            per_sample = loss.view(batch_size, seq_length).sum(axis=1)
+            per_sample = per_sample / loss_mask.view(batch_size, seq_length).sum(axis=1)
+            weights = torch.stack([(inputs == kt).float() for kt in self.kwargs["keytoken_ids"]]).sum(axis=[0, 2])  # type: ignore[call-overload]
+            weighted = (per_sample * (1.0 + self.kwargs["alpha"] * weights)).mean()
+            averaged = avg_losses_across_data_parallel_group([weighted])
+            return weighted, {"lm loss": averaged[0]}
+
+        return loss_func
+
+    def get_forward_step_func(self) -> Any:
+        def forward_step(data_iterator: Any, model: Any) -> Any:
+            tokens, labels, loss_mask, attention_mask, position_ids = self.get_batch(data_iterator)
+            output_tensor = model(tokens, position_ids, attention_mask, labels=labels)
+            return output_tensor, partial(self.loss_func, tokens, loss_mask)
+
+        return forward_step
+
+
+def _custom_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens).logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
+    weights = ((tokens == 3) | (tokens == 5)).float().sum(1)
+    return (losses * (1 + 0.25 * weights)).mean()
+
+
+_WAYS: dict[str, tuple[dict[str, Any], int]] = {
+    "pp": ({"pp_degree": 2, "num_micro_batches": 2, "recompute_activations": True}, 2),
+    "interleaved": ({"pp_degree": 2, "num_micro_batches": 2, "num_layers_per_virtual_pipeline_stage": 1}, 2),
+    "tp": ({"tp_degree": 2, "num_micro_batches": 2, "sequence_parallelism": True}, 2),
+    "dp": ({"num_micro_batches": 2, "recompute_activations": True}, 1),
+    "shards": ({"num_micro_batches": 2, "use_distributed_optimizer": True, "return_logits": True}, 1),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("custom", [False, True], ids=["loss", "custom_step"])
+@pytest.mark.parametrize("way", _WAYS)
+def test_the_page_trains_as_one_process_does(way: str, custom: bool, tmp_path: Path) -> None:
+    options, batch_size = _WAYS[way]
+    if custom:  # its loss function takes no logits
+        options = {name: value for name, value in options.items() if name != "return_logits"}
+    losses, test = _reference(_custom_loss if custom else None)
+    for rank in run_distributed(_train, 2, options, custom, tmp_path / "state", batch_size, init=False, timeout=120):
+        assert rank[0] == pytest.approx(losses, rel=1e-4)
+        assert rank[1] == pytest.approx(test, rel=1e-4)
+        assert rank[2] == ((2, 8, 32) if "return_logits" in options else None)
+
+
+def test_advanced_options_of_the_page_are_refused_with_what_to_write() -> None:
+    for options, says in (
+        ({"other_megatron_args": {"position_embedding_type": "alibi"}}, "choose position embeddings"),
+        ({"other_megatron_args": {"attention_head_type": "multiquery"}}, "kinds of attention by the model"),
+        ({"context_parallel_size": 2}, "sequences of a user-written loop are not split"),
+        ({"megatron_dataset_flag": True}, "prepare a DataLoader"),
+        ({"recompute_method": "block"}, "use 'uniform'"),
+        ({"lr_decay_style": "linaer"}, "Did you mean 'linear'"),
+    ):
+        plugin = MegatronLMPlugin(**options)  # type: ignore[arg-type]  # one of each
+        with pytest.raises(ConfigurationError, match=says):
+            plugin.strategy(1)
+    with pytest.raises(ConfigurationError, match="Use a divisor of 2"):
+        MegatronLMPlugin(pp_degree=2, num_layers_per_virtual_pipeline_stage=3).strategy(2, _gpt2())
+    with pytest.raises(ConfigurationError, match="indexed data set of Megatron-LM"):
+        MegatronLMDummyDataLoader(data_path="a", splits_string="1,0,0", seq_length=8)
+    with pytest.raises(ConfigurationError, match=r"Use MegatronLMPlugin\(num_micro_batches"):
+        Accelerator(megatron_lm_plugin=MegatronLMPlugin(), gradient_accumulation_steps=2, cpu=True)
+    with pytest.raises(ConfigurationError, match="both select the engine"):
+        Accelerator(megatron_lm_plugin=MegatronLMPlugin(), strategy="ddp", cpu=True)
+
+
+def test_variables_and_fields_describe_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"TP_DEGREE": "2", "PP_DEGREE": "2", "NUM_MICRO_BATCHES": "4", "GRADIENT_CLIPPING": "0.5"}
+    values |= {"RECOMPUTE_ACTIVATIONS": "True", "USE_DISTRIBUTED_OPTIMIZER": "True", "SEQUENCE_PARALLELISM": "True"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"MEGATRON_LM_{name}", value)
+    plugin = MegatronLMPlugin()
+    assert plugin.gradient_clipping == 0.5
+    assert plugin.sequence_parallelism is True
+    assert plugin.strategy(4) == MegatronStrategy(tp=2, pp=2, num_micro_batches=4, recompute="selective")
+    monkeypatch.undo()
+    plain = MegatronLMPlugin(num_layers_per_virtual_pipeline_stage=1, pp_degree=2, recompute_granularity="full")
+    assert (plain.tp_degree, plain.num_micro_batches, plain.gradient_clipping) == (1, 1, 1.0)
+    expected = MegatronStrategy(pp=2, schedule="interleaved1f1b", virtual_stages=2, recompute="full")
+    assert plain.strategy(2, _gpt2()) == expected.with_options(distributed_optimizer=False)
+
+
+def test_fields_and_defaults_are_those_of_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate.utils")
+    theirs = {one.name: one.default for one in fields(accelerate.MegatronLMPlugin)}
+    assert {one.name: one.default for one in fields(MegatronLMPlugin)} == theirs
+
+
+def test_weight_decay_and_a_cosine_follow_the_plugin() -> None:
+    options: dict[str, Any] = {"lr_decay_style": "cosine", "min_lr": 0.1, "lr_warmup_fraction": 0.5}
+    options |= {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.4}
+    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(**options), cpu=True)
+    optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer, scheduler = accelerator.prepare(optimizer, MegatronLMDummyScheduler(optimizer, total_num_steps=4))
+    found = []
+    for _ in range(6):
+        found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]))
+        optimizer.step()
+        scheduler.step()
+    expected = [(0.0, 0.0), (0.5, 0.1), (1.0, 0.2), (0.55, 0.3), (0.1, 0.4), (0.1, 0.4)]
+    assert [value for pair in found for value in pair] == pytest.approx([value for pair in expected for value in pair])
+    with pytest.raises(ConfigurationError, match=r"Accelerator\(megatron_lm_plugin=…\)"):
+        MegatronLMDummyScheduler(optimizer).step()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("kind", ["bert", "classes", "t5", "gpt"])
+def test_steps_compute_the_losses_of_transformers(kind: str) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+    sizes |= {"intermediate_size": 32, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    tokens = torch.randint(2, 32, (4, 8), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    if kind == "bert":
+        config = transformers.MegatronBertConfig(**sizes)
+        model, step = transformers.MegatronBertForPreTraining(config), BertTrainStep
+        batch["next_sentence_label"] = torch.tensor([0, 1, 0, 1])
+    elif kind == "classes":
+        model = transformers.MegatronBertForSequenceClassification(transformers.MegatronBertConfig(**sizes))
+        step, batch["labels"] = BertTrainStep, torch.tensor([0, 1, 1, 0])
+    elif kind == "t5":
+        config = transformers.T5Config(
+            d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=32, dropout_rate=0, pad_token_id=0,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+        model, step = transformers.T5ForConditionalGeneration(config), T5TrainStep
+    else:
+        model, step = _gpt2(), GPTTrainStep
+    expected = model(**batch).loss.item()
+    plugin = MegatronLMPlugin(custom_train_step_class=step, gradient_clipping=0)
+    model = Accelerator(megatron_lm_plugin=plugin, cpu=True).prepare(model)
+    assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
+    model.eval()
+    assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def _gathered() -> Any:
+    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(), cpu=True)
+    rank = torch.tensor(float(accelerator.process_index))
+    gathered = gather_across_data_parallel_groups({"a": rank, "b": rank.expand(2, 1)})
+    return gathered, avg_losses_across_data_parallel_group([rank, rank + 1])
+
+
+@pytest.mark.distributed
+def test_values_of_data_parallel_ranks_are_gathered() -> None:
+    for gathered, means in run_distributed(_gathered, 2, init=False, timeout=60):
+        assert gathered["a"].tolist() == [0.0, 1.0]
+        assert gathered["b"].flatten().tolist() == [0.0, 0.0, 1.0, 1.0]
+        assert means.tolist() == [0.5, 1.5]
+
+
+@pytest.mark.distributed
+def test_a_file_of_the_page_starts_a_script_on_two_stages(tmp_path: Path) -> None:
+    (tmp_path / "megatron.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MEGATRON_LM\ndowncast_bf16: 'no'\nfsdp_config: {}\n"
+        "megatron_lm_config:\n  megatron_lm_gradient_clipping: 0.25\n  megatron_lm_num_micro_batches: 2\n"
+        "  megatron_lm_pp_degree: 2\n  megatron_lm_recompute_activations: true\n"
+        "  megatron_lm_sequence_parallelism: true\n  megatron_lm_tp_degree: 1\n"
+        "  megatron_lm_use_distributed_optimizer: true\nnum_machines: 1\nnum_processes: 2\nuse_cpu: true\n"
+    )
+    (tmp_path / "script.py").write_text(
+        "from trainwright import Accelerator\naccelerator = Accelerator()\n"
+        "plugin = accelerator.state.megatron_lm_plugin\n"
+        "accelerator.print(accelerator.distributed_type.value, accelerator.strategy.pp, plugin.num_micro_batches, "
+        "plugin.gradient_clipping)\n"
+    )
+    command = [sys.executable, "-m", "trainwright", "launch", "--config_file", "megatron.yaml", "script.py"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert "MEGATRON_LM 2 2 0.25" in found.stdout, found.stderr
