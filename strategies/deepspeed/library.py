@@ -15,11 +15,12 @@ from torch import nn
 
 from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.core.process import Topology
-from trainwright.processes.launcher import set_variable
+from trainwright.processes.launcher import set_variable, unset_variable
 
 # Collectives that DeepSpeed 0.19.8 knows by names of which torch 2.13 warns at every call.
 _RENAMED = {"all_gather_function": "all_gather_single", "reduce_scatter_function": "reduce_scatter_single"}
 _users = 0
+_set_rank = False
 _own_linear: Callable[..., torch.Tensor] = nn.functional.linear
 
 
@@ -60,10 +61,10 @@ def quiet_imports() -> Iterator[None]:
 
 def join(library: Any, topology: Topology) -> None:
     """Let DeepSpeed use the process group that there is. Collective."""
-    global _users, _own_linear
-    set_variable("LOCAL_RANK", str(topology.local_rank))  # it reads it there and nowhere else
+    global _users, _own_linear, _set_rank
     if not _users:
         _own_linear = nn.functional.linear
+        _set_rank = set_variable("LOCAL_RANK", str(topology.local_rank))  # it reads it there and nowhere else
     _users += 1
     # On the CPU it would compile, for a minute, an operation for tensor-parallel inference, which nothing here uses.
     operations: dict[str, bool] = library.ops.__compatible_ops__
@@ -89,6 +90,8 @@ def leave(library: Any) -> None:
     _users -= 1
     if _users:  # another run of this process still uses it
         return
+    if _set_rank:
+        unset_variable("LOCAL_RANK")
     library.comm.comm.cdb = None
     library.utils.groups._release_process_group_references(group=None)
     autocast = library.runtime.torch_autocast

@@ -36,9 +36,16 @@ _EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _started: list[_Children] = []  # one for each running call of `run_in_processes`
 
 
-def set_variable(name: str, value: str) -> None:
-    """Set one variable of this process's environment if it is not set, for settings of libraries."""
+def set_variable(name: str, value: str) -> bool:
+    """Set one variable of this process's environment, for settings of libraries; returns False if it is set already."""
+    is_new = name not in os.environ
     os.environ.setdefault(name, value)
+    return is_new
+
+
+def unset_variable(name: str) -> None:
+    """Remove one variable of this process's environment."""
+    os.environ.pop(name, None)
 
 
 def set_variables(values: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,12 @@ trainer.fit(task, batches())
 assert abs(found["val_loss"] - expected["val_loss"]) < 1e-6
 print("both stages are done")
 """
+
+
+def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    quiet_trainer(strategy="deepspeed_stage_2", accelerator="cpu", devices=1, max_steps=1).fit(Blocks(), batches())
+    assert "LOCAL_RANK" not in os.environ  # by which other libraries recognize torchrun
 
 
 @pytest.mark.slow
