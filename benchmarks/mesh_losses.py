@@ -125,8 +125,9 @@ def report_losses(bars: Bars) -> None:
         num_ranks = 1
         for size in sizes.values():
             num_ranks *= size if isinstance(size, int) else 1
-        found = torch.tensor(debug_launcher(losses_on_mesh, (sizes, num_ranks), num_processes=num_ranks))
-        apart = (found.double() - wanted).abs()
+        losses = debug_launcher(losses_on_mesh, (sizes, num_ranks), num_processes=num_ranks)
+        found = torch.tensor(losses, dtype=torch.float64)
+        apart = (found - wanted).abs()
         rows.append([name, str(num_ranks), f"{found[0]:.6f}", f"{apart[0]:.1e}", f"{apart.max():.1e}"])
         bars.add(f"{name}: first loss, distance from one process", float(apart[0]), FIRST, "")
         bars.add(f"{name}: largest distance in {STEPS} steps", float(apart.max()), LATER, "")
