@@ -1,11 +1,19 @@
-"""A step of a pipeline against torch's schedule in a hand-written loop: two gloo processes, one thread each.
+"""Steps and losses on meshes of gloo processes, one thread each.
 
-    python benchmarks/parallel.py [--steps 4] [--rounds 7]
+    python benchmarks/parallel.py [--part pipeline|mesh|losses] [--steps 4] [--rounds 7] [--clock wall|cpu]
 
-A GPT of 20 million parameters is divided into two stages of three blocks. Both train in the same processes, in rounds
-whose order turns, over the same micro-batches. A round's figure is the time of rank 0, from a barrier before the first
-step to one after the last. The time that a rank is idle is found from steps of `M` and of `2 M` micro-batches: their
-difference is the time of `M` micro-batches without the start and the end of a schedule.
+`pipeline`: a step of a pipeline on two processes against torch's schedule in a hand-written loop. A GPT of 20 million
+parameters is divided into two stages of three blocks. Both train in the same processes, in rounds whose order turns,
+over the same micro-batches. A round's figure is the time of rank 0, from a barrier before the first step to one after
+the last. The time that a rank is idle is found from steps of `M` and of `2 M` micro-batches: their difference is the
+time of `M` micro-batches without the start and the end of a schedule.
+
+`mesh`: a step of the same GPT on four processes, sharded over two and split over two, against `fully_shard` over
+`parallelize_module` in a hand-written loop.
+
+`losses`: the losses of a smaller GPT on meshes of two and four processes, against those of one process.
+
+`--clock cpu` measures the processor time of rank 0, for a machine that others use. It shows no idle share.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ import argparse
 import contextlib
 import io
 import statistics
-from collections.abc import Callable
+import time
 from functools import partial
 from typing import Any
 
@@ -22,7 +30,20 @@ import torch
 import torch.distributed as dist
 from ddp import Stopwatch
 from measuring import Bars, describe_machine, interleave, print_table
-from sharded_loops import GPT, NUM_LAYERS, WORLD_SIZE, make_batches, make_net, make_optimizer
+from mesh_losses import report_losses
+from sharded_loops import (
+    GPT,
+    HAND,
+    NUM_LAYERS,
+    OURS,
+    WORLD_SIZE,
+    Loop,
+    make_batches,
+    make_net,
+    make_optimizer,
+    sharded_and_split_by_hand,
+    with_trainwright,
+)
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
@@ -31,7 +52,7 @@ from trainwright import Accelerator, MegatronStrategy, TaskModule, Trainer, debu
 from trainwright.callbacks import Callback
 
 MICRO_BATCHES, HALF = 4, NUM_LAYERS // 2
-HAND, OURS, LONGER = "hand-written loop", "Trainwright, Trainer", "the same with twice the micro-batches"
+LONGER = "the same with twice the micro-batches"
 
 
 class Front(nn.Module):
@@ -157,41 +178,83 @@ def with_trainer(num: int, batches: list[Tensor], watch: Stopwatch) -> float:
     return float(watched.loss)
 
 
-def seconds(steps: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+def seconds(steps: int, rounds: int, clock: str) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return the seconds of each loop's step in each round, and the last losses; called in each process."""
+    numbers = {HAND: MICRO_BATCHES, OURS: MICRO_BATCHES, LONGER: 2 * MICRO_BATCHES}
+    loops = {HAND: by_hand, OURS: partial(with_trainer, MICRO_BATCHES), LONGER: partial(with_trainer, numbers[LONGER])}
+    return _measure(loops, {name: make_batches(steps * num, 0) for name, num in numbers.items()}, steps, rounds, clock)
+
+
+def mesh_seconds(steps: int, rounds: int, clock: str) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return the same of the loops on four processes; called in each process."""
+    strategy = partial(MegatronStrategy, tp=2, dp_shard=2, weights_after_stage="none")
+    loops = {HAND: sharded_and_split_by_hand, OURS: partial(with_trainwright, strategy, world_size=2 * WORLD_SIZE)}
+    Accelerator(cpu=True)
+    batches = make_batches(steps, dist.get_rank() // 2)  # ranks that split layers receive the same ones
+    return _measure(loops, dict.fromkeys(loops, batches), steps, rounds, clock)
+
+
+def _measure(
+    loops: dict[str, Loop], batches: dict[str, list[Tensor]], steps: int, rounds: int, clock: str
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     Accelerator(cpu=True)
     torch.set_num_threads(1)
+    if clock == "cpu":
+        Stopwatch.clock = time.process_time
     losses: dict[str, float] = {}
 
-    def run(name: str, loop: Callable[[list[Tensor], Stopwatch], float], num: int) -> float:
+    def run(name: str) -> float:
         watch = Stopwatch()
-        losses[name] = loop(make_batches(steps * num, 0), watch)
+        losses[name] = loops[name](batches[name], watch)
         return watch.seconds / steps
 
-    loops = {
-        HAND: partial(run, HAND, by_hand, MICRO_BATCHES),
-        OURS: partial(run, OURS, partial(with_trainer, MICRO_BATCHES), MICRO_BATCHES),
-        LONGER: partial(run, LONGER, partial(with_trainer, 2 * MICRO_BATCHES), 2 * MICRO_BATCHES),
-    }
-    return interleave(loops, rounds), losses
+    return interleave({name: partial(run, name) for name in loops}, rounds), losses
+
+
+def report_pipeline(options: argparse.Namespace, bars: Bars) -> None:
+    """Measure the pipeline and print its table."""
+    found, losses = debug_launcher(seconds, (options.steps, options.rounds, options.clock), num_processes=WORLD_SIZE)
+    _print(found, losses)
+    bars.add("pipeline: time of a step over that of the hand-written loop", _ratio(found), 1.03, "")
+    if options.clock == "wall":
+        step, longer = statistics.median(found[OURS]), statistics.median(found[LONGER])
+        idle, formula = 1 - (longer - step) / step, (WORLD_SIZE - 1) / (MICRO_BATCHES + WORLD_SIZE - 1)
+        bars.add(f"pipeline: idle share {idle:.3f} over that of the formula, {formula:.3f}", idle / formula, 1.1, "")
+
+
+def report_mesh(options: argparse.Namespace, bars: Bars) -> None:
+    """Measure the mesh of four processes and print its table."""
+    arguments = (options.steps, options.rounds, options.clock)
+    found, losses = debug_launcher(mesh_seconds, arguments, num_processes=2 * WORLD_SIZE)
+    _print(found, losses)
+    bars.add("dp 2 × tp 2: time of a step over that of the hand-written loop", _ratio(found), 1.03, "")
+
+
+def _print(found: dict[str, list[float]], losses: dict[str, float]) -> None:
+    rows = [[name, f"{statistics.median(v) * 1e3:.1f}", f"{losses[name]:.6f}"] for name, v in found.items()]
+    print_table(["loop", "median, ms a step", "last loss"], rows)
+
+
+def _ratio(found: dict[str, list[float]]) -> float:
+    return statistics.median(ours / hand for ours, hand in zip(found[OURS], found[HAND], strict=True))
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="A step of a pipeline against a hand-written one.")
+    parser = argparse.ArgumentParser(description="Steps and losses on meshes of processes.")
+    parser.add_argument("--part", choices=["pipeline", "mesh", "losses"], help="only this one; default: all")
     parser.add_argument("--steps", type=int, default=4, help="steps in one run")
     parser.add_argument("--rounds", type=int, default=7, help="runs of each loop")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="the clock of a round")
     options = parser.parse_args()
-    print(f"\n{describe_machine()}")
-    found, losses = debug_launcher(seconds, (options.steps, options.rounds), num_processes=WORLD_SIZE)
-    rows = [[name, f"{statistics.median(v) * 1e3:.1f}", f"{losses[name]:.6f}"] for name, v in found.items()]
-    print_table(["loop", "median, ms a step", "last loss"], rows)
+    print(f"\n{describe_machine()}\n")
     bars = Bars()
-    ratio = statistics.median(ours / hand for ours, hand in zip(found[OURS], found[HAND], strict=True))
-    bars.add("pipeline: time of a step over that of the hand-written loop", ratio, 1.03, "")
-    step, longer = statistics.median(found[OURS]), statistics.median(found[LONGER])
-    idle, formula = 1 - (longer - step) / step, (WORLD_SIZE - 1) / (MICRO_BATCHES + WORLD_SIZE - 1)
-    bars.add(f"pipeline: idle share {idle:.3f} over that of the formula, {formula:.3f}", idle / formula, 1.1, "")
+    if options.part in (None, "pipeline"):
+        report_pipeline(options, bars)
+    if options.part in (None, "mesh"):
+        report_mesh(options, bars)
+    if options.part in (None, "losses"):
+        report_losses(bars)
     bars.print()
 
 

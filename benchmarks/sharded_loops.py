@@ -45,17 +45,18 @@ Loop = Callable[[list[Tensor], Stopwatch], float]
 class Block(nn.Module):
     """Causal attention and a two-layer perceptron, each after a norm, each added to its input."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.head_size = width // NUM_HEADS
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `(batch, tokens, width)` to the same shape."""
         inputs = self.norms[0](x)
         # As many heads as there are in the output, which is a share of them where the layer is split.
-        heads = [f(inputs).unflatten(-1, (-1, WIDTH // NUM_HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v)]
+        heads = [f(inputs).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for f in (self.q, self.k, self.v)]
         mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         outputs: Tensor = x + self.mlp(self.norms[1](x))
@@ -124,6 +125,17 @@ def tp_by_hand(batches: list[Tensor], watch: Stopwatch) -> float:
     net: Any = make_net()
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     parallelize_module(net, mesh, split_plan())
+    return _steps_by_hand(net, batches, watch)
+
+
+def sharded_and_split_by_hand(batches: list[Tensor], watch: Stopwatch) -> float:
+    """Train with `fully_shard` over `parallelize_module`, on a mesh of 2 × 2 ranks."""
+    net: Any = make_net()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(net, mesh["tp"], split_plan())
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(net, mesh=mesh["dp"])
     return _steps_by_hand(net, batches, watch)
 
 
@@ -236,12 +248,12 @@ _BARE: dict[str, Any] = {
 }
 
 
-def with_trainwright(strategy: Any, batches: list[Tensor], watch: Stopwatch) -> float:
+def with_trainwright(strategy: Any, batches: list[Tensor], watch: Stopwatch, *, world_size: int = WORLD_SIZE) -> float:
     """Train through the Trainer, in the process group that exists."""
     task = task_over(TaskModule, watch)
     with contextlib.redirect_stdout(io.StringIO()):  # it says where its rank comes from, every time
         made = strategy() if callable(strategy) else strategy
-        Trainer(strategy=made, **_BARE).fit(task, loader_of(batches))
+        Trainer(strategy=made, **_BARE | {"devices": world_size}).fit(task, loader_of(batches))
     return float(task.last)
 
 

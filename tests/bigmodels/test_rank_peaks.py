@@ -18,21 +18,25 @@ from trainwright.bigmodels.maps.estimates import count_activation_bytes
 from trainwright.bigmodels.maps.rank_peaks import (
     TrainingShape,
     one_ranks_share,
+    pipeline_peak,
     rank_peaks,
     ranks_that_fit,
     shape_of,
+    stage_shapes,
     training_shape,
 )
 from trainwright.bigmodels.maps.zero_peaks import ZeroBuckets
 from trainwright.callbacks.callback import Callback
 from trainwright.cli.main import main
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.megatron.strategy import MegatronStrategy
 from trainwright.strategies.offload.training import OffloadStrategy
 
 _NAMES = ["llama", "gpt2", "t5"]
 _SMALL, _LARGE = (1, 16), (4, 64)  # (batch, sequence): the step's end or the backward's begin is the peak
 
 
-def _model(name: str) -> Any:
+def _model(name: str, **settings: Any) -> Any:
     import transformers as kit
 
     with torch.random.fork_rng():
@@ -48,7 +52,7 @@ def _model(name: str) -> Any:
             return kit.GPT2LMHeadModel(
                 kit.GPT2Config(
                     n_embd=128, n_layer=4, n_head=4, vocab_size=1000, n_positions=64, use_cache=False,
-                    bos_token_id=1, eos_token_id=2,
+                    bos_token_id=1, eos_token_id=2, **settings,
                 )
             )  # fmt: skip
         return kit.T5ForConditionalGeneration(
@@ -61,12 +65,13 @@ def _model(name: str) -> Any:
 class Task(TaskModule):
     """Trains one of the models with Adam."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **settings: Any) -> None:
         super().__init__()
-        self.model = _model(name)
+        self.model = _model(name, **settings)
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs = batch if isinstance(batch, dict) else {"input_ids": batch, "labels": batch}
+        loss: torch.Tensor = self.model(**inputs).loss
         return loss
 
     def shard_units(self) -> Any:
@@ -101,10 +106,18 @@ def _tokens(shape: tuple[int, int]) -> torch.Tensor:
     return torch.randint(0, 1000, shape, generator=torch.Generator().manual_seed(1))
 
 
-def _measured(name: str, strategy: Any, shape: tuple[int, int]) -> int:
-    measure = Measure()
-    trainer = quiet_trainer(strategy=strategy, devices="auto", max_steps=3, callbacks=[measure])
-    trainer.fit(Task(name), [_tokens(shape)] * 8)
+def _settings(name: str) -> dict[str, Any]:
+    """Return settings of a model whose sequences can be split."""
+    return {"attn_pdrop": 0.0} if name == "gpt2" else {}
+
+
+def _measured(name: str, strategy: Any, shape: tuple[int, int], *, named: bool = False, **settings: Any) -> int:
+    measure, tokens = Measure(), _tokens(shape)
+    trainer = quiet_trainer(strategy=strategy, devices="auto", max_steps=3, callbacks=[measure], **settings)
+    task, batch = (
+        (Task(name, **_settings(name)), {"input_ids": tokens, "labels": tokens}) if named else (Task(name), tokens)
+    )
+    trainer.fit(task, [batch] * 8)
     return measure.bytes.peak
 
 
@@ -174,31 +187,41 @@ def test_each_of_two_ranks_needs_what_was_estimated(strategy: str) -> None:
 
 
 _SPLIT = ["llama", "gpt2"]  # those with a ready plan
+_IN_A_STEP = 4  # micro-batches of a pipeline
 
 
-def _measured_when_split() -> dict[tuple[Any, ...], int]:
+def _measured_when_split(way: str) -> dict[tuple[Any, ...], int]:
+    """Return the peaks of this rank by model and shape of a micro-batch."""
     warnings.simplefilter("ignore")
-    return {(name, shape): _measured(name, "tp", shape) for name in _SPLIT for shape in (_SMALL, _LARGE)}
+    strategy: Any = {
+        "tp": "tp", "cp": FSDPStrategy(cp=2), "pp": MegatronStrategy(pp=2, weights_after_stage="none")
+    }[way]  # fmt: skip
+    settings: dict[str, Any] = {"named": way == "cp", "accumulate_grad_batches": _IN_A_STEP if way == "pp" else 1}
+    return {
+        (name, shape): _measured(name, strategy, shape, **settings) for name in _SPLIT for shape in (_SMALL, _LARGE)
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.requires("transformers", reason="models by their configuration")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["tp", "pp", "cp"])
 @pytest.mark.exhaustive
 def test_each_rank_of_a_split_model_needs_what_the_command_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, other = run_distributed(_measured_when_split, 2, init=False, timeout=240)
+    one, other = run_distributed(_measured_when_split, 2, way, init=False, timeout=240)
     wanted = {}
     for name, (batch, tokens) in one:
-        model = _model(name)
+        model = _model(name, **_settings(name) if way == "cp" else {})
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(tmp_path / name)
         arguments = ["--batch-size", str(batch), "--sequence-length", str(tokens), "--devices", "2", "--json"]
+        arguments += ["--num-micro-batches", str(_IN_A_STEP)]
         capsys.readouterr()
         assert main(["estimate", str(tmp_path / name), *arguments]) == 0
-        wanted[name, (batch, tokens)] = json.loads(capsys.readouterr().out)["peaks_float32_adam"]["tp"]
+        wanted[name, (batch, tokens)] = json.loads(capsys.readouterr().out)["peaks_float32_adam"][way]
     assert wanted == pytest.approx({key: max(one[key], other[key]) for key in one}, rel=0.1)
 
 
@@ -301,13 +324,53 @@ def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     arguments = ["estimate", str(tmp_path), "--batch-size", "1", "--sequence-length", "16", "--devices", "2"]
     assert main([*arguments, "--device-memory", "16MB", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert set(facts["peaks_float32_adam"]) == {*facts["devices_needed"], "tp"}
+    assert set(facts["peaks_float32_adam"]) == {*facts["devices_needed"], "tp", "pp", "cp"}
     assert facts["devices_needed"]["single"] is None
     assert facts["devices_needed"]["fsdp"] is not None
     assert main([*arguments, "--device-memory", "16MB"]) == 0
     assert "does not fit" in capsys.readouterr().out
+    assert main([*arguments, "--num-micro-batches", "0"]) == 2
+    assert "at least 1" in capsys.readouterr().err
     assert main(["estimate", str(tmp_path), "--devices", "0"]) == 2
     assert "at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_leaves_out_what_a_model_does_not_allow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _model("llama").config.save_pretrained(tmp_path / "llama")
+    _model("t5").config.save_pretrained(tmp_path / "t5")
+
+    def rows(name: str, *arguments: str) -> set[str]:
+        capsys.readouterr()
+        assert main(["estimate", str(tmp_path / name), "--json", *arguments]) == 0
+        return {"pp", "cp"} & set(json.loads(capsys.readouterr().out)["peaks_float32_adam"])
+
+    sizes = ["--batch-size", "1", "--sequence-length"]
+    assert rows("llama", *sizes, "16", "--devices", "2") == {"pp", "cp"}
+    assert rows("llama", *sizes, "18", "--devices", "2") == {"pp"}  # 18 positions are not four chunks
+    assert rows("llama", *sizes, "16", "--devices", "8") == {"cp"}  # it has four layers
+    assert rows("llama", "--devices", "2") == {"pp"}
+    assert rows("t5", *sizes, "16", "--devices", "2") == set()
+
+
+def test_stages_hold_a_shared_weight_each_and_more_micro_batches_need_more() -> None:
+    layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(4))
+    head = torch.nn.Linear(4, 9, bias=False)
+    embed = torch.nn.Embedding(9, 4)
+    embed.weight = head.weight
+    model = torch.nn.ModuleDict({"embed": embed, "layers": layers, "head": head})
+    stages = stage_shapes(model, 2)
+    assert stages is not None
+    assert sum(stage.elements for stage in stages) == 4 * 16 + 2 * 36
+    assert stage_shapes(model, 5) is None
+    peaks = [
+        pipeline_peak(stages, num_micro_batches=num, activation_bytes=[1000, 1000], sent_bytes=[100])
+        for num in (1, 2, 3, 4)
+    ]
+    assert peaks == sorted(set(peaks))
+    assert peaks[3] - peaks[2] == 100
 
 
 def test_stored_weights_do_not_say_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

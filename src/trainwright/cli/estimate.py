@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _option(parser, "batch-size", **number, help="add activations and KV cache of N sequences")
     _option(parser, "sequence-length", **number, help=f"tokens of each (default: {_TOKENS}, or the model's maximum)")
     _option(parser, "devices", **number, help="add the training memory of each of N ranks, by strategy")
+    _option(parser, "num-micro-batches", **number, help="those of a pipeline's step (default: as many as devices)")
     _option(parser, "device-memory", metavar="SIZE", help='add the number of devices of a size ("80GB") it needs')
     _option(parser, "reduce-bucket-size", **number, help="elements of DeepSpeed's bucket (default: 200,000,000)")
     _option(parser, "trust-remote-code", action="store_true", help="run code that comes with the model")
@@ -117,6 +118,8 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
         raise ConfigurationError(f"--devices {wanted.devices}: write a number of at least 1.")
     if wanted.reduce_bucket_size is not None and wanted.reduce_bucket_size < 1:
         raise ConfigurationError(f"--reduce-bucket-size {wanted.reduce_bucket_size}: write a number of at least 1.")
+    if wanted.num_micro_batches is not None and wanted.num_micro_batches < 1:
+        raise ConfigurationError(f"--num-micro-batches {wanted.num_micro_batches}: write a number of at least 1.")
     if model.module is None:
         raise ConfigurationError(
             "--devices and --device-memory need a model: stored weights do not define what is trained."
@@ -129,7 +132,8 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
     if wanted.devices is not None:
         facts["peaks_float32_adam"] = rank_peaks(shape, world_size=wanted.devices, **load)
         if wanted.devices > 1:
-            facts["peaks_float32_adam"].update(_split_peak(model, wanted))
+            for find in (_split_peak, _pipeline_peak, _context_peak):
+                facts["peaks_float32_adam"].update(find(model, wanted))
     if wanted.device_memory is not None:
         size = convert_file_size_to_int(wanted.device_memory)
         facts["devices_needed"] = ranks_that_fit(shape, size, **load)
@@ -153,12 +157,50 @@ def _split_peak(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, int
     return {"tp": split_peak(training_shape(share), world_size=wanted.devices, **load)}
 
 
+def _pipeline_peak(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, int]:
+    """Return the peak of a rank that holds one stage of a pipeline, if the model can be divided into stages."""
+    from trainwright.bigmodels.maps.rank_peaks import pipeline_peak, stage_shapes
+
+    assert model.module is not None
+    stages, pp = stage_shapes(model.module, wanted.devices), wanted.devices
+    if stages is None:
+        return {}
+    kept, sent = [0] * pp, [0] * (pp - 1)
+    if wanted.batch_size is not None:
+        kept, sent = _stage_bytes(model, wanted.batch_size, wanted.sequence_length, loss=True, pp=pp)
+    load: dict[str, Any] = {"activation_bytes": kept, "sent_bytes": sent}
+    return {"pp": pipeline_peak(stages, num_micro_batches=wanted.num_micro_batches or pp, **load)}
+
+
+def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, int]:
+    """Return the peak of a rank that holds a part of each sequence, if there are sequences and they can be split."""
+    from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape
+
+    assert model.module is not None
+    length, cp = wanted.sequence_length, wanted.devices
+    is_decoder = "input_ids" in inspect.signature(model.module.forward).parameters and not (
+        (model.config or {}).get("is_encoder_decoder")
+    )
+    if wanted.batch_size is None or not is_decoder or length % (2 * cp):  # two chunks of a sequence on each rank
+        return {}
+    kept = _activation_bytes(model, wanted.batch_size, length // cp, loss=True)
+    return {"cp": rank_peaks(training_shape(model.module), world_size=cp, activation_bytes=kept)["fsdp"]}
+
+
 def _activation_bytes(model: _FoundModel, batch_size: int, sequence_length: int, *, loss: bool = False) -> int:
     """Return the bytes that autograd keeps of a forward; with `loss`, including the model's own loss on tokens."""
+    return sum(_stage_bytes(model, batch_size, sequence_length, loss=loss, pp=1)[0])
+
+
+def _stage_bytes(
+    model: _FoundModel, batch_size: int, sequence_length: int, *, loss: bool, pp: int
+) -> tuple[list[int], list[int]]:
+    """Return the bytes that autograd keeps in each stage of a pipeline, and the bytes that each sends to the next."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from trainwright.bigmodels.maps.estimates import FakeGroupedProducts, count_activation_bytes
+    from trainwright.bigmodels.maps.estimates import FakeGroupedProducts, count_stage_bytes
+    from trainwright.strategies.megatron.stages import find_stages
 
     if batch_size < 1 or sequence_length < 1:
         raise ConfigurationError(f"--batch-size {batch_size} --sequence-length {sequence_length}: write at least 1.")
@@ -175,7 +217,8 @@ def _activation_bytes(model: _FoundModel, batch_size: int, sequence_length: int,
             inputs["labels"] = inputs["input_ids"]
         try:
             with FakeGroupedProducts():
-                return count_activation_bytes(lambda: module(**inputs), module)
+                stages = find_stages(module, pp, None) if pp > 1 else []
+                return count_stage_bytes(lambda: module(**inputs), module, stages)
         except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
             positions = _num_positions(model.config)
             hint = (

@@ -6,7 +6,8 @@ import functools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,19 +121,44 @@ def count_activation_bytes(forward: Callable[[], Any], model: nn.Module) -> int:
         forward: calls the model; gradients are on.
         model: its parameters and buffers are not counted.
     """
+    return sum(count_stage_bytes(forward, model, [])[0])
+
+
+def count_stage_bytes(
+    forward: Callable[[], Any], model: nn.Module, stages: Sequence[Sequence[nn.Module]]
+) -> tuple[list[int], list[int]]:
+    """Return the bytes that autograd keeps in each stage of a pipeline, and the bytes that each sends to the next.
+
+    A stage ends with the call of its last module. What two stages use is counted in both.
+
+    Args:
+        forward: See `count_activation_bytes`.
+        model: Its parameters and buffers are not counted.
+        stages: The modules of each stage, in the order of their calls; none: the model is one stage.
+    """
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.UntypedStorage] = {}
+    kept: list[dict[int, torch.UntypedStorage]] = [{}]
+    sent: list[int] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in own:
-            kept[storage._cdata] = storage
+            kept[-1][storage._cdata] = storage
         return tensor
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    def end_stage(module: nn.Module, args: object, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        sent.append(first.untyped_storage().nbytes())
+        kept.append({})
+
+    with ExitStack() as undo:
+        for stage in stages[:-1]:
+            undo.callback(stage[-1].register_forward_hook(end_stage).remove)
+        undo.enter_context(torch.enable_grad())
+        undo.enter_context(torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor))
         result = forward()
     del result
-    return sum(storage.nbytes() for storage in kept.values())
+    return [sum(storage.nbytes() for storage in stage.values()) for stage in kept], sent
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -11,7 +11,7 @@ import copy
 import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from trainwright.bigmodels.maps.zero_peaks import ZeroBuckets, flat_peak, sharde
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.fsdp.layers.plan import SplitLayers
 from trainwright.strategies.fsdp.layers.ready import PlannedMesh, ready_plan
+from trainwright.strategies.megatron.stages import find_stages
 
 _BYTES, _STATES = 4, 8  # of a weight or gradient in float32, and of Adam's two averages
 _TEMPORARIES = 2  # tensors of a parameter's size that Adam computes its update with
@@ -131,6 +132,50 @@ def split_peak(share: TrainingShape, *, world_size: int, activation_bytes: int, 
     alone = rank_peaks(share, world_size=1, activation_bytes=activation_bytes)["single"]
     loss = activation_bytes + 3 * logits_bytes + logits_bytes // world_size
     return max(alone, (_BYTES + _STATES) * share.elements + loss)
+
+
+def pipeline_peak(
+    stages: Sequence[TrainingShape],
+    *,
+    num_micro_batches: int,
+    activation_bytes: Sequence[int],
+    sent_bytes: Sequence[int],
+) -> int:
+    """Return the largest number of bytes that one rank's device holds in a step of a pipeline with schedule `1f1b`.
+
+    Args:
+        stages: of the model, one on each rank, see `stage_shapes`.
+        num_micro_batches: in a step.
+        activation_bytes: that autograd keeps in each stage of one micro-batch, see `count_stage_bytes`.
+        sent_bytes: that each stage but the last one sends to the next for one micro-batch. Torch receives each
+            micro-batch's activations and gradients in a buffer of its own, and keeps all buffers.
+    """
+    found = []
+    for i, (shape, kept) in enumerate(zip(stages, activation_bytes, strict=True)):
+        in_flight = min(num_micro_batches, len(stages) - i)
+        weights = gradients = _BYTES * shape.elements
+        largest = _BYTES * shape.tensor
+        buffers = num_micro_batches * sum(sent_bytes[max(i - 1, 0) : i + 1])
+        earlier = gradients if num_micro_batches > in_flight else 0  # of micro-batches that are done
+        moments = (
+            gradients + _TEMPORARIES * largest,
+            in_flight * kept + largest + earlier,
+            (kept + largest + gradients) * (num_micro_batches > 1),
+        )
+        found.append(weights + _STATES * shape.elements + buffers + max(moments))
+    return max(found)
+
+
+def stage_shapes(model: nn.Module, pp: int) -> list[TrainingShape] | None:
+    """Return the shape of each stage of a pipeline; None if the model cannot be divided into so many.
+
+    A weight that several stages use is in each of them.
+    """
+    try:
+        stages = find_stages(model, pp, None)
+    except ConfigurationError:
+        return None
+    return [training_shape(nn.ModuleList(stage)) for stage in stages]
 
 
 def _streaming(shape: TrainingShape, activation_bytes: int) -> int:
