@@ -209,7 +209,6 @@ class PipelineEngine(FSDPEngine):
     def _divide(self, task: nn.Module) -> None:
         """Divide a model into stages, and keep this rank's. Collective."""
         self._model = task
-        self._base_seed: int = self.processes.broadcast_object(torch.initial_seed()) + self.data_ranks.rank
         given, group = self.strategy, self.mesh["pp"].get_group()
         wire = Wire(group, ranks_of_stages(given.schedule, given.pp, given.virtual_stages), self.device)
         recomputed = self._recomputed()
@@ -274,7 +273,7 @@ class PipelineEngine(FSDPEngine):
                 processes=self.processes,
                 ranks=self.data_ranks,
                 source=self._source(),
-                base_seed=self._base_seed,
+                base_seed=self._base_seed(),
                 num_parts=self.strategy.num_micro_batches,
                 sum_shared=lambda: self._sum_shared(self.pipeline.wire),
             )
@@ -322,6 +321,11 @@ class PipelineEngine(FSDPEngine):
             num_parts=self.strategy.num_micro_batches,
             sum_shared=lambda: self._sum_shared(wire),
         )
+
+    def _base_seed(self) -> int:
+        """Return a seed that is the same on every rank with the same data. Collective."""
+        seed: int = self.processes.broadcast_object(torch.initial_seed())
+        return seed + self.data_ranks.rank
 
     def _source(self) -> int:
         """Return the global rank whose losses count in this rank's pipeline: of ranks that split layers the first."""
