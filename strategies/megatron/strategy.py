@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -159,19 +161,40 @@ class MegatronStrategy(FSDPStrategy):
         if fixed * shards != world or not shards:
             sizes = f"pp={self.pp}, tp={self.tp}, dp_replicate={self.dp_replicate}"
             product = fixed * (self.dp_shard or 1)
+            others = f"or choose {' or '.join(self._nearest(world))} for {world} process{'es' * (world > 1)}."
             below, above = world // product * product, -(-world // product) * product
             nearby = " or ".join(str(size) for size in dict.fromkeys((below, above)) if size)
             raise ConfigurationError(
                 f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) takes {product} process(es) or a multiple, and "
-                f"the run has {world}. Start {nearby}, or change the sizes."
+                f"the run has {world}. Start {nearby}, {others}"
                 if self.dp_shard is None
                 else f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) takes {product} processes, and the run has "
-                f"{world}. Start {product}, or change the sizes."
+                f"{world}. Start {product}, {others}"
             )
         replicas = self.dp_replicate
         if not self.distributed_optimizer and self.dp_shard is None:
             replicas, shards = replicas * shards, 1
         return MeshShape(pp=self.pp, dp_replicate=replicas, dp_shard=shards, tp=self.tp)
+
+    def _nearest(self, world: int) -> list[str]:
+        """Return the sizes of the two meshes of a number of ranks that differ least from this one."""
+        given = (self.pp, self.tp, self.dp_replicate, self.dp_shard or 1)
+        divisors = [size for size in range(1, world + 1) if world % size == 0]
+        meshes = [
+            (*sizes, world // math.prod(sizes))
+            for sizes in itertools.product(divisors, repeat=3)
+            if world % math.prod(sizes) == 0
+        ]
+
+        def difference(mesh: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+            changes = [abs(math.log2(new / old)) for new, old in zip(mesh, given, strict=True)]
+            return 4 * sum(changes[:3]) + changes[3], mesh  # shards are changed before the other sizes
+
+        names = ("pp", "tp", "dp_replicate", "dp_shard")
+        return [
+            ", ".join(f"{name}={size}" for name, size in zip(names, mesh, strict=True) if size > 1) or "pp=1"
+            for mesh in sorted(meshes, key=difference)[:2]
+        ]
 
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
