@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -56,10 +57,17 @@ class PipelineRunner:
         schedule: One of `SCHEDULES`.
         pipeline: Computes the stages.
         synchronize: Told before each backward whether gradients are averaged over ranks in it.
+        group: Of the ranks with other data and the same stages. Default: None, if there are no others.
     """
 
-    def __init__(self, schedule: str, pipeline: Pipeline, synchronize: Callable[[bool], None]) -> None:
-        self._name, self._pipeline, self._synchronize = schedule, pipeline, synchronize
+    def __init__(
+        self,
+        schedule: str,
+        pipeline: Pipeline,
+        synchronize: Callable[[bool], None],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._name, self._pipeline, self._synchronize, self._group = schedule, pipeline, synchronize, group
         self._made: dict[tuple[int, Shape], Any] = {}
         # Shape of a micro-batch → the inputs and outputs of this rank's stages, on the device `meta`.
         self._known: dict[Shape, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -76,12 +84,20 @@ class PipelineRunner:
         pipeline.run = compute
         try:
             schedule = self._find(len(shapes), shapes[0]) if len(set(shapes)) == 1 else None
-            if schedule is None:
-                self._run_one_by_one(shapes)
-            else:
+            if self._all_have(schedule is not None):
                 self._run_schedule(schedule, len(shapes))
+            else:
+                self._run_one_by_one(shapes)
         finally:
             pipeline.run = before
+
+    def _all_have(self, mine: bool) -> bool:
+        """Return whether all ranks with other data have a schedule: their collectives must agree. Collective."""
+        if self._group is None or self._group.size() == 1:
+            return mine
+        found = torch.tensor(int(mine), device=self._pipeline.wire.device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, self._group)
+        return bool(found.item())
 
     def _run_schedule(self, schedule: Any, num: int) -> None:
         indices, own = torch.arange(num), self._pipeline.wire.own

@@ -291,7 +291,9 @@ class PipelineEngine(FSDPEngine):
             loop = PipelineLoop(
                 model=model,
                 pipeline=self.pipeline,
-                runner=PipelineRunner(self.strategy.schedule, self.pipeline, self.gradients.models[0].synchronize),
+                runner=PipelineRunner(
+                    self.strategy.schedule, self.pipeline, self.gradients.models[0].synchronize, self.data_ranks.group
+                ),
                 precision=self.precision,
                 processes=self.processes,
                 ranks=self.data_ranks,
@@ -337,7 +339,9 @@ class PipelineEngine(FSDPEngine):
         return PipelineStep(
             parts,
             self.pipeline,
-            PipelineRunner(self.strategy.schedule, self.pipeline, self.gradients.models[0].synchronize),
+            PipelineRunner(
+                self.strategy.schedule, self.pipeline, self.gradients.models[0].synchronize, self.data_ranks.group
+            ),
             self.processes,
             source=self._source(),
             base_seed=self._base_seed,

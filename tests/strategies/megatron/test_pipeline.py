@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
@@ -209,6 +210,19 @@ def test_four_ranks_divide_stages_and_data(one: Any, folder: Path) -> None:
         assert result.equal, (name, result.found)
         for rank in found:
             assert rank[name]["metrics"]["val_loss"] == pytest.approx(one["even"]["metrics"]["val_loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_data_parallel_pipelines_may_have_batches_of_other_shapes(folder: Path) -> None:
+    def run(strategy: Any, batch_size: int) -> dict[str, Any]:
+        trainer = quiet_trainer(devices="auto", strategy=strategy, max_epochs=3, accumulate_grad_batches=4)
+        task = Speaker()
+        trainer.fit(task, DataLoader(torch.cat(batches())[:27], batch_size=batch_size))  # the last one has 3 or 1 rows
+        return weights_of(task)
+
+    found = run_distributed(run, 4, MegatronStrategy(pp=2, dp_shard=2), 2, init=False, timeout=60)[0]
+    torch.testing.assert_close(found, run("single", 4), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.distributed
