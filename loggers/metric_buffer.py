@@ -85,6 +85,7 @@ class MetricBuffer:
         in_step: True during a training or evaluation step (or a hook of one batch).
         batch: the current micro-batch, which determines the weight in a mean; None outside. Set it to None again after
             the batch, otherwise the buffer keeps it alive.
+        share: how much the batch counts in a mean over ranks that split its sequences, 1 on average; None: it is whole.
         dataloader_idx: index of the evaluation loader of the batch, if there are several; None outside.
         diverted: takes the arguments of each call of `log`, which then does nothing else; None: nothing is diverted.
     """
@@ -93,6 +94,7 @@ class MetricBuffer:
         self.diverted: list[DivertedCall] | None = None
         self.in_step: bool = False
         self.batch: Any = None
+        self.share: float | None = None
         self.dataloader_idx: int | None = None
         self._stage: EpochStage | None = None
         self._stages: dict[EpochStage, _StageMetrics] = {stage: _StageMetrics() for stage in _STAGES}
@@ -262,9 +264,9 @@ class MetricBuffer:
 
     def _weight(self, batch_size: int | None) -> float:
         if batch_size is None:
-            return 1 if self.batch is None else find_batch_size(self.batch)
+            batch_size = 1 if self.batch is None else find_batch_size(self.batch)
         if isinstance(batch_size, (int, float)) and batch_size >= 0:
-            return batch_size
+            return batch_size if self.share is None or self.batch is None else batch_size * self.share
         raise ConfigurationError(
             f"log(batch_size={batch_size!r}): expected a number of samples, 0 or more, on the host (not a tensor)."
         )

@@ -28,6 +28,7 @@ class DataRanks:
         members: global ranks that between them see all data once, by data-parallel rank; alike on every rank.
         group: the process group of this process and those that see other data; None: all processes.
         alone: every other rank is taken to hold what this one holds, and nothing is communicated.
+        parts: ranks, next to each other, that read the same batches and see different parts of their sequences.
     """
 
     processes: Processes
@@ -35,6 +36,7 @@ class DataRanks:
     members: Sequence[int]
     group: Any = None
     alone: bool = False
+    parts: int = 1
 
     @classmethod
     def of(cls, processes: Processes) -> Self:
@@ -45,6 +47,16 @@ class DataRanks:
     def size(self) -> int:
         """Number of data-parallel ranks."""
         return len(self.members)
+
+    @property
+    def reader(self) -> int:
+        """Which of the batches of a step this process reads."""
+        return self.rank // self.parts
+
+    @property
+    def num_readers(self) -> int:
+        """Number of batches that the ranks read at a time."""
+        return self.size // self.parts
 
     def among(self, processes: Processes) -> DataRanks:
         """Return the same for those processes that are left of the run's: all of them, or this one alone."""
@@ -62,6 +74,10 @@ class DataRanks:
     def gather_integers(self, values: list[int]) -> list[list[int]]:
         """Return one list (all of one length) for each data-parallel rank, on every rank. Collective, on the host."""
         return self.pick(self.processes.gather_integers(values))
+
+    def gather_of_readers(self, values: list[int]) -> list[list[int]]:
+        """Return one list for each that reads different batches; see `gather_integers`. Collective, on the host."""
+        return self.gather_integers(values)[:: self.parts]
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor on the device over the data-parallel ranks, without reading it. Collective.

@@ -1,8 +1,8 @@
 """The named axes along which the ranks of a run are arranged.
 
 Ranks along `dp_replicate` and `dp_shard` see different data; those along the first hold replicas of the model, those
-along the second shards of it. Ranks along `cp` hold parts of one sequence, those along `tp` parts of layers, and those
-along `pp` stages of the model; they work on one batch together.
+along the second shards of it. Ranks along `cp` read one batch, see different parts of its sequences, and hold shards,
+too. Ranks along `tp` hold parts of layers, and those along `pp` stages of the model; they work on one batch together.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, debug
@@ -18,8 +19,8 @@ from torch.distributed.tensor import DTensor, debug
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.data_ranks import DataRanks
 
-DATA_AXES = ("dp_replicate", "dp_shard")
-"""The axes along which ranks see different data."""
+DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+"""The axes along which ranks see different data: other batches, or other parts of their sequences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,22 +64,35 @@ class MeshShape:
         places = [self.coordinates(rank) for rank in range(self.size)]
         first = [rank for rank, place in enumerate(places) if not any(place[n] for n in place if n not in DATA_AXES)]
         mine = places[processes.rank]
-        return DataRanks(processes, mine["dp_replicate"] * self.dp_shard + mine["dp_shard"], first, group)
+        rank = (mine["dp_replicate"] * self.dp_shard + mine["dp_shard"]) * self.cp + mine["cp"]
+        return DataRanks(processes, rank, first, group, parts=self.cp)
 
     def device_mesh(self, device_type: str, *, shards: bool = False) -> DeviceMesh:
         """Return torch's mesh with the axes that are longer than 1. Collective.
 
-        A mesh of one rank, or with replicas, has `dp_shard` even if it is 1, as torch 2.13 requires.
+        Parameters are sharded over the ranks that split sequences, too: `cp` is a part of `dp_shard`. A mesh of one
+        rank, or with replicas, has `dp_shard` even if it is 1, as torch 2.13 requires.
 
         Args:
             device_type: Of the ranks.
             shards: Parameters are sharded along `dp_shard`, which is there even if it is 1.
         """
-        longer = {name: length for name, length in self.lengths.items() if length > 1}
+        lengths = {**self.lengths, "dp_shard": self.dp_shard * self.cp, "cp": 1}
+        longer = {name: length for name, length in lengths.items() if length > 1}
         if self.dp_replicate > 1 or shards or not longer:
-            longer["dp_shard"] = self.dp_shard
+            longer["dp_shard"] = lengths["dp_shard"]
         lengths = {name: longer[name] for name in self.lengths if name in longer}
         return init_device_mesh(device_type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
+
+    def sequence_group(self) -> ProcessGroup:
+        """Return the ranks that split the sequences of this one. Collective."""
+        ranks = sorted(
+            range(self.size), key=lambda rank: tuple(n for a, n in self.coordinates(rank).items() if a != "cp")
+        )
+        groups = [ranks[i : i + self.cp] for i in range(0, self.size, self.cp)]
+        found: ProcessGroup
+        found, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]  # torch has no types here
+        return found
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:

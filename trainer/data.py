@@ -114,13 +114,13 @@ def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, worke
     """Return how a run's loaders are prepared on this rank, those of training first of all."""
     ranks = engine.data_ranks
     return LoaderOptions(
-        rank=ranks.rank,
-        world=ranks.size,
+        rank=ranks.reader,
+        world=ranks.num_readers,
         seed=seed,
         use_distributed_sampler=arguments.use_distributed_sampler,
         uneven=arguments.uneven_batches,
         lockstep_evaluation=engine.capabilities.lockstep_evaluation,
-        agree=(lambda values: engine.data_ranks.gather_integers(values)) if ranks.size > 1 else None,
+        agree=(lambda values: engine.data_ranks.gather_of_readers(values)) if ranks.num_readers > 1 else None,
         per_sample_rng=arguments.per_sample_rng,
         workers=workers,
     )
@@ -364,7 +364,7 @@ class StageData:
                 self.on_made(self.made)
             place = self.place
             if place is not None:
-                self.made.check_resume(place, self._engine.data_ranks.size)
+                self.made.check_resume(place, self._engine.data_ranks.num_readers)
             self.made.begin_epoch(self._history.state.epoch, place and place["position"])
         return self.made
 
@@ -399,7 +399,7 @@ class StageData:
         place, data, self.place = self.place, self.train(), None
         if place is None:
             return None
-        data.load_place(place, self._engine.data_ranks.rank, self._engine.data_ranks.size)
+        data.load_place(place, self._engine.data_ranks.reader, self._engine.data_ranks.num_readers)
         found: Mapping[str, int] | None = place["position"]
         if found is not None:
             self._history.state.batch_in_epoch = found["batch"]

@@ -146,7 +146,8 @@ class Prediction:
         _, outputs = evaluate(self._run, "predict", keep=self._keep)
         if not self._keep:
             return None
-        merged = in_dataset_order(self._run.engine.data_ranks.gather(outputs))
+        ranks = self._run.engine.data_ranks
+        merged = in_dataset_order(ranks.gather(outputs)[:: ranks.parts])
         return merged if self._run.data.evaluation("predict").is_list else merged[0]
 
 

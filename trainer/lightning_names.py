@@ -212,7 +212,7 @@ class LightningNames:
         lambda run: (
             None
             if run.exchange is None
-            else {"num_replicas": run.engine.data_ranks.size, "rank": run.engine.data_ranks.rank}
+            else {"num_replicas": run.engine.data_ranks.num_readers, "rank": run.engine.data_ranks.reader}
         ),
         "How many ranks the data is divided among and which of them this is; None for one.",
     )

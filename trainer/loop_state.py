@@ -129,7 +129,7 @@ def count_samples(group: Group, engine: Engine, *, exact: bool) -> int:
     mine = sum(batch_size(batch) for batch in group.batches)
     if engine.processes.world_size == 1:
         return mine
-    return _sum(mine, engine) if exact else mine * engine.data_ranks.size
+    return _sum(mine, engine) // engine.data_ranks.parts if exact else mine * engine.data_ranks.num_readers
 
 
 def count_tokens(group: Group, task: TaskModule, engine: Engine) -> int:

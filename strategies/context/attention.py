@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.context.ring import ring_attention
@@ -22,11 +21,11 @@ Kind = Literal["ring", "ulysses"]
 
 @contextmanager
 def attention_over(group: dist.ProcessGroup | None, kind: Kind = "ring", order: Order | None = None) -> Iterator[None]:
-    """Compute every `torch.nn.functional.scaled_dot_product_attention` of this thread over the ranks of a group.
+    """Compute every `torch.nn.functional.scaled_dot_product_attention` over the ranks of a group.
 
-    Each rank passes its part of the queries, keys and values. Other attention, such as flex attention and kernels of
-    other packages, is not changed and sees this rank's part only. Under activation checkpointing, the backward pass
-    must run inside the context too.
+    Each rank passes its part of the queries, keys and values. Other attention, such as flex attention, kernels of
+    other packages, and the function if a module has imported it by its name, is not changed and sees this rank's part
+    only. Under activation checkpointing, the backward pass must run inside the context too.
 
     Args:
         group: the process group that splits the sequence. None means all ranks.
@@ -38,38 +37,82 @@ def attention_over(group: dist.ProcessGroup | None, kind: Kind = "ring", order: 
         ConfigurationError: `kind` or `order` is unknown, or `kind="ulysses"` is used with order `"zigzag"`. Inside the
             context, an attention with a mask or dropout, or of `torch.nn.MultiheadAttention`.
     """
-    if kind not in ("ring", "ulysses"):
-        raise ConfigurationError(f"kind={kind!r} is unknown. Use 'ring' or 'ulysses'.")
-    if order is None:
-        order = "zigzag" if kind == "ring" else "plain"
-    check_order(order)
-    if kind == "ulysses" and order != "plain":
-        raise ConfigurationError(f"kind='ulysses' needs order='plain', not {order!r}.")
-    with _AttentionOver(group, kind, order):
+    attention = SplitAttention(group, kind, order)
+    with attention.installed(), attention.over_ranks(required=False):
         yield
 
 
-class _AttentionOver(TorchFunctionMode):
-    def __init__(self, group: dist.ProcessGroup | None, kind: Kind, order: Order) -> None:
-        super().__init__()
-        self._group, self._kind, self._order = group, kind, order
+class SplitAttention:
+    """Attention over a sequence that is split over the ranks of a group; for the arguments see `attention_over`.
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Replace scaled dot-product attention; call any other function as it is."""
-        if func is functional.scaled_dot_product_attention:
-            return self._attend(*args, **(kwargs or {}))  # type: ignore[arg-type]  # those of the function it replaces
-        if func is functional.multi_head_attention_forward:  # its inner calls do not reach this mode
+    Attributes:
+        order: Of the split sequence.
+        is_active: Attention spans the ranks now.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, kind: Kind, order: Order | None = None) -> None:
+        if kind not in ("ring", "ulysses"):
+            raise ConfigurationError(f"kind={kind!r} is unknown. Use 'ring' or 'ulysses'.")
+        if order is None:
+            order = "zigzag" if kind == "ring" else "plain"
+        check_order(order)
+        if kind == "ulysses" and order != "plain":
+            raise ConfigurationError(f"kind='ulysses' needs order='plain', not {order!r}.")
+        self.order: Order = order
+        self.is_active = False
+        self._group, self._kind = group, kind
+        self._num_calls = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replace torch's function, in all threads: backward may compute activations again in a thread of its own."""
+        plain, plain_module = functional.scaled_dot_product_attention, functional.multi_head_attention_forward
+
+        def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if query.is_meta or not self._spans():
+                return plain(query, *args, **kwargs)
+            self._num_calls += 1
+            return self._attend(query, *args, **kwargs)
+
+        def multi_head(*args: object, **kwargs: object) -> object:
+            if self._spans():
+                raise ConfigurationError(
+                    "torch.nn.MultiheadAttention cannot attend over a sequence that is split over ranks. Use a module "
+                    "that calls torch.nn.functional.scaled_dot_product_attention."
+                )
+            return plain_module(*args, **kwargs)  # type: ignore[arg-type]  # those of the function it replaces
+
+        functional.scaled_dot_product_attention = attention
+        functional.multi_head_attention_forward = multi_head  # type: ignore[assignment]  # has its arguments
+        try:
+            yield
+        finally:
+            functional.scaled_dot_product_attention = plain
+            functional.multi_head_attention_forward = plain_module
+
+    def _spans(self) -> bool:
+        # In a backward of a step, activations are computed again.
+        return self.is_active or (self._num_calls > 0 and torch._C._current_graph_task_id() != -1)
+
+    @contextmanager
+    def over_ranks(self, *, required: bool = True) -> Iterator[None]:
+        """Let attention span the ranks.
+
+        Args:
+            required: It is an error if there is none.
+        """
+        before, self.is_active = self.is_active, True
+        num_calls = self._num_calls
+        try:
+            yield
+        finally:
+            self.is_active = before
+        if required and self._num_calls == num_calls:
             raise ConfigurationError(
-                "torch.nn.MultiheadAttention cannot attend over a sequence that is split over ranks. Use a module that "
-                "calls torch.nn.functional.scaled_dot_product_attention."
+                "Sequences are split over ranks, and the model has not called "
+                "torch.nn.functional.scaled_dot_product_attention: its positions see those of the same rank only. Call "
+                "it as an attribute of torch.nn.functional, or do not split sequences."
             )
-        return func(*args, **(kwargs or {}))
 
     def _attend(
         self,
@@ -97,7 +140,7 @@ class _AttentionOver(TorchFunctionMode):
         parts = (query, key, value, self._group)
         if self._kind == "ulysses":
             return ulysses_attention(*parts, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        return ring_attention(*parts, is_causal=is_causal, scale=scale, order=self._order, enable_gqa=enable_gqa)
+        return ring_attention(*parts, is_causal=is_causal, scale=scale, order=self.order, enable_gqa=enable_gqa)
 
 
 def _autocast(tensor: Tensor) -> Tensor:

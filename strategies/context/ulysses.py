@@ -16,6 +16,8 @@ from torch.nn import functional
 
 from trainwright.core.errors import ConfigurationError
 
+_attention = functional.scaled_dot_product_attention  # torch's own, also while it is replaced
+
 
 def ulysses_attention(
     q: Tensor,
@@ -52,7 +54,7 @@ def ulysses_attention(
                 "number of ranks that divides it, or ring attention."
             )
     q, k, v = (_exchange(tensor, group, to_heads=True) for tensor in (q, k, v))
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    out = _attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return _exchange(out, group, to_heads=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,7 +19,7 @@ from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.shards import whole
-from trainwright.strategies.units import replace_parameters
+from trainwright.strategies.units import check_no_shards, replace_parameters
 
 GIVEN_UP = "_weights_given_up"  # stands in a task whose weights only checkpoints have
 
@@ -154,3 +155,15 @@ def check_not_given_up(task: nn.Module) -> None:
             f"{type(task).__name__} gave its weights up when its stage was over (weights_after_stage='none'). Save "
             "before the fit ends, with ModelCheckpoint, or use weights_after_stage='main'."
         )
+
+
+def check_full(model: nn.Module) -> None:
+    """Check that a model does not hold shards of an earlier run."""
+    check_no_shards(model, lambda parameter: isinstance(parameter, DTensor))
+
+
+def widen(parameters: Iterable[nn.Parameter]) -> None:
+    """Make float32 of trained parameters in bfloat16 or float16, which optimizers step in a mixed precision."""
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+from trainwright.strategies.fsdp.unit_state import parameter_groups
 from trainwright.strategies.steps.fp8 import float8, is_converted
 
 _One = tuple[torch.Tensor]
@@ -33,7 +34,7 @@ class Float8Gather:
             record
             for module in (root, *units)
             if isinstance(module, FSDPModule)
-            for group in module._get_fsdp_state()._fsdp_param_groups
+            for group in parameter_groups(module)
             for record in group.fsdp_params
             if record._module_info.param_name == "weight"
             and is_converted(record._module_info.module)

@@ -274,30 +274,62 @@ def _check_quantized(optimizer: Optimizer) -> None:
 
 
 def mesh_shape(
-    sharding_strategy: str, device_mesh: tuple[int, int] | None, *, tp: int = 1, num_nodes: int, devices_per_node: int
+    sharding_strategy: str,
+    device_mesh: tuple[int, int] | None,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    num_nodes: int,
+    devices_per_node: int,
 ) -> MeshShape:
     """Return the mesh of a run; not collective."""
     world = check_tp(tp, devices_per_node * num_nodes)
+    if world % cp:
+        near = {size * cp * tp for size in (world // cp, world // cp + 1) if size}
+        raise ConfigurationError(
+            f"Sequences are split over {cp} ranks, which does not divide the run's {world} "
+            f"{'process(es)' if tp == 1 else f'group(s) of tp={tp} processes'}. Start "
+            f"{' or '.join(map(str, sorted(near)))} processes."
+        )
+    world //= cp
     if device_mesh is not None:
         replicas, shards = device_mesh
         if replicas * shards != world:
+            groups = (
+                "process(es)" if tp * cp == 1 else f"group(s) of {f'cp={cp} x ' if cp > 1 else ''}tp={tp} processes"
+            )
             best = (replicas, world // replicas) if world % replicas == 0 else (1, world)
             raise ConfigurationError(
                 f"device_mesh={(replicas, shards)} has {replicas * shards} places, and the run has {world} "
-                f"{'process(es)' if tp == 1 else f'group(s) of tp={tp} processes'}. Use device_mesh={best}, or as many "
-                "processes."
+                f"{groups}. Use "
+                f"device_mesh={best}, or as many processes."
             )
-        return MeshShape(dp_replicate=replicas, dp_shard=shards, tp=tp)
+        return MeshShape(dp_replicate=replicas, dp_shard=shards, cp=cp, tp=tp)
     if sharding_strategy == "NO_SHARD":
-        return MeshShape(dp_replicate=world, tp=tp)
+        return MeshShape(dp_replicate=world, cp=cp, tp=tp)
     if sharding_strategy == "HYBRID_SHARD":
         if num_nodes == 1:
             raise ConfigurationError(
                 "sharding_strategy='HYBRID_SHARD' keeps a replica on each node, and there is one node. Say how "
                 f"many replicas there are and over how many ranks each is cut, such as device_mesh=(1, {world})."
             )
-        return MeshShape(dp_replicate=num_nodes, dp_shard=world // num_nodes, tp=tp)
-    return MeshShape(dp_shard=world, tp=tp)
+        return MeshShape(dp_replicate=num_nodes, dp_shard=world // num_nodes, cp=cp, tp=tp)
+    return MeshShape(dp_shard=world, cp=cp, tp=tp)
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Check that arguments are whole numbers of at least 1, or None."""
+    for name, size in sizes.items():
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigurationError(f"{name}={size!r}: write a whole number of at least 1.")
+
+
+def check_sequence_ranks(cp: int, sp: int) -> tuple[int, int]:
+    """Return the numbers of ranks that split sequences."""
+    check_sizes(cp=cp, sp=sp)
+    if cp > 1 and sp > 1:
+        raise ConfigurationError(f"cp={cp} and sp={sp} split sequences in two ways. Use one of them.")
+    return cp, sp
 
 
 def check_tp(tp: int, world: int) -> int:

@@ -28,6 +28,7 @@ from trainwright.core.errors import TaskError
 from trainwright.core.tree import map_tensors
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.data_ranks import DataRanks, metrics_over
+from trainwright.strategies.experts.layers import DividedExperts
 from trainwright.strategies.fsdp.build import MetaBuilding, materialize
 from trainwright.strategies.fsdp.float8_gather import Float8Gather
 from trainwright.strategies.fsdp.layers.plan import Plan, SplitLayers
@@ -127,8 +128,22 @@ class Sharding:
     cpu_offload: bool
     prefetch: int
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, device: torch.device, *, is_root: bool) -> None:
-        """Cut what is left whole in a unit, or in the root. Collective."""
+    @property
+    def parameter_dtype(self) -> torch.dtype | None:
+        """The data type of gathered parameters; None: their own."""
+        policy = self.mixed_precision
+        return self.precision.autocast_dtype if policy is None else policy.param_dtype
+
+    def apply(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        is_root: bool,
+        ignored: Sequence[nn.Parameter] = (),
+    ) -> None:
+        """Shard the full parameters of a unit or of the root, except for those in `ignored`. Collective."""
         policy = self.mixed_precision
         if policy is None:
             # Autocast decides about inputs: a step's targets keep their precision. Units get what autocast made.
@@ -139,7 +154,14 @@ class Sharding:
         if self.cpu_offload:  # torch 2.13 pins memory only where an accelerator can read it
             offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         reshard = self.reshard_root if is_root else self.reshard
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=set(ignored) or None,
+        )
 
     def prefetch_units(self, units: list[Any]) -> None:
         """Have each unit gather those that follow it."""
@@ -158,6 +180,7 @@ def parallelize(
     compile_options: Mapping[str, Any] | None,
     building: MetaBuilding | None,
     sharding: Sharding | None,
+    experts: DividedExperts | None,
     ranks: DataRanks,
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any] | None],
@@ -177,6 +200,7 @@ def parallelize(
         compile_options: None: units are not compiled.
         building: None: `roots` are built and initialized.
         sharding: None: nothing is sharded over the data-parallel `ranks`.
+        experts: Divides the experts of the model; `sharding` shards the other parameters. None: there are none.
         context: Creates the context of a forward outside of a step.
     """
     with ExitStack() as undo:  # whatever a later part cannot follow is taken off again
@@ -194,14 +218,17 @@ def parallelize(
         if layers is not None:
             undo.callback(layers.undo)
         undo.callback(traces.remove)
+        if experts is not None:
+            undo.callback(experts.undo)
         built = None if building is None else building.names_to_reset(model, ranks.processes)
         for part in (*units, *roots):
             if built is not None:
                 materialize(model, part, built, device)
             if layers is not None:
                 layers.split(part)
+            ignored = () if experts is None else experts.divide(part)
             if sharding is not None:
-                sharding.apply(part, data_axes(mesh), device, is_root=part in roots)
+                sharding.apply(part, data_axes(mesh), device, is_root=part in roots, ignored=ignored)
         if sharding is not None:
             sharding.prefetch_units(units)
             if sharding.precision.fp8_all_gather:
@@ -217,7 +244,9 @@ def parallelize(
         if sharding is not None and building is not None:
             undo.enter_context(OutsideSteps(roots[0], units, context).served(model))
         outputs_split = None if layers is None else splits_loss
-        return ParallelModel(model, roots, units, mesh, ranks, undo.pop_all(), gather, outputs_split=outputs_split)
+        return ParallelModel(
+            model, roots, units, mesh, ranks, undo.pop_all(), gather, experts, outputs_split=outputs_split
+        )
 
 
 def _take_compiled_off(units: list[nn.Module]) -> None:
@@ -243,6 +272,7 @@ class ParallelModel:
         ranks: DataRanks,
         undo: ExitStack,
         gather: Float8Gather | None,
+        experts: DividedExperts | None,
         *,
         outputs_split: bool | None,
     ) -> None:
@@ -253,7 +283,7 @@ class ParallelModel:
         self.usage = Usage(model, ranks.processes, peers) if ranks.size > 1 else None
         self.is_together = True
         self._units: list[Any] = units
-        self._undo, self._gather, self._outputs_split = undo, gather, outputs_split
+        self._undo, self._gather, self._experts, self._outputs_split = undo, gather, experts, outputs_split
         self.counted = {id(p): counts_here(p, mesh) for p in model.parameters()}
         self._is_sharded = isinstance(self.root, FSDPModule)
         self._syncs, self._sums = True, False
@@ -310,6 +340,8 @@ class ParallelModel:
         self._sums = False
         if self._gather is not None:
             self._gather.forget_scales()
+        if self._experts is not None:
+            self._experts.average_replicas()
         self._lay_out_gradients()
         if self.usage is not None:
             self.usage.note()
@@ -371,6 +403,10 @@ class ParallelModel:
 
     # The end
 
+    def until_taken_apart(self, context: AbstractContextManager[object]) -> None:
+        """Enter a context, which `take_apart` leaves. Not collective."""
+        self._undo.enter_context(context)
+
     def take_apart(self) -> None:
         """Take everything but the pieces themselves off the task. Not collective."""
         if not self.is_together:
@@ -378,5 +414,5 @@ class ParallelModel:
         self.is_together = False
         self.reshard()
         self._undo.close()
-        self.root = self.mesh = self.usage = self._gather = None
+        self.root = self.mesh = self.usage = self._gather = self._experts = None
         self._units = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -25,7 +25,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardingStrategy,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -40,9 +39,12 @@ from trainwright.core.task import TaskModule
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
+from trainwright.strategies.context.attention import Kind
+from trainwright.strategies.context.sequences import SplitSequences
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp.build import MetaBuilding, end_pieces
+from trainwright.strategies.experts.layers import DividedExperts, check_ep_size, check_experts, check_mesh
+from trainwright.strategies.fsdp.build import MetaBuilding, check_full, end_pieces, widen
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
 from trainwright.strategies.fsdp.layers.ready import check_plan
 from trainwright.strategies.fsdp.options import (
@@ -51,6 +53,7 @@ from trainwright.strategies.fsdp.options import (
     RESHARDING,
     check_arguments,
     check_optimizers,
+    check_sequence_ranks,
     mesh_shape,
     mixed_precision_policy,
     offload_flag,
@@ -73,7 +76,6 @@ from trainwright.strategies.units import (
     WrapPolicy,
     check_can_be_cut,
     check_compilable,
-    check_no_shards,
     find_units,
     warn_of_large_rest,
 )
@@ -113,7 +115,12 @@ class FSDPStrategy(DataParallel):
             its host and writes it.
         tp: over how many ranks, next to each other, layers are split (see `TensorParallelStrategy`); the others see
             different data.
+        cp, sp: over how many ranks, next to each other, the sequences of each batch are split: attention sends keys and
+            values around a ring (`cp`), or exchanges its heads (`sp`, as in DeepSpeed Ulysses). One of them must be 1.
+            These ranks hold shards, too. See `TaskModule.split_sequences`.
         tensor_parallel_plan: which layers; what the task's `tensor_parallel_plan` returns unless told.
+        ep: Ranks over which the experts of a mixture are divided. They see different data and exchange tokens. A
+            divisor of the number of ranks that shard a replica. Default: 1.
         timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
 
     Raises:
@@ -152,7 +159,10 @@ class FSDPStrategy(DataParallel):
         weights_after_stage: str = "main",
         state_dict_type: str = "sharded",
         tp: int = 1,
+        cp: int = 1,
+        sp: int = 1,
         tensor_parallel_plan: Plan | None = None,
+        ep: int = 1,
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
@@ -184,8 +194,9 @@ class FSDPStrategy(DataParallel):
                 "all but rank 0. Leave one out."
             )
         self.state_dict_type = state_dict_type_name(state_dict_type)
-        self.tp = check_tp_size(tp)
+        self.tp, (self.cp, self.sp) = check_tp_size(tp), check_sequence_ranks(cp, sp)
         self.tensor_parallel_plan = tensor_parallel_plan
+        self.ep = check_ep_size(ep, self.tp)
         self.activation_checkpointing_save = activation_checkpointing_save
         Recomputed(self.activation_checkpointing, activation_checkpointing_save)  # checks them
 
@@ -206,13 +217,14 @@ class FSDPStrategy(DataParallel):
         Raises:
             ConfigurationError: It has not as many ranks as the run has processes.
         """
-        return self._shape(settings, self.tp)
+        return check_mesh(self.ep, self._shape(settings, self.tp))
 
     def _shape(self, settings: EngineSettings, tp: int) -> MeshShape:
         return mesh_shape(
             self.sharding_strategy,
             self.device_mesh,
             tp=tp,
+            cp=self.cp * self.sp,
             num_nodes=settings.num_nodes,
             devices_per_node=len(settings.device_indices),
         )
@@ -220,6 +232,15 @@ class FSDPStrategy(DataParallel):
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
         self.check_converts(settings, self.mesh_shape(settings).tp == 1 or settings.precision.splits_converted)
+        if self.cp * self.sp > 1 and settings.compile_options is not None:
+            raise ConfigurationError(
+                f"compile=True is not supported with cp={self.cp}, sp={self.sp}: ranks communicate within attention. "
+                "Leave it out."
+            )
+        if self.ep > 1 and self.cpu_offload:
+            raise ConfigurationError(
+                f"ep={self.ep} with cpu_offload=True: divided experts stay on the device. Leave one of the two out."
+            )
         if settings.precision.fp8_all_gather and (self.cpu_offload or type(self.reshard_after_forward) is int):
             name = "cpu_offload" if self.cpu_offload else "reshard_after_forward"
             raise ConfigurationError(
@@ -235,23 +256,13 @@ class FSDPStrategy(DataParallel):
         if settings.compile_options is not None:
             check_compilable(units)
         shape = self.mesh_shape(settings)
+        if self.ep > 1:
+            check_experts(task, self.ep, shape.dp_shard * shape.cp)
         if shape.tp > 1:
             check_plan(task, self.tensor_parallel_plan, shape.lengths)
 
     def engine(self, settings: EngineSettings) -> Engine:
         return FSDPEngine(self, settings)
-
-
-def check_full(model: nn.Module) -> None:
-    """Check that a model does not hold shards of an earlier run."""
-    check_no_shards(model, lambda parameter: isinstance(parameter, DTensor))
-
-
-def widen(parameters: Iterable[nn.Parameter]) -> None:
-    """Make float32 of trained parameters in bfloat16 or float16, which optimizers step in a mixed precision."""
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
 
 
 class FSDPEngine(ParallelEngine):
@@ -265,6 +276,7 @@ class FSDPEngine(ParallelEngine):
         super().__init__(strategy, settings)
         self._building = MetaBuilding(everywhere=strategy.meta_init, others=strategy.cpu_ram_efficient_loading)
         self.gradients = ShardedGradients(self.device)
+        self.sequences: SplitSequences | None = None
         self._replaced: Any = WeakIdKeyDictionary()  # a parameter of a loop's model → the sharded one
 
     def start(self, topology: Topology) -> None:
@@ -272,8 +284,11 @@ class FSDPEngine(ParallelEngine):
         self.gradients = ShardedGradients(self.device)
         shape = self.strategy.mesh_shape(self.settings)
         self.mesh = mesh = shape.device_mesh(self.settings.device_type, shards=self._sharding() is not None)
-        apart = 1 < shape.dp_replicate * shape.dp_shard < shape.size
+        apart = 1 < shape.dp_replicate * shape.dp_shard * shape.cp < shape.size
         self.data_ranks = shape.data_ranks(self.processes, data_group(mesh) if apart else None)
+        if shape.cp > 1:
+            kind: Kind = "ring" if self.strategy.cp > 1 else "ulysses"
+            self.sequences = SplitSequences(shape.sequence_group(), kind)
 
     # Model and optimizers
 
@@ -325,6 +340,9 @@ class FSDPEngine(ParallelEngine):
         inside = {module for root in roots for module in root.modules()}
         units = [u for u in find_units(model, given.auto_wrap_policy, given.min_num_params) if u in inside]
         warn_of_large_rest(model, units, given.mesh_shape(self.settings).dp_shard)
+        sharding, experts = self._sharding(), None
+        if given.ep > 1 and sharding is not None:
+            experts = DividedExperts(model, given.ep, self.mesh, self.data_ranks, sharding.parameter_dtype)
         found = parallelize(
             model,
             roots,
@@ -334,11 +352,14 @@ class FSDPEngine(ParallelEngine):
             recomputed=Recomputed(False, None) if building is None else self._recomputed(),
             compile_options=self.settings.compile_options,
             building=building,
-            sharding=self._sharding(),
+            sharding=sharding,
+            experts=experts,
             ranks=self.data_ranks,
             device=self.device,
             context=lambda: self.precision.forward_context(self.device.type),
         )
+        if self.sequences is not None:
+            found.until_taken_apart(self.sequences.models(model))
         self.gradients.models.append(found)
         return found
 
@@ -364,9 +385,15 @@ class FSDPEngine(ParallelEngine):
         super().attach(run, hooks, sink, counts_items=counts_items)
 
     def make_step(self, parts: StepParts) -> Step:
+        parts = self._over_sequences(parts)
         if not self.strategy.sync_each_batch:
             parts = replace(parts, synchronize=self.gradients.models[0].synchronize)
         return super().make_step(parts)
+
+    def _over_sequences(self, parts: StepParts) -> StepParts:
+        if self.sequences is None or parts.run.stage == "predict":  # whose outputs are whole
+            return parts
+        return self.sequences.step_parts(parts)
 
     # User-written loops
 

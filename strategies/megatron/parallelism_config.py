@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.kwargs_handler import KwargsHandler, from_variable
 from trainwright.strategies.ddp.strategy import DDPStrategy
+from trainwright.strategies.experts.layers import check_ep_size
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
 from trainwright.strategies.megatron.strategy import MegatronStrategy
@@ -34,6 +35,8 @@ class ParallelismConfig(KwargsHandler):
         tp_size: Ranks that split the layers of a model.
         pp_size: Stages of a pipeline (see `MegatronStrategy`), which divides the batches of a step into as many
             micro-batches; Accelerate has no such field.
+        ep_size: Ranks over which the experts of a mixture are divided (see `FSDPStrategy`). It divides `dp_shard_size`
+            and is not a factor of the number of processes. Accelerate has no such field.
         cp_size, sp_size: Ranks that split sequences. Not supported; only 1.
         cp_backend, sp_backend: Accepted: `"torch"` and `"deepspeed"`.
         tp_handler, cp_handler, sp_handler: Not supported; only None.
@@ -50,10 +53,11 @@ class ParallelismConfig(KwargsHandler):
     cp_handler: object = None
     sp_handler: object = None
     pp_size: int | None = from_variable(f"{_VARIABLE}PP_SIZE", int)
+    ep_size: int | None = from_variable(f"{_VARIABLE}EP_SIZE", int)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for axis in _AXES:
+        for axis in (*_AXES, "ep"):
             name = f"{axis}_size"
             size = getattr(self, name)
             if size is None:
@@ -68,6 +72,18 @@ class ParallelismConfig(KwargsHandler):
         for name in ("tp_handler", "cp_handler", "sp_handler"):
             if getattr(self, name) is not None:
                 raise ConfigurationError(f"{name} is not supported. Remove it.")
+        ep, shards = self._size("ep"), self._size("dp_shard")
+        if ep > 1 and self.pp_enabled:
+            raise ConfigurationError(
+                f"ep_size={ep} and pp_size={self.pp_size}: experts cannot be divided within the stages of a pipeline. "
+                "Use pp_size=1."
+            )
+        check_ep_size(ep, self._size("tp"))
+        if shards % ep:
+            raise ConfigurationError(
+                f"ep_size={ep} divides the ranks that shard a replica, and dp_shard_size={shards} is not divisible by "
+                f"it. Use a divisor of {shards}, or dp_shard_size={-(-shards // ep) * ep}."
+            )
 
     def _size(self, axis: str) -> int:
         size: int = getattr(self, f"{axis}_size")
@@ -183,7 +199,7 @@ class ParallelismConfig(KwargsHandler):
                 f"pp_size={self.pp_size} divides a model into stages, which FSDPStrategy does not. Leave "
                 "fsdp_plugin out: dp_shard_size shards the stages."
             )
-        options: dict[str, Any] = {"tp": self._size("tp")}
+        options: dict[str, Any] = {"tp": self._size("tp"), "ep": self._size("ep")}
         if self.dp_replicate_enabled:
             options |= {
                 "sharding_strategy": "HYBRID_SHARD",

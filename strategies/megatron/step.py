@@ -62,6 +62,7 @@ class PipelineStep(AutomaticStep):
         self._places: list[int] = []  # of each micro-batch: the index of its batch in the group
         self._batches: list[Any] = []
         self._weights: Sequence[Any] = ()
+        self._shares: list[float | None] = []
         self._first_idx = 0
         self._logged: list[list[DivertedCall]] = []
         self._outputs: dict[int, Any] = {}
@@ -103,16 +104,18 @@ class PipelineStep(AutomaticStep):
 
     def _divide(self, group: Group, batches: list[Any]) -> None:
         """Divide batches into micro-batches, and weigh those."""
-        self._batches, self._places, shares = [], [], []
+        self._batches, self._places, self._shares, weights = [], [], [], []
         for i, batch in enumerate(batches):
-            parts = divide(batch, self._num_parts)
-            self._batches += [part for part, _ in parts]
-            self._places += [i] * len(parts)
             weight = 1 / len(batches) if group.weights is None else group.weights[i]
-            shares += [weight * share for _, share in parts]
-        self._weights = shares
+            for part, rows in divide(batch, self._num_parts):
+                part, share = (part, None) if self.parts.split is None else self.parts.split(part)
+                self._batches.append(part)
+                self._places.append(i)
+                self._shares.append(share)
+                weights.append(weight * rows * (share or 1))
+        self._weights = weights
         if self._items is not None:
-            self._weights = self._weigh_items(Group(self._batches, group.first_idx, weights=shares))
+            self._weights = self._weigh_items(Group(self._batches, group.first_idx, weights=weights))
 
     def _run_stage(self, stage: int, carry: torch.Tensor | None, i: int) -> torch.Tensor:
         """Compute a stage for one micro-batch: its output, or in the last stage its weighted loss, of shape (1,)."""
@@ -149,7 +152,7 @@ class PipelineStep(AutomaticStep):
         for place in range(len(group.batches)):
             parts = [i for i, other in enumerate(self._places) if other == place]
             for i in parts:
-                self.sink.batch = self._batches[i]
+                self.sink.batch, self.sink.share = self._batches[i], self._shares[i]
                 for call in logged[i]:
                     call.repeat(self.sink)
             if self.hooks.on_train_batch_end:

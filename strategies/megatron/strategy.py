@@ -25,11 +25,11 @@ from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp.build import give_up, materialize
+from trainwright.strategies.fsdp.build import check_full, give_up, materialize, widen
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
-from trainwright.strategies.fsdp.options import check_optimizers, one_of
+from trainwright.strategies.fsdp.options import check_optimizers, check_sizes, one_of
 from trainwright.strategies.fsdp.parallelize import Sharding
-from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy, check_full, widen
+from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
 from trainwright.strategies.megatron.runner import SCHEDULES, PipelineRunner, ranks_of_stages
 from trainwright.strategies.megatron.staged_model import Pipeline, Wire
@@ -57,6 +57,7 @@ class MegatronStrategy(FSDPStrategy):
     Args:
         pp: Stages of the pipeline. Default: 1.
         tp: Ranks that split each layer (see `FSDPStrategy`). Default: 1.
+        cp, sp: Ranks that split the sequences of a batch (see `FSDPStrategy`). Default: 1.
         dp_shard: Ranks that shard a stage and see different data; None: as many as the other sizes leave.
         dp_replicate: Replicas of the model, which see different data. Default: 1.
         num_micro_batches: Micro-batches into which each batch is divided along its first dimension. Those of all
@@ -102,6 +103,8 @@ class MegatronStrategy(FSDPStrategy):
         *,
         pp: int = 1,
         tp: int = 1,
+        cp: int = 1,
+        sp: int = 1,
         dp_shard: int | None = None,
         dp_replicate: int = 1,
         num_micro_batches: int = 1,
@@ -120,6 +123,8 @@ class MegatronStrategy(FSDPStrategy):
     ) -> None:
         super().__init__(
             tp=tp,
+            cp=cp,
+            sp=sp,
             tensor_parallel_plan=tensor_parallel_plan,
             auto_wrap_policy=auto_wrap_policy,
             activation_checkpointing=recompute is not None,
@@ -131,10 +136,7 @@ class MegatronStrategy(FSDPStrategy):
             process_group_backend=process_group_backend,
         )
         counts = {"pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
-        counts |= {"num_micro_batches": num_micro_batches, "virtual_stages": virtual_stages}
-        for name, size in counts.items():
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ConfigurationError(f"{name}={size!r}: write a whole number of at least 1.")
+        check_sizes(**counts, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages)
         check_tp_size(tp)
         self.schedule = one_of("schedule", schedule.lower(), tuple(SCHEDULES))
         if recompute is not None:
@@ -156,10 +158,11 @@ class MegatronStrategy(FSDPStrategy):
         self.split_points = None if split_points is None else list(split_points)
 
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
-        world, fixed = settings.num_processes, self.pp * self.tp * self.dp_replicate
+        split = self.cp * self.sp
+        world, fixed = settings.num_processes, self.pp * self.tp * split * self.dp_replicate
         shards = world // fixed if self.dp_shard is None else self.dp_shard
         if fixed * shards != world or not shards:
-            sizes = f"pp={self.pp}, tp={self.tp}, dp_replicate={self.dp_replicate}"
+            sizes = f"pp={self.pp}, tp={self.tp}, cp={self.cp}, sp={self.sp}, dp_replicate={self.dp_replicate}"
             product = fixed * (self.dp_shard or 1)
             others = f"or choose {' or '.join(self._nearest(world))} for {world} process{'es' * (world > 1)}."
             below, above = world // product * product, -(-world // product) * product
@@ -174,23 +177,24 @@ class MegatronStrategy(FSDPStrategy):
         replicas = self.dp_replicate
         if not self.distributed_optimizer and self.dp_shard is None:
             replicas, shards = replicas * shards, 1
-        return MeshShape(pp=self.pp, dp_replicate=replicas, dp_shard=shards, tp=self.tp)
+        return MeshShape(pp=self.pp, dp_replicate=replicas, dp_shard=shards, cp=split, tp=self.tp)
 
     def _nearest(self, world: int) -> list[str]:
         """Return the sizes of the two meshes of a number of ranks that differ least from this one."""
-        given = (self.pp, self.tp, self.dp_replicate, self.dp_shard or 1)
+        given = (self.pp, self.tp, self.cp * self.sp, self.dp_replicate, self.dp_shard or 1)
         divisors = [size for size in range(1, world + 1) if world % size == 0]
+        splits = divisors if given[2] > 1 else [1]
         meshes = [
             (*sizes, world // math.prod(sizes))
-            for sizes in itertools.product(divisors, repeat=3)
+            for sizes in itertools.product(divisors, divisors, splits, divisors)
             if world % math.prod(sizes) == 0
         ]
 
         def difference(mesh: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
             changes = [abs(math.log2(new / old)) for new, old in zip(mesh, given, strict=True)]
-            return 4 * sum(changes[:3]) + changes[3], mesh  # shards are changed before the other sizes
+            return 4 * sum(changes[:-1]) + changes[-1], mesh  # shards are changed before the other sizes
 
-        names = ("pp", "tp", "dp_replicate", "dp_shard")
+        names = ("pp", "tp", "sp" if self.sp > 1 else "cp", "dp_replicate", "dp_shard")
         return [
             ", ".join(f"{name}={size}" for name, size in zip(names, mesh, strict=True) if size > 1) or "pp=1"
             for mesh in sorted(meshes, key=difference)[:2]
@@ -224,7 +228,7 @@ class PipelineEngine(FSDPEngine):
 
     def _sharding(self) -> Sharding | None:
         shape = self.strategy.mesh_shape(self.settings)
-        return super()._sharding() if shape.dp_replicate * shape.dp_shard > 1 else None
+        return super()._sharding() if shape.dp_replicate * shape.dp_shard * shape.cp > 1 else None
 
     def _place(self, task: TaskModule) -> None:
         self._divide(task)
@@ -337,7 +341,7 @@ class PipelineEngine(FSDPEngine):
     def make_step(self, parts: StepParts) -> Step:
         wire = self.pipeline.wire
         return PipelineStep(
-            parts,
+            self._over_sequences(parts),
             self.pipeline,
             PipelineRunner(
                 self.strategy.schedule, self.pipeline, self.gradients.models[0].synchronize, self.data_ranks.group

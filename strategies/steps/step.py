@@ -62,6 +62,8 @@ class StepParts:
         synchronize: told before each micro-batch of a group of several whether gradients cross ranks in its backward,
             and that they do when a group was left; None: they never do.
         placed: receives each batch once it is on the device, and returns it; None: nobody does.
+        split: takes a batch to this rank's part of its sequences, and to how much that counts in a mean over the ranks
+            that split it, 1 on average; None: batches stay whole.
         finish: called with the index of the last batch after an optimizer step (True) and an evaluation step (False);
             None: there is nothing to be done.
     """
@@ -84,6 +86,7 @@ class StepParts:
     counts_items: bool = True
     synchronize: Callable[[bool], None] | None = None
     placed: Callable[[Any], Any] | None = None
+    split: Callable[[Any], tuple[Any, float]] | None = None
     finish: Callable[[int, bool], None] | None = None
 
 
@@ -140,6 +143,7 @@ class Step(ABC):
             SkipRestOfEpoch: a listener ended the epoch.
         """
         hooks, sink, num = self.hooks, self.sink, len(group.batches)
+        shares = None if self.parts.split is None else self._split(group, self.parts.split)
         weights = group.weights if self._items is None else self._weigh_items(group)
         output: Any = None
         total: torch.Tensor | None = None
@@ -150,6 +154,8 @@ class Step(ABC):
             if self._transfer is not None:
                 batch = self._transfer(batch)
             sink.batch = batch
+            if shares is not None:
+                sink.share = shares[i]
             for hook in hooks.on_train_batch_start:
                 if hook(self.run, self.task, batch, idx) == -1:
                     raise SkipRestOfEpoch
@@ -176,6 +182,16 @@ class Step(ABC):
             self._group = group
         self._loss, self._last_idx, self._zeroed = total, idx, False
         return total
+
+    def _split(self, group: Group, split: Callable[[Any], tuple[Any, float]]) -> list[float]:
+        """Replace a group's micro-batches by this rank's parts; returns how much each counts."""
+        parts = [split(batch) for batch in group.batches]
+        group.batches = [part for part, _ in parts]
+        shares = [share for _, share in parts]
+        if self._items is None:
+            weights = group.weights or [1 / len(parts)] * len(parts)
+            group.weights = [weight * share for weight, share in zip(weights, shares, strict=True)]
+        return shares
 
     @abstractmethod
     def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
@@ -242,6 +258,8 @@ class Step(ABC):
 
     def to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Return a batch on this process's device, through the task's or data module's transfer hooks."""
+        if self.parts.split is not None:
+            batch, self.sink.share = self.parts.split(batch)
         return batch if self._transfer is None else self._transfer(batch, dataloader_idx)
 
     def evaluate(self, name: str | Callable[..., Any], batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:

@@ -44,6 +44,15 @@ def test_without_a_plugin_it_describes_the_strategy(sizes: dict[str, int], expec
         assert vars(found).get(name) == vars(expected).get(name) or name == "tp"
 
 
+def test_experts_are_divided_within_the_shards_of_a_replica() -> None:
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4, ep_size=2)
+    assert config.total_size == 8
+    assert config.active_mesh_dims == ["dp_replicate", "dp_shard"]
+    strategy = config.arranged(FSDPStrategy(), 8)
+    assert isinstance(strategy, FSDPStrategy)
+    assert (strategy.ep, strategy.device_mesh) == (2, (2, 4))
+
+
 def test_its_properties_follow_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "3")
     config = ParallelismConfig(dp_replicate_size=2, tp_size=4)
@@ -66,6 +75,9 @@ def test_its_properties_follow_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -
         ({"tp_handler": object()}, "tp_handler is not supported"),
         ({"dp_shard_size": 2}, "Pass Accelerator\\(fsdp_plugin=…\\) too"),
         ({"pp_size": 2}, "pp_size=2 × .* = 2 ranks, and there are 1 processes. Start 2 processes"),
+        ({"ep_size": 2, "dp_shard_size": 3}, "ep_size=2 .* dp_shard_size=3 is not divisible by it.*dp_shard_size=4"),
+        ({"ep_size": 2, "dp_shard_size": 2, "tp_size": 2}, "ep=2 and tp=2: layers cannot be split"),
+        ({"ep_size": 2, "dp_shard_size": 2, "pp_size": 2}, "ep_size=2 and pp_size=2: experts cannot be divided"),
         ({"dp_replicate_size": 2}, "= 2 ranks, and there are 1 processes. Start 2 processes"),
     ],
 )

@@ -457,7 +457,7 @@ def test_a_strategy_may_be_a_name_a_class_or_an_object() -> None:
 
 def test_a_step_that_ranks_do_not_divide_is_an_error(tmp_path: Path) -> None:
     class ThreeRanks:
-        data_ranks = SimpleNamespace(size=3)
+        data_ranks = SimpleNamespace(num_readers=3)
 
     class FakeRun:
         strategy = ThreeRanks()

@@ -427,6 +427,7 @@ def test_one_flush_reads_each_device_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.requires("cuda", "a GPU waits, a CPU does not")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_on_a_gpu_logging_never_waits() -> None:
     buffer = training()
     value = torch.ones((), device="cuda", dtype=torch.bfloat16)

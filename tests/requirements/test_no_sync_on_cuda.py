@@ -22,6 +22,7 @@ class NoSyncBetween(Callback):
 
 
 @pytest.mark.requires("cuda", reason="only a device that runs behind the host can be waited for")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("on_nonfinite", [None, "raise"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_steps_two_to_ten_wait_for_nothing(precision: str, on_nonfinite: Any, tmp_path: Any) -> None:

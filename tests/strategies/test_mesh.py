@@ -18,7 +18,7 @@ from trainwright.strategies.mesh import MeshShape, data_axes, data_group
         (MeshShape(dp_shard=2, tp=2), [0, 0, 1, 1], [0, 2]),  # neighbours work on one batch
         (MeshShape(pp=2, dp_shard=2), [0, 1, 0, 1], [0, 1]),  # stages of one batch are not neighbours
         (MeshShape(pp=2, dp_replicate=2, tp=2), [0, 0, 1, 1, 0, 0, 1, 1], [0, 2]),
-        (MeshShape(dp_shard=2, cp=2), [0, 0, 1, 1], [0, 2]),
+        (MeshShape(dp_shard=2, cp=2, tp=2), [0, 0, 1, 1, 2, 2, 3, 3], [0, 2, 4, 6]),
         (MeshShape(tp=2), [0, 0], [0]),
     ],
 )

@@ -171,5 +171,5 @@ def frozen_names(task: torch.nn.Module) -> list[str]:
 
 
 def _place_in_data(run: StageRun, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    place, loaders = run.data.state_dict(), [of_rank["loader"] for of_rank in of_ranks]
+    place, loaders = run.data.state_dict(), [of_rank["loader"] for of_rank in of_ranks[:: run.engine.data_ranks.parts]]
     return place if None in loaders else {**place, "loaders": loaders}

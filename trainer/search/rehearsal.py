@@ -144,7 +144,7 @@ class StageRehearsal:
                 # A validation set may be smaller than a batch, unless incomplete batches are dropped.
                 wanted = [one for one in loaders if kind == self._kind or getattr(one, "drop_last", False)]
                 lengths += [length for one in wanted if (length := _num_samples(one)) is not None]
-        mine = min(lengths) // run.engine.data_ranks.size if lengths else None
+        mine = min(lengths) // run.engine.data_ranks.num_readers if lengths else None
         told = [found for found in self._processes.gather_object(mine) if found is not None]
         return min(told) if told else None
 

@@ -344,3 +344,24 @@ class Run(Protocol):
 
     def all_gather(self, data: object, sync_grads: bool = False) -> Any:
         """Gather tensors of all ranks along a new first dimension. Collective."""
+
+
+class SequenceSplit(Protocol):
+    """Splits tensors that hold full sequences over ranks; see `TaskModule.split_sequences`."""
+
+    def __call__(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return this rank's part of a tensor along a dimension. Not collective.
+
+        Raises:
+            ConfigurationError: The length of the dimension cannot be split over the ranks.
+        """
+
+    def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
+        """Return the positions of a full sequence that this rank holds, ascending (int64). Not collective."""
+
+    def batch(self, batch: object) -> object:
+        """Return this rank's part of a batch of transformers' models. Not collective.
+
+        Raises:
+            ConfigurationError: It is not a dict with the tensor `input_ids` or `inputs_embeds`.
+        """

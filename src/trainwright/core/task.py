@@ -17,7 +17,7 @@ from trainwright.core.exports import ExportMixin
 from trainwright.core.hooks import TaskHooks
 from trainwright.core.hyperparameters import HyperparametersMixin
 from trainwright.core.registry import import_object
-from trainwright.core.run import Run
+from trainwright.core.run import Run, SequenceSplit
 from trainwright.core.tree import Batch
 
 # The reader of checkpoints is in a higher layer; it is looked up when a checkpoint is loaded, not imported here.
@@ -119,6 +119,24 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         weight.
         """
         return None
+
+    def split_sequences(self, batch: Batch, split: SequenceSplit) -> object:
+        """Return this rank's part of a batch whose sequences are split over ranks (`FSDPStrategy(cp=…)`).
+
+        `training_step`, `validation_step` and `test_step` get what it returns. By default the batch is one of
+        transformers: a dict with `input_ids`. Tensors of its length are split along the second dimension;
+        `position_ids` are added, and, if there are `labels`, `shift_labels`. Losses of transformers' models use those.
+        A task that computes its loss itself must compare its outputs with `batch["shift_labels"]`.
+
+        Override it for other batches. A target must be at the position of the output that predicts it before it is
+        split, and the model must be given the positions: a rank's part is not contiguous.
+
+        Example:
+            def split_sequences(self, batch, split):
+                tokens = split(batch[:, :-1])
+                return tokens, split(batch[:, 1:]), split.positions(batch.shape[1] - 1, batch.device)
+        """
+        return split.batch(batch)
 
     def num_tokens(self, batch: Batch) -> int:
         """Return the number of tokens of a micro-batch, a host integer; by default the elements of its `input_ids`."""

@@ -292,6 +292,7 @@ def test_what_cannot_be_divided_is_refused_before_a_process_starts(arguments: An
         ({"pp": 2, "dp_shard": 2}, 6, "Start 4, or choose pp=2, dp_shard=3 or pp=3, dp_shard=2 for 6 processes"),
         ({"pp": 4}, 6, "Start 4 or 8, or choose pp=6 or pp=3, dp_shard=2 for 6 processes"),
         ({"pp": 2, "tp": 2}, 6, "Start 4 or 8, or choose pp=2, tp=3 or pp=3, tp=2 for 6 processes"),
+        ({"pp": 2, "sp": 2}, 6, "Start 4 or 8, or choose pp=2, sp=3 or pp=3, sp=2 for 6 processes"),
     ],
 )
 def test_sizes_that_do_not_multiply_to_the_processes_name_the_nearest_meshes(

@@ -109,10 +109,10 @@ class PreparedObjects:
         own = torch.initial_seed() if self.seed is None else self.seed
         self.seed = self._state.joined().broadcast_object(own)
         return LoaderOptions(
-            rank=ranks.rank,
-            world=ranks.size,
+            rank=ranks.reader,
+            world=ranks.num_readers,
             seed=self.seed,
-            agree=ranks.gather_integers if ranks.size > 1 else None,
+            agree=ranks.gather_of_readers if ranks.num_readers > 1 else None,
             split_batches=self._config.split_batches,
             lockstep=self._config.even_batches,
             name="the loader",

@@ -87,7 +87,7 @@ class StepTape(Callback):
 
     def setup(self, trainer: Any, task: TaskModule, stage: Stage) -> None:
         self._engine: Engine = trainer.strategy
-        dp_size = self._engine.data_ranks.size
+        dp_size = self._engine.data_ranks.num_readers
         accumulate, rest = divmod(self.micro_batches, dp_size)
         if rest:
             raise ConfigurationError(
@@ -122,7 +122,7 @@ class StepTape(Callback):
 
     def on_after_backward(self, trainer: Run, task: TaskModule) -> None:
         epoch, place = self._place
-        self._seed_at(epoch, place + self._engine.data_ranks.size)  # for the transfer of the next one
+        self._seed_at(epoch, place + self._engine.data_ranks.num_readers)  # for the transfer of the next one
 
     def on_before_optimizer_step(self, trainer: Run, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         own = {id(parameter) for parameter in parameters_of([optimizer])}
@@ -147,7 +147,7 @@ class StepTape(Callback):
 
     def _seed(self, trainer: Run, idx: int) -> None:
         ranks = self._engine.data_ranks
-        self._place = trainer.state.epoch, idx * ranks.size + ranks.rank
+        self._place = trainer.state.epoch, idx * ranks.num_readers + ranks.reader
         self._seed_at(*self._place)
 
     def _seed_at(self, epoch: int, place: int) -> None:

@@ -1,0 +1,212 @@
+"""The sequences of a training whose batches are split over ranks: its batches, losses and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.signatures import overrides
+from trainwright.core.task import TaskModule
+from trainwright.strategies.context.attention import Kind, SplitAttention
+from trainwright.strategies.context.split import positions, split_sequence
+from trainwright.strategies.steps.step import StepParts
+
+_IGNORED = -100  # the label of a position without a target, in transformers and torch
+_MASK = "attention_mask"
+
+
+class SplitSequences:
+    """Splits the sequences of batches over the ranks of a group, and makes attention span them.
+
+    Args:
+        group: The ranks that split each sequence.
+        kind: See `attention_over`.
+
+    Attributes:
+        attention: Of the models that are trained.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, kind: Kind) -> None:
+        self.group, self.size = group, dist.get_world_size(group)
+        self.attention = SplitAttention(group, kind)
+        self._shifts = True
+        self._targets: Any = WeakIdKeyDictionary()  # this rank's labels → the targets of its positions
+
+    # Batches
+
+    def __call__(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's part of a tensor; see `SequenceSplit`."""
+        return split_sequence(tensor, dim, self.group, self.attention.order)
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """Return the positions that this rank holds; see `SequenceSplit`."""
+        return positions(length, self.group, self.attention.order).to(device)
+
+    def batch(self, batch: object) -> dict[str, Any]:
+        """Return this rank's part of a batch of transformers' models; see `SequenceSplit`."""
+        whole = batch if isinstance(batch, Mapping) else {}
+        inputs = whole.get("input_ids", whole.get("inputs_embeds"))
+        if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+            raise ConfigurationError(
+                "The sequences of this batch are to be split over ranks, and it is not a dict with 'input_ids' of "
+                "shape (batch, length). Define split_sequences(self, batch, split) in the task: return the batch with "
+                "split(tensor) in place of each tensor of shape (batch, length, …), with targets that are shifted "
+                "already, and with split.positions(length) for the model."
+            )
+        length = inputs.shape[1]
+        found = {
+            key: self(value) if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length else value
+            for key, value in whole.items()
+        }
+        mask = found.get(_MASK)
+        if mask is not None:
+            self._check_mask(whole[_MASK])
+            found[_MASK] = torch.ones_like(mask)
+        if "position_ids" not in whole:
+            found["position_ids"] = self.positions(length, inputs.device).expand(len(inputs), -1)
+        labels = found.get("labels")
+        if self._shifts and isinstance(labels, Tensor) and labels.dim() == 2:
+            if "shift_labels" not in whole:
+                found["shift_labels"] = self(shifted(whole["labels"]))
+            self._targets[labels] = found["shift_labels"]
+        return found
+
+    def _check_mask(self, mask: Tensor) -> None:
+        """Check that only ends of sequences are padded: earlier positions do not see those in causal attention."""
+        is_padded_at_end = (mask[:, 1:] <= mask[:, :-1]).all() if mask.dim() == 2 else torch.tensor(False)
+        torch._assert_async(
+            is_padded_at_end,
+            "attention_mask has zeros before ones. With sequences that are split over ranks, pad them at their ends, "
+            "and use masks of shape (batch, length).",
+        )
+
+    def split(self, batch: Any, task: TaskModule) -> tuple[Any, float]:
+        """Return this rank's part of a batch, and how much it counts in a mean over the ranks: 1 on average."""
+        part = task.split_sequences(batch, self)
+        if overrides(task, "num_items", TaskModule):
+            mine, whole = task.num_items(part), task.num_items(batch)
+        else:
+            mine, whole = (_count(self._targets_of(one)) for one in (part, batch))
+        return part, 1.0 if mine is None or not whole else float(mine) * self.size / float(whole)
+
+    def _targets_of(self, batch: object) -> Tensor | None:
+        if not isinstance(batch, Mapping):
+            return None
+        found, labels = batch.get("shift_labels"), batch.get("labels")
+        if found is None and isinstance(labels, Tensor):
+            found = shifted(labels) if self._shifts else labels
+        return found
+
+    # Models
+
+    @contextmanager
+    def models(self, model: nn.Module) -> Iterator[None]:
+        """Make attention within a model span split sequences, in steps.
+
+        Raises:
+            ConfigurationError: Its attention cannot.
+        """
+        with ExitStack() as undo:
+            told = [
+                module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)
+            ]
+            self._shifts = not told or any(told)
+            for name, module in model.named_modules():
+                config = getattr(module, "config", None)
+                if hasattr(config, "_attn_implementation") and not isinstance(getattr(module, "is_causal", None), bool):
+                    _check_config(config, name or type(module).__name__)
+                if getattr(module, "is_causal", False) is True:
+                    undo.callback(module.register_forward_pre_hook(_without_mask, with_kwargs=True).remove)
+                if getattr(module, "loss_type", None) == "ForCausalLM":
+                    undo.callback(_restore, module, "_loss_function", vars(module).get("_loss_function"))
+                    module._loss_function = self._loss_over(module.loss_function)
+            undo.enter_context(self.attention.installed())
+            yield
+
+    def _loss_over(self, loss_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def loss(
+            logits: Tensor, labels: Tensor | None, *args: object, shift_labels: Tensor | None = None, **kwargs: object
+        ) -> Tensor:
+            if shift_labels is None and labels is not None and self.attention.is_active:
+                shift_labels = self._targets.get(labels)
+                if shift_labels is None:
+                    raise ConfigurationError(
+                        "The loss of split sequences needs targets that were shifted before they were split. Pass the "
+                        "model the batch's own labels, or shift_labels."
+                    )
+            return loss_function(logits, labels, *args, shift_labels=shift_labels, **kwargs)
+
+        return loss
+
+    def step_parts(self, parts: StepParts) -> StepParts:
+        """Return the parts of steps whose batches are split, and in whose forwards attention spans the ranks."""
+        return replace(
+            parts,
+            context=_Forward(self.attention, parts.context),
+            split=lambda batch: self.split(batch, parts.task),
+        )
+
+
+class _Forward(AbstractContextManager[None]):
+    """The context of a forward: attention spans the ranks."""
+
+    def __init__(self, attention: SplitAttention, inner: AbstractContextManager[object] | None) -> None:
+        self._attention, self._inner = attention, inner or nullcontext()
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        self._stack.enter_context(self._attention.over_ranks())
+        self._stack.enter_context(self._inner)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Return the target of each position: the label of the next one, and none for the last."""
+    return functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+
+
+def _count(targets: Tensor | None) -> Tensor | None:
+    return None if targets is None else (targets != _IGNORED).sum()
+
+
+def _restore(module: nn.Module, name: str, value: object) -> None:
+    if value is None:
+        vars(module).pop(name, None)
+    else:
+        vars(module)[name] = value
+
+
+def _without_mask(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Drop the mask of causal attention, which each rank has of its own positions only."""
+    return args, {**kwargs, _MASK: None} if _MASK in kwargs else kwargs
+
+
+def _check_config(config: Any, name: str) -> None:
+    if config._attn_implementation != "sdpa":
+        raise ConfigurationError(
+            f"{name} computes attention by {config._attn_implementation!r}, which sees this rank's part of a split "
+            "sequence only. Load the model with attn_implementation='sdpa'."
+        )
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    if window is not None and (layers is None or "sliding_attention" in layers):
+        raise ConfigurationError(
+            f"{name} has attention within a window of {window} positions, which cannot span a sequence that is split "
+            "over ranks. Set sliding_window=None in its configuration if your sequences are shorter than the window."
+        )

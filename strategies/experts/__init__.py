@@ -1,0 +1,1 @@
+"""Expert parallelism: the experts of a mixture are divided over data-parallel ranks, which exchange tokens."""

@@ -1,0 +1,204 @@
+"""Modules that hold the experts of a mixture: find them, and divide them over ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.data_ranks import DataRanks
+from trainwright.strategies.experts.token_exchange import Connect, GatherExperts, exchange
+from trainwright.strategies.mesh import MeshShape, data_axes, forget_groups
+from trainwright.strategies.shards import local_piece
+from trainwright.strategies.units import replace_parameters
+
+_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+
+
+def check_ep_size(ep: int, tp: int) -> int:
+    """Return `ep`."""
+    if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
+        raise ConfigurationError(f"ep={ep!r}: write the number of ranks over which experts are divided, such as 2.")
+    if ep > 1 and tp > 1:
+        raise ConfigurationError(f"ep={ep} and tp={tp}: layers cannot be split where experts are divided. Use tp=1.")
+    return ep
+
+
+def check_mesh(ep: int, shape: MeshShape) -> MeshShape:
+    """Return the mesh of a run, whose ranks along `dp_shard` must be divisible by `ep`."""
+    shards = shape.dp_shard * shape.cp
+    if shards % ep:
+        raise ConfigurationError(
+            f"ep={ep} divides the ranks that shard one replica, and their number {shards} is not divisible by it. "
+            f"Use a divisor of {shards} for ep, or sharding_strategy='HYBRID_SHARD' with another device_mesh."
+        )
+    return shape
+
+
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that hold the experts of a mixture, by name.
+
+    Such a module has the attribute `num_experts`, parameters of its own that all have as many rows in the first
+    dimension, and a `forward(hidden_states, top_k_index, top_k_weights)`. Those of Mixtral, Qwen2-MoE and Qwen3-MoE of
+    transformers 5 do.
+    """
+    return {name: module for name, module in model.named_modules() if _holds_experts(module)}
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    own, count = list(module.parameters(recurse=False)), getattr(module, "num_experts", None)
+    if not own or not isinstance(count, int) or any(p.dim() < 2 or p.shape[0] != count for p in own):
+        return False
+    return tuple(inspect.signature(module.forward).parameters)[:3] == _ARGUMENTS
+
+
+def check_experts(model: nn.Module, ep: int, shards: int) -> list[nn.Module]:
+    """Return the modules with experts.
+
+    Args:
+        model: The model or task.
+        ep: The number of ranks over which they are divided.
+        shards: The number of ranks that shard one replica: `ep`, or a multiple.
+
+    Raises:
+        ConfigurationError: There are none, or they cannot be divided.
+    """
+    found = find_experts(model)
+    if not found:
+        raise ConfigurationError(
+            f"ep={ep} divides experts, and {type(model).__name__} has none: no module with num_experts, stacked "
+            f"parameters of as many rows, and forward({', '.join(_ARGUMENTS)}). Use ep=1."
+        )
+    for name, module in found.items():
+        count: Any = module.num_experts
+        if count % ep:
+            fitting = " or ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise ConfigurationError(f"{name} has {count} experts, which are not divisible by ep={ep}. Use {fitting}.")
+        if count % shards:
+            raise ConfigurationError(
+                f"{name} has {count} experts, which cannot be sharded over {shards} ranks. Use "
+                f"sharding_strategy='HYBRID_SHARD' and device_mesh=(replicas, {ep}), where the product is the number "
+                "of processes."
+            )
+    return list(found.values())
+
+
+class DividedExperts:
+    """The experts of one model, divided over `ep` ranks.
+
+    Parameters of experts are sharded along the first dimension over all ranks of a replica, like those of FSDP. Rank r
+    has a share of the experts from `r // (shards / ep) * num_experts / ep` on; in a step it gathers all experts of that
+    range from the `shards / ep` adjacent ranks that have the others, and exchanges tokens with the `ep` ranks that
+    gather different ranges. Experts are gathered until backward ends.
+
+    Args:
+        model: The model or task.
+        ep: The number of ranks over which they are divided.
+        mesh: All the axes of the run, by name; `dp_shard` and maybe `dp_replicate`.
+        ranks: The data-parallel ranks.
+        dtype: Of gathered experts; None: that of the parameters.
+
+    Attributes:
+        parameters: The sharded parameters so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, ep: int, mesh: DeviceMesh, ranks: DataRanks, dtype: torch.dtype | None
+    ) -> None:
+        self._mesh = data_axes(mesh)
+        names = self._mesh.mesh_dim_names or ()
+        shards = self._mesh.size(names.index("dp_shard"))
+        self._model, self._modules, self._dtype = model, check_experts(model, ep, shards), dtype
+        self._divisor, self._replicas = shards, ranks.size // shards
+        self.parameters: list[nn.Parameter] = []
+        self._divided: set[int] = set()
+        self._own_mesh: DeviceMesh | None = None
+        self._share: dist.ProcessGroup | None = None  # ranks that have the same experts between them
+        if shards == ep:
+            self._exchange = self._mesh.get_group("dp_shard")
+        else:
+            sizes = (self._replicas, ep, shards // ep)
+            self._own_mesh = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicas", "ep", "share"))
+            self._exchange, self._share = self._own_mesh.get_group("ep"), self._own_mesh.get_group("share")
+
+    def divide(self, part: nn.Module) -> Sequence[nn.Parameter]:
+        """Shard the experts in a part of the model, which have rank 0's values on the device. Not collective.
+
+        Returns:
+            The sharded parameters of this part and all earlier ones.
+        """
+        inside = set(part.modules())
+        for module in self._modules:
+            if module not in inside or id(module) in self._divided:
+                continue
+            self._divided.add(id(module))
+            new = {id(p): self._shard(p) for p in module.parameters(recurse=False)}
+            replace_parameters(self._model, new)
+            self.parameters += new.values()
+            eager: Any = torch.compiler.disable(partial(self._forward, module))  # type: ignore[no-untyped-call]  # torch has no types here
+            module.forward = eager
+        return self.parameters
+
+    def _shard(self, full: nn.Parameter) -> nn.Parameter:
+        placements: list[Placement] = [
+            Shard(0) if name == "dp_shard" else Replicate() for name in self._mesh.mesh_dim_names or ()
+        ]
+        own = full.detach().chunk(self._divisor)[self._mesh.get_local_rank("dp_shard")].clone()
+        shard = DTensor.from_local(own, self._mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+        return nn.Parameter(shard, requires_grad=full.requires_grad)
+
+    def _forward(
+        self, module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Replace the forward of a module with experts. Collective."""
+        gathered: dict[str, Any] = {}
+        for name, parameter in module.named_parameters(recurse=False):
+            shard = parameter.to_local()
+            dtype = self._dtype if self._dtype is not None and shard.is_floating_point() else shard.dtype
+            gathered[name] = GatherExperts.apply(shard, self._share, dtype, self._divisor)  # type: ignore[no-untyped-call]  # torch has no types here
+        # The same module with the experts of this rank. copy.copy would call the constructor of a unit of FSDP.
+        view: Any = object.__new__(type(module))
+        members = {name: value for name, value in vars(module).items() if name != "forward"}
+        count = module.num_experts // self._exchange.size()
+        vars(view).update(members, _parameters={}, num_experts=count, **gathered)
+
+        def compute(tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            if len(tokens):
+                found: torch.Tensor = type(view).forward(view, tokens, experts, weights)
+                return found
+            empty: torch.Tensor = Connect.apply(tokens, *gathered.values())  # type: ignore[no-untyped-call]  # torch has no types here
+            return empty
+
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        index, weights = (given.reshape(len(rows), -1) for given in (top_k_index, top_k_weights))
+        summed = exchange(rows, index, weights, num_experts=module.num_experts, group=self._exchange, compute=compute)
+        return summed.view_as(hidden_states)
+
+    @torch.no_grad()
+    def average_replicas(self) -> None:
+        """Average the accumulated gradients over replicas; those that are equal stay as they are. Collective."""
+        if self._replicas == 1:
+            return
+        group = self._mesh.get_group("dp_replicate")
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                grad = local_piece(parameter.grad)
+                dist.all_reduce(grad, group=group)
+                grad /= self._replicas
+
+    def undo(self) -> None:
+        """Restore the forwards; parameters stay sharded. Not collective."""
+        for module in self._modules:
+            vars(module).pop("forward", None)
+        if self._own_mesh is not None:
+            forget_groups(self._own_mesh)
+        self._own_mesh = self._share = None
+        del self._exchange

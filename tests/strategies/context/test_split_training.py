@@ -1,0 +1,266 @@
+"""Trainings whose sequences are split over ranks equal those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer, weights_of
+from tests.strategies.megatron.test_transformers import Hf, make_model
+from tests.strategies.megatron.test_transformers import batches as hf_batches
+from trainwright.cli.parity.parity_compare import Tolerance, compare
+from trainwright.cli.parity.parity_tape import StepTape, Tape
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.task import TaskModule
+from trainwright.strategies.context.sequences import SplitSequences
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.megatron.strategy import MegatronStrategy
+
+_VOCABULARY, _LENGTH, _WIDTH, _HEADS = 16, 16, 16, 4
+_EXACT = Tolerance(atol=1e-6, rtol=1e-4)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.out = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend to earlier positions."""
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Speaker(TaskModule):
+    """Predicts the next of tokens, some of which are padding (0)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.embed, self.places = nn.Embedding(_VOCABULARY, _WIDTH), nn.Embedding(_LENGTH, _WIDTH)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.head = nn.Linear(_WIDTH, _VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        x = self.embed(tokens) + self.places(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+    def split_sequences(self, batch: Any, split: Any) -> Any:
+        """Split tokens, targets and positions."""
+        tokens, targets, positions = batch
+        return split(tokens), split(targets), split(positions, 0)
+
+    def num_items(self, batch: Any) -> Any:
+        """Count the targets."""
+        return (batch[1] > 0).sum()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the mean over the targets."""
+        tokens, targets, positions = batch
+        return functional.cross_entropy(self(tokens, positions).flatten(0, 1), targets.flatten(), ignore_index=0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Log the loss."""
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the loss."""
+        self.log("val_loss", self.loss(batch), batch_size=len(batch[0]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the logits."""
+        logits: torch.Tensor = self(batch[0], batch[2])
+        return logits
+
+    def shard_units(self) -> list[nn.Module]:
+        """Return the blocks."""
+        return list(self.blocks)
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW; `eps` drowns the noise of gradients that are zero, as that of a key's bias."""
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3)
+
+
+def batches(num: int, rows: int = 2) -> list[Any]:
+    """Return (tokens, targets, positions); rows end at different places."""
+    generator, found = torch.Generator().manual_seed(5), []
+    for _ in range(num):
+        tokens = torch.randint(1, _VOCABULARY, (rows, _LENGTH + 1), generator=generator)
+        tokens[-1, 10:] = 0
+        found.append((tokens[:, :-1], tokens[:, 1:], torch.arange(_LENGTH)))
+    return found
+
+
+def train(folder: Path, task: Any, data: list[Any], strategy: Any = "single", **options: Any) -> dict[str, Any]:
+    """Train four steps of two micro-batches each, validate and predict."""
+    folder.mkdir(exist_ok=True)
+    trainer = quiet_trainer(
+        strategy=strategy, devices=1 if strategy == "single" else "auto", max_steps=4, accumulate_grad_batches=2,
+        gradient_clip_val=0.5, callbacks=[StepTape(folder, 4, seed=0)], **options,
+    )  # fmt: skip
+    trainer.fit(task, data, data[:2])
+    return {
+        "tape": Tape.read(type(trainer.strategy).__name__, folder),
+        "metrics": dict(trainer.callback_metrics),
+        "weights": weights_of(task),
+        "predictions": trainer.predict(task, data[:2]) if isinstance(task, Speaker) else None,
+    }
+
+
+def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Check losses, norms, gradients, parameters and metrics."""
+    assert compare(expected["tape"], found["tape"], _EXACT).found == []
+    assert {k: float(v) for k, v in found["metrics"].items()} == pytest.approx(expected["metrics"], rel=1e-5)
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, atol=1e-5, rtol=1e-4, msg=name)
+
+
+_STRATEGIES: dict[str, Any] = {
+    "cp": lambda: FSDPStrategy(cp=2),
+    "sp": lambda: FSDPStrategy(sp=2),
+    "recomputed": lambda: FSDPStrategy(cp=2, activation_checkpointing=True),
+    "replicas": lambda: FSDPStrategy(cp=2, device_mesh=(2, 1)),
+    "cp_ep": lambda: FSDPStrategy(cp=2, ep=2),
+    "cp_tp": lambda: FSDPStrategy(cp=2, tp=2),
+    "pp_cp": lambda: MegatronStrategy(pp=2, cp=2),
+    "pp_sp": lambda: MegatronStrategy(pp=2, sp=2, schedule="gpipe"),
+}
+
+
+def _split(folder: Path, kind: str, model: str | None = None) -> dict[str, Any]:
+    task: Any = Speaker() if model is None else Hf(model)
+    return train(folder, task, batches(16) if model is None else hf_batches(16), _STRATEGIES[kind]())
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Returns what one process trains."""
+
+    @cache
+    def found(model: str | None = None) -> dict[str, Any]:
+        task: Any = Speaker() if model is None else Hf(model)
+        return train(tmp_path_factory.mktemp("one"), task, batches(16) if model is None else hf_batches(16))
+
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["cp", "sp", "recomputed"])
+def test_a_training_equals_one_process(kind: str, expected: Any, tmp_path: Path) -> None:
+    found = run_distributed(_split, 2, tmp_path / "run", kind)[0]
+    check(found, expected())
+    torch.testing.assert_close(found["predictions"], expected()["predictions"], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cp", "replicas", "pp_cp", "pp_sp"])
+def test_a_training_on_four_ranks_equals_one_process(kind: str, expected: Any, tmp_path: Path) -> None:
+    check(run_distributed(_split, 4, tmp_path / "run", kind)[0], expected())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="its models and their losses")
+@pytest.mark.parametrize(
+    ("kind", "model", "world"),
+    [
+        ("cp", "llama", 2), ("cp", "gpt2", 2), ("sp", "qwen2", 2), ("cp_ep", "mixtral", 2),
+        ("cp_tp", "llama", 4),
+        ("pp_cp", "llama", 4),
+    ],
+)  # fmt: skip
+def test_models_of_transformers_equal_one_process(
+    kind: str, model: str, world: int, expected: Any, tmp_path: Path
+) -> None:
+    check(run_distributed(_split, world, tmp_path / "run", kind, model)[0], expected(model))
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Iterator[SplitSequences]:
+    """Sequences that this process alone splits."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield SplitSequences(None, "ring")
+    dist.destroy_process_group()
+
+
+def test_a_batch_that_cannot_be_split_is_an_error(split: SplitSequences) -> None:
+    with pytest.raises(ConfigurationError, match=r"not a dict with 'input_ids'.*Define split_sequences"):
+        split.batch(torch.zeros(2, 8))
+    ids = torch.ones(2, 8, dtype=torch.long)
+    with pytest.raises(RuntimeError, match="pad them at their ends"):
+        split.batch({"input_ids": ids, "attention_mask": torch.tensor([[0] * 4 + [1] * 4] * 2)})
+    with pytest.raises(ConfigurationError, match=r"7 positions.*Pad it to 8"):
+        split.batch({"input_ids": ids[:, 1:]})
+
+
+def test_a_forward_without_attention_is_an_error(split: SplitSequences) -> None:
+    with (
+        split.models(nn.Linear(2, 2)),
+        pytest.raises(ConfigurationError, match=r"has not called torch.nn.functional.scaled_dot"),
+        split.attention.over_ranks(),
+    ):
+        pass
+
+
+@pytest.mark.requires("transformers", reason="its models say how they attend")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"_attn_implementation": "eager"}, "attention by 'eager'.*'sdpa'"), ({"sliding_window": 4}, "window of 4")],
+)
+def test_a_model_whose_attention_cannot_span_ranks_is_an_error(
+    split: SplitSequences, changes: dict[str, Any], message: str
+) -> None:
+    model = make_model("mistral" if "sliding_window" in changes else "llama")
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ConfigurationError, match=message), split.models(model):
+        pass
+
+
+@pytest.mark.requires("transformers", reason="its loss shifts labels")
+def test_labels_that_the_batch_does_not_hold_are_an_error(split: SplitSequences) -> None:
+    model, ids = make_model("llama"), torch.ones(2, 8, dtype=torch.long)
+    before = model.loss_function
+    with split.models(model), split.attention.over_ranks():
+        own = split.batch({"input_ids": ids, "labels": ids})
+        model(**own)
+        with pytest.raises(ConfigurationError, match="needs targets that were shifted"):
+            model(input_ids=ids, labels=ids.clone())
+    assert model.loss_function is before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"cp": 0}, "cp=0: write a whole number"), ({"cp": 2, "sp": 2}, "cp=2 and sp=2 split sequences in two ways")],
+)
+def test_sizes_are_checked(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        FSDPStrategy(**arguments)  # type: ignore[arg-type]  # sizes alone
+
+
+def test_processes_that_do_not_fit_are_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"over 2 ranks, which does not divide.*3 process.*Start 2 or 4"):
+        quiet_trainer(strategy=FSDPStrategy(cp=2), devices=3, accelerator="cpu").fit(Speaker(), batches(2))
+    with pytest.raises(ConfigurationError, match="compile=True is not supported with cp=2"):
+        quiet_trainer(strategy=FSDPStrategy(cp=2), devices=2, accelerator="cpu", compile=True).fit(
+            Speaker(), batches(2)
+        )

@@ -1,0 +1,201 @@
+"""Experts that are divided over ranks train as in one process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contracts.test_strategy import SaveAtEnd
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from tests.strategies.experts.mixtures import KINDS, Hf, Mixture, MixtureTask, batches, train
+from tests.strategies.fsdp.sharded import assert_trained_alike
+from trainwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from trainwright.checkpoint import read_checkpoint
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.task import TaskModule
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+
+pytestmark = pytest.mark.distributed
+
+_FOUR: dict[str, dict[str, Any]] = {
+    "ep=4": {"ep": 4},
+    "ep=2, shared": {"ep": 2},
+    "ep=2, recomputed": {"ep": 2, "activation_checkpointing": True},
+    "ep=2, units of their own": {"ep": 2, "auto_wrap_policy": ["Experts"]},
+    "ep=2, replicated": {"ep": 2, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
+}
+
+
+def _assert_alike(by_rank: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """Compare with one process; the norm that clipping uses too."""
+    assert_trained_alike(by_rank, alone)
+    for found in by_rank:
+        torch.testing.assert_close(found["reported"], alone["norms"], rtol=0, atol=1e-6)
+
+
+def test_two_ranks_train_a_mixture_as_one_process() -> None:
+    def runs() -> dict[str, Any]:
+        return {
+            "plain": train(MixtureTask(), FSDPStrategy(ep=2), 2),
+            "one expert": train(MixtureTask(only=3), FSDPStrategy(ep=2, sync_each_batch=True), 2),
+        }
+
+    by_rank = run_distributed(runs, 2, init=False, timeout=200)
+    _assert_alike([found["plain"] for found in by_rank], train(MixtureTask()))
+    _assert_alike([found["one expert"] for found in by_rank], train(MixtureTask(only=3)))
+    assert [found["plain"]["computed"] for found in by_rank] == [[{2}, {2}]] * 2
+    assert [found["one expert"]["computed"] for found in by_rank] == [[set(), set()], [{2}, {2}]]
+
+
+@pytest.mark.slow
+def test_four_ranks_train_a_mixture_as_one_process() -> None:
+    def runs() -> dict[str, Any]:
+        found = {name: train(MixtureTask(), FSDPStrategy(**options), 4) for name, options in _FOUR.items()}
+        return found | {"one expert": train(MixtureTask(only=0), FSDPStrategy(ep=2), 4)}
+
+    by_rank = run_distributed(runs, 4, init=False, timeout=300)
+    alone = train(MixtureTask())
+    for name in _FOUR:
+        _assert_alike([found[name] for found in by_rank], alone)
+    _assert_alike([found["one expert"] for found in by_rank], train(MixtureTask(only=0)))
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="its mixtures are divided")
+@pytest.mark.parametrize("processes", [2, 4])
+def test_transformers_mixtures_train_as_in_one_process(processes: int) -> None:
+    def runs() -> dict[str, Any]:
+        return {kind: train(Hf(kind), FSDPStrategy(ep=2), processes) for kind in KINDS}
+
+    by_rank = run_distributed(runs, processes, init=False, timeout=400)
+    for kind in KINDS:
+        _assert_alike([found[kind] for found in by_rank], train(Hf(kind)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("single", "ep"), ("ep", "single"), ("ep", "ep"), ("ep", "ep of 4"), ("fsdp", "ep"), ("ep", "fsdp")],
+)
+def test_checkpoints_continue_under_other_strategies(writer: str, reader: str, tmp_path: Path) -> None:
+    made: dict[str, tuple[Any, int]] = {
+        "single": ("single", 1),
+        "ep": (FSDPStrategy(ep=2), 2),
+        "ep of 4": (FSDPStrategy(ep=2), 4),
+        "fsdp": ("fsdp", 2),
+    }
+
+    def run(name: str, **arguments: Any) -> Any:
+        strategy, processes = made[name]
+
+        def one() -> Any:
+            return train(MixtureTask(), strategy, processes, default_root_dir=tmp_path, **arguments)
+
+        return run_distributed(one, processes, init=False, timeout=200)
+
+    path = tmp_path / "half"
+    run(writer, max_epochs=2, callbacks=[SaveAtEnd(path)])
+    alone = train(MixtureTask(), max_epochs=4)
+    for found in run(reader, max_epochs=4, ckpt_path=str(path)):
+        torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=1e-5)
+        assert float(found["val"]) == pytest.approx(float(alone["val"]), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_checkpoints_hold_the_state_of_one_process(tmp_path: Path) -> None:
+    def one() -> Any:
+        return train(MixtureTask(), FSDPStrategy(ep=2), 4, callbacks=[SaveAtEnd(tmp_path / "divided")])
+
+    run_distributed(one, 4, init=False, timeout=200)
+    train(MixtureTask(), callbacks=[SaveAtEnd(tmp_path / "single")])
+    divided, single = (read_checkpoint(tmp_path / name) for name in ("divided", "single"))
+    assert divided.model is not None
+    assert single.model is not None
+    torch.testing.assert_close(dict(divided.model), dict(single.model), rtol=0, atol=1e-5)
+    states, expected = divided.optimizers[0]["state"], single.optimizers[0]["state"]
+    assert set(states) == set(expected) == {name for name, _ in MixtureTask().named_parameters()}
+    for name, state in expected.items():
+        for key, value in state.items():
+            torch.testing.assert_close(states[name][key], value, rtol=0, atol=1e-6)
+
+
+def _refused(task: TaskModule, strategy: FSDPStrategy, devices: int = 2) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        quiet_trainer(strategy=strategy, devices=devices, max_steps=1).fit(task, [torch.zeros(2, 5)])
+    return str(caught.value)
+
+
+def test_what_cannot_be_divided_is_refused_before_a_process_starts() -> None:
+    assert "3 experts, which are not divisible by ep=2. Use 1 or 3" in _refused(MixtureTask(3), FSDPStrategy(ep=2))
+    assert "2 experts, which cannot be sharded over 4 ranks. Use sharding_strategy='HYBRID_SHARD' and device_mesh=" in (
+        _refused(MixtureTask(2), FSDPStrategy(ep=2), 4)
+    )
+    assert "their number 3 is not divisible" in _refused(MixtureTask(), FSDPStrategy(ep=2), 3)
+    task = MixtureTask()
+    task.blocks = torch.nn.ModuleList()
+    assert "MixtureTask has none" in _refused(task, FSDPStrategy(ep=2))
+    assert "divided experts stay on the device" in _refused(MixtureTask(), FSDPStrategy(ep=2, cpu_offload=True))
+
+
+@pytest.mark.parametrize(("options", "text"), [({"ep": 0}, "ep=0: write"), ({"ep": 2, "tp": 2}, "ep=2 and tp=2")])
+def test_sizes_are_checked_where_they_are_written(options: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        FSDPStrategy(**options)
+
+
+def _own_loop(sizes: dict[str, int], save: str | None = None, load: str | None = None) -> dict[str, torch.Tensor]:
+    """Train a user-written loop for three steps of four micro-batches, and save or load its state."""
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=_is_mixture) if sizes else None
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes), fsdp_plugin=plugin)
+    net: Any = MixtureTask()
+    optimizer = net.configure_optimizers()
+    net, optimizer = accelerator.prepare(net, optimizer)
+    if load is not None:
+        accelerator.load_state(load)
+    data, ranks = batches(), accelerator.engine.data_ranks
+    for step in range(3):
+        for mine in range(0, 4, ranks.size):
+            rows = data[4 * step + mine + ranks.rank]
+            last = mine + ranks.size == 4
+            with nullcontext() if last else accelerator.no_sync(net):
+                loss = torch.nn.functional.mse_loss(net(rows), rows.flip(1))
+                accelerator.backward(loss * ranks.size / 4)
+        accelerator.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    if save is not None:
+        accelerator.save_state(save)
+    found = {name: value.clone() for name, value in accelerator.get_state_dict(net).items()}
+    accelerator.end_training()
+    return found
+
+
+def _is_mixture(module: torch.nn.Module) -> bool:
+    return isinstance(module, Mixture)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp_shard_size": 2, "ep_size": 2},
+        {"dp_shard_size": 4, "ep_size": 2},
+        {"dp_replicate_size": 2, "dp_shard_size": 2, "ep_size": 2},
+    ],
+    ids=str,
+)
+def test_user_written_loops_train_and_continue_as_on_one_process(sizes: dict[str, int], tmp_path: Path) -> None:
+    processes = sizes["dp_shard_size"] * sizes.get("dp_replicate_size", 1)
+    one, many = str(tmp_path / "one"), str(tmp_path / "many")
+    alone = run_distributed(_own_loop, 1, {}, one, timeout=200)[0]
+    together = run_distributed(_own_loop, processes, sizes, many, timeout=200)[0]
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    alone = run_distributed(_own_loop, 1, {}, None, many, timeout=200)[0]
+    together = run_distributed(_own_loop, processes, sizes, None, one, timeout=200)[0]
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
