@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from trainwright.core.tree import iterate_tensors
+from trainwright.processes.process_group import Processes
 from trainwright.strategies.megatron.staged_model import Pipeline
 from trainwright.strategies.shards import local_piece
 
@@ -57,7 +57,7 @@ class PipelineRunner:
         schedule: One of `SCHEDULES`.
         pipeline: Computes the stages.
         synchronize: Told before each backward whether gradients are averaged over ranks in it.
-        group: Of the ranks with other data and the same stages. Default: None, if there are no others.
+        processes: Of the run, if ranks see different data. Default: None, if they do not.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class PipelineRunner:
         schedule: str,
         pipeline: Pipeline,
         synchronize: Callable[[bool], None],
-        group: dist.ProcessGroup | None = None,
+        processes: Processes | None = None,
     ) -> None:
-        self._name, self._pipeline, self._synchronize, self._group = schedule, pipeline, synchronize, group
+        self._name, self._pipeline, self._synchronize, self._processes = schedule, pipeline, synchronize, processes
         self._made: dict[tuple[int, Shape], Any] = {}
         # Shape of a micro-batch → the inputs and outputs of this rank's stages, on the device `meta`.
         self._known: dict[Shape, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -84,20 +84,14 @@ class PipelineRunner:
         pipeline.run = compute
         try:
             schedule = self._find(len(shapes), shapes[0]) if len(set(shapes)) == 1 else None
-            if self._all_have(schedule is not None):
-                self._run_schedule(schedule, len(shapes))
-            else:
+            # Collectives of ranks with other data are in the same order only if all of them run by a schedule.
+            without = schedule is None if self._processes is None else self._processes.any(schedule is None)
+            if without:
                 self._run_one_by_one(shapes)
+            else:
+                self._run_schedule(schedule, len(shapes))
         finally:
             pipeline.run = before
-
-    def _all_have(self, mine: bool) -> bool:
-        """Return whether all ranks with other data have a schedule: their collectives must agree. Collective."""
-        if self._group is None or self._group.size() == 1:
-            return mine
-        found = torch.tensor(int(mine), device=self._pipeline.wire.device)
-        dist.all_reduce(found, dist.ReduceOp.MIN, self._group)
-        return bool(found.item())
 
     def _run_schedule(self, schedule: Any, num: int) -> None:
         indices, own = torch.arange(num), self._pipeline.wire.own

@@ -19,6 +19,7 @@ from trainwright.checkpoint.format.optimizer import load_named_optimizer_state
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType
@@ -52,7 +53,8 @@ class MegatronStrategy(FSDPStrategy):
     for one process. The product of all sizes is the number of processes.
 
     A step calls the model once. Each stage runs the step up to its layers, and the last one runs it to its end: what
-    `training_step` draws from torch's generators before it calls the model is the same in every stage.
+    `training_step` draws from torch's generators before it calls the model is the same in every stage. Ranks that read
+    the same batches start with the generators of the first of them.
 
     Args:
         pp: Stages of the pipeline. Default: 1.
@@ -269,6 +271,7 @@ class PipelineEngine(FSDPEngine):
         for name in self._ties:
             if self._owners[plain_name(name)] not in wire.own:
                 model.counted[id(parameters[name])] = False
+        self._share_generators()
 
     # User-written loops
 
@@ -295,9 +298,7 @@ class PipelineEngine(FSDPEngine):
             loop = PipelineLoop(
                 model=model,
                 pipeline=self.pipeline,
-                runner=PipelineRunner(
-                    self.strategy.schedule, self.pipeline, self.gradients.models[0].synchronize, self.data_ranks.group
-                ),
+                runner=self._runner(),
                 precision=self.precision,
                 processes=self.processes,
                 ranks=self.data_ranks,
@@ -343,15 +344,27 @@ class PipelineEngine(FSDPEngine):
         return PipelineStep(
             self._over_sequences(parts),
             self.pipeline,
-            PipelineRunner(
-                self.strategy.schedule, self.pipeline, self.gradients.models[0].synchronize, self.data_ranks.group
-            ),
+            self._runner(),
             self.processes,
             source=self._source(),
             base_seed=self._base_seed,
             num_parts=self.strategy.num_micro_batches,
             sum_shared=lambda: self._sum_shared(wire),
         )
+
+    def _runner(self) -> PipelineRunner:
+        synchronize = self.gradients.models[0].synchronize
+        processes = self.processes if self.data_ranks.size > 1 else None
+        return PipelineRunner(self.strategy.schedule, self.pipeline, synchronize, processes)
+
+    def _share_generators(self) -> None:
+        """Give the generators of ranks that read the same batches the states of the first of them. Collective.
+
+        Otherwise stages would compute different inputs and targets if the ranks have other seeds.
+        """
+        states = self.processes.gather_object(rng_state(self.device))
+        ranks = self.data_ranks
+        set_rng_state(states[ranks.members[ranks.reader * ranks.parts]], self.device)
 
     def _base_seed(self) -> int:
         """Return a seed that is the same on every rank with the same data. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -99,10 +100,16 @@ class Losses(Callback):
 
 
 def train(
-    strategy: Any, folder: Path, ckpt_path: Path | None = None, *, random: bool = True, accumulate: int = 1
+    strategy: Any,
+    folder: Path,
+    ckpt_path: Path | None = None,
+    *,
+    random: bool = True,
+    accumulate: int = 1,
+    seed: int = 77,
 ) -> dict[str, Any]:
     """Train to the end, with a checkpoint of every third step. Only the checkpoint has the generators' states."""
-    torch.manual_seed(77 if ckpt_path is None else 78)
+    torch.manual_seed(seed if ckpt_path is None else 78)
     task, losses = Layers(0.3 if random else 0.0), Losses()
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     trainer = quiet_trainer(
@@ -153,6 +160,17 @@ def test_a_pipeline_resumes_exactly_in_the_middle_of_an_epoch(tmp_path: Path) ->
         per_step = len(seen[0]) // _STEPS
         rest = ranks[0][name][0]["seen"][_MIDDLE * per_step :]
         assert sorted(ranks[0][name][1]["seen"]) == sorted(rest), name  # a schedule may change the order within a step
+
+
+@pytest.mark.distributed
+def test_ranks_of_a_pipeline_with_other_seeds_draw_as_its_first_rank(tmp_path: Path) -> None:
+    def run(start: int) -> list[dict[str, Any]]:
+        seeds = {"equal": start, "different": start + int(os.environ["RANK"])}
+        return [train(MegatronStrategy(pp=2), tmp_path / name, seed=seed) for name, seed in seeds.items()]
+
+    for equal, different in run_distributed(run, 2, 77, init=False, timeout=120):
+        assert different["losses"] == equal["losses"]
+        assert different["seen"] == equal["seen"]
 
 
 _ELSEWHERE = {"pp2": 2, "pp2 x tp2": 4}
