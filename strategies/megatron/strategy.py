@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -23,7 +23,9 @@ from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType
+from trainwright.processes.process_group import Processes
 from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import check_full, give_up, materialize, widen
@@ -33,7 +35,7 @@ from trainwright.strategies.fsdp.parallelize import Sharding
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
 from trainwright.strategies.megatron.runner import SCHEDULES, PipelineRunner, ranks_of_stages
-from trainwright.strategies.megatron.staged_model import Pipeline, Wire
+from trainwright.strategies.megatron.staged_model import Pipeline, StageModule, Wire
 from trainwright.strategies.megatron.stages import find_stages, layers_of
 from trainwright.strategies.megatron.state import PipelineState, owners_of
 from trainwright.strategies.megatron.step import PipelineStep
@@ -245,7 +247,7 @@ class PipelineEngine(FSDPEngine):
         stages = find_stages(task, len(wire.ranks), given.split_points)
         self.pipeline = pipeline = Pipeline(task, stages, wire)
         self._owners, self._everywhere = owners_of(task, pipeline.modules)
-        self._ties = self._find_ties(task)
+        self._ties = _find_ties(task, pipeline.modules)
         own = nn.ModuleList(pipeline.modules[i] for i in wire.own)
         kept = {id(p) for p in own.parameters()}
         built = self._building.names_to_reset(task, self.processes)
@@ -253,7 +255,7 @@ class PipelineEngine(FSDPEngine):
             materialize(task, module, built, self.device)
             if module.index not in wire.own:
                 _drop(task, module, kept)
-        self._materialize_rest(task)
+        _materialize_rest(task, self._everywhere, self.device)
         before = {id(p): (p, module, key) for module, key, p in _own_parameters(own)}
         model = self._parallelize(task, list(own), None)
         # What is sharded is another parameter: tied places outside of this rank's stage get it, too.
@@ -271,7 +273,7 @@ class PipelineEngine(FSDPEngine):
         for name in self._ties:
             if self._owners[plain_name(name)] not in wire.own:
                 model.counted[id(parameters[name])] = False
-        self._share_generators()
+        _share_generators(self.processes, self.data_ranks, self.device)
 
     # User-written loops
 
@@ -319,26 +321,6 @@ class PipelineEngine(FSDPEngine):
 
     # Parts
 
-    def _find_ties(self, task: nn.Module) -> dict[str, list[int]]:
-        """Return the stages of each parameter that several of them hold, by its first name."""
-        found: dict[str, list[int]] = {}
-        for name, parameter in task.named_parameters():
-            stages = [
-                module.index
-                for module in self.pipeline.modules
-                if any(parameter is other for other in module.parameters())
-            ]
-            if len(stages) > 1:
-                found[name] = stages
-        return found
-
-    def _materialize_rest(self, task: nn.Module) -> None:
-        """Give what belongs to no stage, which every rank holds, memory and rank 0's values. Collective."""
-        for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
-            if plain_name(name) in self._everywhere:
-                tensor.data = tensor.data.to(self.device).contiguous()
-                dist.broadcast(tensor.detach(), src=0)
-
     def make_step(self, parts: StepParts) -> Step:
         wire = self.pipeline.wire
         return PipelineStep(
@@ -356,15 +338,6 @@ class PipelineEngine(FSDPEngine):
         synchronize = self.gradients.models[0].synchronize
         processes = self.processes if self.data_ranks.size > 1 else None
         return PipelineRunner(self.strategy.schedule, self.pipeline, synchronize, processes)
-
-    def _share_generators(self) -> None:
-        """Give the generators of ranks that read the same batches the states of the first of them. Collective.
-
-        Otherwise stages would compute different inputs and targets if the ranks have other seeds.
-        """
-        states = self.processes.gather_object(rng_state(self.device))
-        ranks = self.data_ranks
-        set_rng_state(states[ranks.members[ranks.reader * ranks.parts]], self.device)
 
     def _base_seed(self) -> int:
         """Return a seed that is the same on every rank with the same data. Collective."""
@@ -457,6 +430,33 @@ class PipelineEngine(FSDPEngine):
         if undo is not None:
             undo.close()
         super()._take_apart()
+
+
+def _find_ties(task: nn.Module, modules: Sequence[StageModule]) -> dict[str, list[int]]:
+    """Return the stages of each parameter that several of them hold, by its first name."""
+    found: dict[str, list[int]] = {}
+    for name, parameter in task.named_parameters():
+        stages = [module.index for module in modules if any(parameter is other for other in module.parameters())]
+        if len(stages) > 1:
+            found[name] = stages
+    return found
+
+
+def _materialize_rest(task: nn.Module, names: Collection[str], device: torch.device) -> None:
+    """Give what belongs to no stage, which every rank holds, memory and rank 0's values. Collective."""
+    for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
+        if plain_name(name) in names:
+            tensor.data = tensor.data.to(device).contiguous()
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def _share_generators(processes: Processes, ranks: DataRanks, device: torch.device) -> None:
+    """Give the generators of ranks that read the same batches the states of the first of them. Collective.
+
+    Otherwise stages would compute different inputs and targets if the ranks have other seeds.
+    """
+    states = processes.gather_object(rng_state(device))
+    set_rng_state(states[ranks.members[ranks.reader * ranks.parts]], device)
 
 
 def _piece(parameter: torch.Tensor) -> torch.Tensor:
