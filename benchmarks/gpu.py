@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [--rounds 3] [--parts tiny gpt2 fp8 offload]
 
 Contenders run in this process in interleaved rounds. A time is the median over rounds, and a ratio the median of each
-round's ratio to the loop by hand. All train a GPT with fused AdamW (Lightning: not fused, as it does not clip with it)
+round's ratio to the hand-written loop. All train a GPT with AdamW (fused, but for Lightning, which does not clip then)
 and clip the norm of gradients; batches come from pinned memory. Peaks are those of the allocator.
 """
 
@@ -225,7 +225,7 @@ def contenders(size: Size, half: bool) -> dict[str, Callable[[], float]]:
     """Return loops of one precision: float32, or mixed with bfloat16."""
     mixed, word = ("bf16-mixed", "bf16") if half else ("32-true", "no")
     found: dict[str, Callable[[], float]] = {
-        "loop by hand": partial(by_hand, size, torch.bfloat16 if half else None),
+        "hand-written loop": partial(by_hand, size, torch.bfloat16 if half else None),
         "Trainer": partial(trainer, size, mixed),
         "Accelerator": lambda: loop(size, word, Accelerator(mixed_precision=word)),
         "Trainer, ddp": partial(trainer, size, mixed, strategy="ddp"),
@@ -247,10 +247,10 @@ def contenders(size: Size, half: bool) -> dict[str, Callable[[], float]]:
 def fp8(size: Size) -> dict[str, Callable[[], float]]:
     """Return loops in bfloat16 and fp8, compiled and not."""
     return {
-        "loop by hand, bf16": partial(by_hand, size, torch.bfloat16),
+        "hand-written loop, bf16": partial(by_hand, size, torch.bfloat16),
         "Trainer, bf16": partial(trainer, size, "bf16-mixed"),
         "Trainer, fp8": partial(trainer, size, "fp8"),
-        "loop by hand, bf16, compiled": partial(by_hand, size, torch.bfloat16, True),
+        "hand-written loop, bf16, compiled": partial(by_hand, size, torch.bfloat16, True),
         "Trainer, bf16, compiled": partial(trainer, size, "bf16-mixed", compile=True),
         "Trainer, fp8, compiled": partial(trainer, size, "fp8", compile=True),
     }
@@ -259,7 +259,7 @@ def fp8(size: Size) -> dict[str, Callable[[], float]]:
 def offload(size: Size) -> dict[str, Callable[[], float]]:
     """Return loops whose weights and optimizer are on the host."""
     return {
-        "loop by hand": partial(by_hand, size, torch.bfloat16),
+        "hand-written loop": partial(by_hand, size, torch.bfloat16),
         "Trainer, offload": lambda: trainer(size, "bf16-mixed", strategy=OffloadStrategy("cpu", stream=True)),
         "Trainer, fsdp_cpu_offload": partial(trainer, size, "bf16-mixed", strategy="fsdp_cpu_offload"),
     }
@@ -283,7 +283,7 @@ def compare(title: str, runs: dict[str, Callable[[], float]], rounds: int) -> No
     for name, seconds in times.items():
         ratio = statistics.median(mine / theirs for mine, theirs in zip(seconds, times[base], strict=True))
         rows.append([name, f"{statistics.median(seconds) * 1e3:.2f}", f"{ratio:.3f}", f"{peaks[name]:.0f}"])
-    print_table([title, "ms per step", "of the loop by hand", "peak MiB"], rows)
+    print_table([title, "ms per step", "of the hand-written loop", "peak MiB"], rows)
 
 
 def main() -> None:

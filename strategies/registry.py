@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from functools import partial
 from typing import Any
 
+from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.registry import Registry
 
 STRATEGIES: Registry[Any] = Registry(
@@ -21,6 +24,46 @@ STRATEGIES: Registry[Any] = Registry(
         "megatron": "trainwright.strategies.megatron.strategy:MegatronStrategy",
     },
 )
+
+
+def make_strategy(text: str) -> Any:
+    """Create a strategy from its name and options: `"megatron:pp=2:tp=2"`.
+
+    Options are numbers, `True`, `False`, `None` or words.
+
+    Raises:
+        ConfigurationError: The name, an option or its value is unknown.
+    """
+    name, *parts = text.split(":")
+    make = STRATEGIES.get(name)
+    options: dict[str, Any] = {}
+    for part in parts:
+        key, is_given, value = part.partition("=")
+        if not is_given or not key.isidentifier() or key in options:
+            raise ConfigurationError(
+                f"strategy={text!r}: {part!r} is not an option. Write NAME:OPTION=VALUE:OPTION=VALUE, for example "
+                "'megatron:pp=2:tp=2'."
+            )
+        options[key] = _value(value)
+    try:
+        known = inspect.signature(make).parameters
+    except ValueError:  # made by a class without a signature
+        return make(**options)
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        for key in options:
+            if key not in known:
+                raise ConfigurationError(
+                    f"strategy={text!r}: {name} has no option {key!r}.{nearest(key, known)} Known: {', '.join(known)}."
+                )
+    return make(**options)
+
+
+def _value(text: str) -> Any:
+    """Return the number or constant that a text is; other texts are words."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _make(name: str, /, **options: Any) -> Any:

@@ -16,7 +16,7 @@ from trainwright.processes.devices import device_indices, device_type
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.registry import STRATEGIES
+from trainwright.strategies.registry import STRATEGIES, make_strategy
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.strategy import Strategy
 
@@ -96,6 +96,8 @@ def select(
     if not isinstance(num_nodes, int) or num_nodes < 1:
         raise ConfigurationError(f"num_nodes={num_nodes!r}: write a whole number of at least 1.")
     topology = detect(launcher)
+    if isinstance(strategy, str) and ":" in strategy:
+        strategy = make_strategy(strategy)
     if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
         STRATEGIES.get(strategy)  # raises, naming the nearest
     if strategy == "auto" and device_type(accelerator) == "xla":

@@ -38,6 +38,8 @@ IGNORED = {
     "load_checkpoint_in_model.offload_state_dict": "as above",
     "load_checkpoint_and_dispatch.offload_state_dict": "as above",
     "after.args": "torch's signature of a hook",
+    "end_stage.args": "torch's signature of a hook",
+    "end_stage.module": "torch's signature of a hook",
     "restore_grad_mode.module": "torch's signature of a hook",
     "restore_grad_mode.args": "torch's signature of a hook",
     "restore_grad_mode.output": "torch's signature of a hook",

@@ -64,7 +64,7 @@ class Trainer(LightningNames):
 
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or a vendor's name.
-        strategy: `"auto"`, a name (see `trainwright.strategies.STRATEGIES`) or a Strategy object.
+        strategy: `"auto"`, a name in `strategies.STRATEGIES`, with options as in `"megatron:pp=2:tp=2"`, or a Strategy.
         devices: processes on this node: a count, indices, `-1` or `"auto"`. Without a launcher the Trainer starts them.
         num_nodes: nodes of the run; more than one needs a launcher.
         precision: `"32-true"` (default), `"64-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"`, `"bf16-mixed"`,

@@ -96,6 +96,7 @@ class PipelineLoop:
         losses: list[torch.Tensor] = []
         weights = [1 / len(batches)] * len(batches) if shares is None else shares
         kind = self.pipeline.wire.device.type
+        drawn = int(torch.randint(2**62, ()))  # so that each call draws other numbers
 
         def compute(stage: int, carry: torch.Tensor | None, i: int) -> torch.Tensor:
             def call() -> Any:
@@ -105,7 +106,7 @@ class PipelineLoop:
                 with context:
                     return step(batches[i])
 
-            seed = hash((self.base_seed, torch.initial_seed(), i))
+            seed = hash((self.base_seed, drawn, i))
             output: torch.Tensor = self.pipeline.compute_stage(stage, carry, call, seed=seed)
             if stage < self.pipeline.last:
                 return output

@@ -10,6 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from trainwright.core.tree import iterate_tensors
+from trainwright.processes.process_group import Processes
 from trainwright.strategies.megatron.staged_model import Pipeline
 from trainwright.strategies.shards import local_piece
 
@@ -56,10 +57,17 @@ class PipelineRunner:
         schedule: One of `SCHEDULES`.
         pipeline: Computes the stages.
         synchronize: Told before each backward whether gradients are averaged over ranks in it.
+        processes: Of the run, if ranks see different data. Default: None, if they do not.
     """
 
-    def __init__(self, schedule: str, pipeline: Pipeline, synchronize: Callable[[bool], None]) -> None:
-        self._name, self._pipeline, self._synchronize = schedule, pipeline, synchronize
+    def __init__(
+        self,
+        schedule: str,
+        pipeline: Pipeline,
+        synchronize: Callable[[bool], None],
+        processes: Processes | None = None,
+    ) -> None:
+        self._name, self._pipeline, self._synchronize, self._processes = schedule, pipeline, synchronize, processes
         self._made: dict[tuple[int, Shape], Any] = {}
         # Shape of a micro-batch → the inputs and outputs of this rank's stages, on the device `meta`.
         self._known: dict[Shape, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -76,7 +84,9 @@ class PipelineRunner:
         pipeline.run = compute
         try:
             schedule = self._find(len(shapes), shapes[0]) if len(set(shapes)) == 1 else None
-            if schedule is None:
+            # Collectives of ranks with other data are in the same order only if all of them run by a schedule.
+            without = schedule is None if self._processes is None else self._processes.any(schedule is None)
+            if without:
                 self._run_one_by_one(shapes)
             else:
                 self._run_schedule(schedule, len(shapes))

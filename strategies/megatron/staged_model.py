@@ -56,7 +56,7 @@ class _Run:
 
     stage: int
     carry: torch.Tensor | None
-    generators: list[torch.Tensor] | None = None  # the rank's own states, from the stage's first module on
+    seed: int | None = None  # of what is drawn in the stage's modules
     entered: bool = False
 
 
@@ -213,8 +213,10 @@ class Pipeline:
 
         Args:
             carry: What the stage before has computed; None in the first one.
-            seed: Of what is drawn before the first module of the stage, so that every rank of the pipeline draws the
-                same. Default: None, which draws from the rank's own generators.
+            seed: Of what is drawn in this call, the same on every rank of the pipeline. What is drawn before the first
+                module of the stage is the same in each stage, what is drawn after it is not. Torch's generators then
+                have the states from before the call: they do not depend on the stage, or on the order of stages and
+                micro-batches. Default: None, which draws from torch's generators.
 
         Returns:
             The output of the stage, or that of `call` in the last one.
@@ -222,9 +224,9 @@ class Pipeline:
         Raises:
             TaskError: `call` did not call the model, or called it twice.
         """
-        before, now = self._now, _Run(stage, carry)
+        before, now = self._now, _Run(stage, carry, seed)
+        generators = _generators(self.wire.device) if seed is not None else None
         if seed is not None:
-            now.generators = _generators(self.wire.device)
             torch.manual_seed(seed)
         self._now = now
         for module, key, dtype in self._cast:
@@ -237,8 +239,8 @@ class Pipeline:
             self._now = before
             for module, key, _ in self._cast:
                 vars(module).pop(key, None)
-            if not now.entered and now.generators is not None:
-                _set_generators(self.wire.device, now.generators)
+            if generators is not None:
+                _set_generators(self.wire.device, generators)
         if stage < self.last or not now.entered:
             raise TaskError(
                 f"a step of {self._name} returned without calling the layers of the pipeline's stage {stage}. Under a "
@@ -266,8 +268,8 @@ class Pipeline:
             raise TaskError(f"a step of {self._name} called the model twice. A pipeline runs it once in a step.")
         if now.stage and id(module) not in self._checked:
             self._check_arguments(module, args, kwargs)
-        if not now.entered and now.generators is not None:
-            _set_generators(self.wire.device, now.generators)
+        if not now.entered and now.seed is not None:
+            torch.manual_seed(hash((now.seed, now.stage)))
         now.entered = True
         output = call(*args, **kwargs)
         if now.stage < self.last and module is parts[-1]:

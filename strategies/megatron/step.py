@@ -31,7 +31,8 @@ class PipelineStep(AutomaticStep):
         runner: Of the pipeline.
         processes: Of the run.
         source: The global rank whose losses and logged values count: the last stage of this rank's pipeline.
-        base_seed: The same on every rank that works on the same data.
+        base_seed: Returns a seed that ranks with the same data share. Collective; called in the first step, when the
+            generators of a resumed run have their states again.
         num_parts: Micro-batches into which each batch is divided along its first dimension.
         sum_shared: Completes the gradients of what is not one stage's alone.
     """
@@ -44,7 +45,7 @@ class PipelineStep(AutomaticStep):
         processes: Processes,
         *,
         source: int,
-        base_seed: int,
+        base_seed: Callable[[], int],
         num_parts: int,
         sum_shared: Callable[[], None],
     ) -> None:
@@ -55,7 +56,9 @@ class PipelineStep(AutomaticStep):
                 "pipeline's schedule runs backward. Remove it, or use strategy='fsdp'."
             )
         self._pipeline, self._runner, self._processes = pipeline, runner, processes
-        self._source, self._base_seed, self._num_parts, self._sum_shared = source, base_seed, num_parts, sum_shared
+        self._source, self._num_parts, self._sum_shared = source, num_parts, sum_shared
+        self._find_base_seed = base_seed
+        self._base_seed: int | None = None
         self._places: list[int] = []  # of each micro-batch: the index of its batch in the group
         self._batches: list[Any] = []
         self._weights: Sequence[Any] = ()
@@ -80,6 +83,8 @@ class PipelineStep(AutomaticStep):
             batches.append(batch)
         self._divide(group, batches)
         self._first_idx = group.first_idx
+        if self._base_seed is None:
+            self._base_seed = self._find_base_seed()
         self._logged, self._outputs, self._losses = [[] for _ in self._batches], {}, {}
         try:
             self._runner.run([shape_of(batch) for batch in self._batches], self._run_stage)

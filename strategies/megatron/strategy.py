@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -17,10 +19,13 @@ from trainwright.checkpoint.format.optimizer import load_named_optimizer_state
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType
+from trainwright.processes.process_group import Processes
 from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import check_full, give_up, materialize, widen
@@ -30,7 +35,7 @@ from trainwright.strategies.fsdp.parallelize import Sharding
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
 from trainwright.strategies.megatron.runner import SCHEDULES, PipelineRunner, ranks_of_stages
-from trainwright.strategies.megatron.staged_model import Pipeline, Wire
+from trainwright.strategies.megatron.staged_model import Pipeline, StageModule, Wire
 from trainwright.strategies.megatron.stages import find_stages, layers_of
 from trainwright.strategies.megatron.state import PipelineState, owners_of
 from trainwright.strategies.megatron.step import PipelineStep
@@ -50,7 +55,8 @@ class MegatronStrategy(FSDPStrategy):
     for one process. The product of all sizes is the number of processes.
 
     A step calls the model once. Each stage runs the step up to its layers, and the last one runs it to its end: what
-    `training_step` draws from torch's generators before it calls the model is the same in every stage.
+    `training_step` draws from torch's generators before it calls the model is the same in every stage. Ranks that read
+    the same batches start with the generators of the first of them.
 
     Args:
         pp: Stages of the pipeline. Default: 1.
@@ -160,21 +166,43 @@ class MegatronStrategy(FSDPStrategy):
         world, fixed = settings.num_processes, self.pp * self.tp * split * self.dp_replicate
         shards = world // fixed if self.dp_shard is None else self.dp_shard
         if fixed * shards != world or not shards:
-            sizes = f"pp={self.pp}, tp={self.tp}, cp={split}, dp_replicate={self.dp_replicate}"
+            sizes = f"pp={self.pp}, tp={self.tp}, cp={self.cp}, sp={self.sp}, dp_replicate={self.dp_replicate}"
             product = fixed * (self.dp_shard or 1)
+            others = f"or choose {' or '.join(self._nearest(world))} for {world} process{'es' * (world > 1)}."
             below, above = world // product * product, -(-world // product) * product
             nearby = " or ".join(str(size) for size in dict.fromkeys((below, above)) if size)
             raise ConfigurationError(
                 f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) takes {product} process(es) or a multiple, and "
-                f"the run has {world}. Start {nearby}, or change the sizes."
+                f"the run has {world}. Start {nearby}, {others}"
                 if self.dp_shard is None
                 else f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) takes {product} processes, and the run has "
-                f"{world}. Start {product}, or change the sizes."
+                f"{world}. Start {product}, {others}"
             )
         replicas = self.dp_replicate
         if not self.distributed_optimizer and self.dp_shard is None:
             replicas, shards = replicas * shards, 1
         return MeshShape(pp=self.pp, dp_replicate=replicas, dp_shard=shards, cp=split, tp=self.tp)
+
+    def _nearest(self, world: int) -> list[str]:
+        """Return the sizes of the two meshes of a number of ranks that differ least from this one."""
+        given = (self.pp, self.tp, self.cp * self.sp, self.dp_replicate, self.dp_shard or 1)
+        divisors = [size for size in range(1, world + 1) if world % size == 0]
+        splits = divisors if given[2] > 1 else [1]
+        meshes = [
+            (*sizes, world // math.prod(sizes))
+            for sizes in itertools.product(divisors, divisors, splits, divisors)
+            if world % math.prod(sizes) == 0
+        ]
+
+        def difference(mesh: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+            changes = [abs(math.log2(new / old)) for new, old in zip(mesh, given, strict=True)]
+            return 4 * sum(changes[:-1]) + changes[-1], mesh  # shards are changed before the other sizes
+
+        names = ("pp", "tp", "sp" if self.sp > 1 else "cp", "dp_replicate", "dp_shard")
+        return [
+            ", ".join(f"{name}={size}" for name, size in zip(names, mesh, strict=True) if size > 1) or "pp=1"
+            for mesh in sorted(meshes, key=difference)[:2]
+        ]
 
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
@@ -212,7 +240,6 @@ class PipelineEngine(FSDPEngine):
     def _divide(self, task: nn.Module) -> None:
         """Divide a model into stages, and keep this rank's. Collective."""
         self._model = task
-        self._base_seed: int = self.processes.broadcast_object(torch.initial_seed()) + self.data_ranks.rank
         given, group = self.strategy, self.mesh["pp"].get_group()
         wire = Wire(group, ranks_of_stages(given.schedule, given.pp, given.virtual_stages), self.device)
         recomputed = self._recomputed()
@@ -220,7 +247,7 @@ class PipelineEngine(FSDPEngine):
         stages = find_stages(task, len(wire.ranks), given.split_points)
         self.pipeline = pipeline = Pipeline(task, stages, wire)
         self._owners, self._everywhere = owners_of(task, pipeline.modules)
-        self._ties = self._find_ties(task)
+        self._ties = _find_ties(task, pipeline.modules)
         own = nn.ModuleList(pipeline.modules[i] for i in wire.own)
         kept = {id(p) for p in own.parameters()}
         built = self._building.names_to_reset(task, self.processes)
@@ -228,7 +255,7 @@ class PipelineEngine(FSDPEngine):
             materialize(task, module, built, self.device)
             if module.index not in wire.own:
                 _drop(task, module, kept)
-        self._materialize_rest(task)
+        _materialize_rest(task, self._everywhere, self.device)
         before = {id(p): (p, module, key) for module, key, p in _own_parameters(own)}
         model = self._parallelize(task, list(own), None)
         # What is sharded is another parameter: tied places outside of this rank's stage get it, too.
@@ -246,6 +273,7 @@ class PipelineEngine(FSDPEngine):
         for name in self._ties:
             if self._owners[plain_name(name)] not in wire.own:
                 model.counted[id(parameters[name])] = False
+        _share_generators(self.processes, self.data_ranks, self.device)
 
     # User-written loops
 
@@ -272,12 +300,12 @@ class PipelineEngine(FSDPEngine):
             loop = PipelineLoop(
                 model=model,
                 pipeline=self.pipeline,
-                runner=PipelineRunner(self.strategy.schedule, self.pipeline, self.gradients.models[0].synchronize),
+                runner=self._runner(),
                 precision=self.precision,
                 processes=self.processes,
                 ranks=self.data_ranks,
                 source=self._source(),
-                base_seed=self._base_seed,
+                base_seed=self._base_seed(),
                 num_parts=self.strategy.num_micro_batches,
                 sum_shared=lambda: self._sum_shared(self.pipeline.wire),
             )
@@ -293,38 +321,28 @@ class PipelineEngine(FSDPEngine):
 
     # Parts
 
-    def _find_ties(self, task: nn.Module) -> dict[str, list[int]]:
-        """Return the stages of each parameter that several of them hold, by its first name."""
-        found: dict[str, list[int]] = {}
-        for name, parameter in task.named_parameters():
-            stages = [
-                module.index
-                for module in self.pipeline.modules
-                if any(parameter is other for other in module.parameters())
-            ]
-            if len(stages) > 1:
-                found[name] = stages
-        return found
-
-    def _materialize_rest(self, task: nn.Module) -> None:
-        """Give what belongs to no stage, which every rank holds, memory and rank 0's values. Collective."""
-        for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
-            if plain_name(name) in self._everywhere:
-                tensor.data = tensor.data.to(self.device).contiguous()
-                dist.broadcast(tensor.detach(), src=0)
-
     def make_step(self, parts: StepParts) -> Step:
         wire = self.pipeline.wire
         return PipelineStep(
             self._over_sequences(parts),
             self.pipeline,
-            PipelineRunner(self.strategy.schedule, self.pipeline, self.gradients.models[0].synchronize),
+            self._runner(),
             self.processes,
             source=self._source(),
             base_seed=self._base_seed,
             num_parts=self.strategy.num_micro_batches,
             sum_shared=lambda: self._sum_shared(wire),
         )
+
+    def _runner(self) -> PipelineRunner:
+        synchronize = self.gradients.models[0].synchronize
+        processes = self.processes if self.data_ranks.size > 1 else None
+        return PipelineRunner(self.strategy.schedule, self.pipeline, synchronize, processes)
+
+    def _base_seed(self) -> int:
+        """Return a seed that is the same on every rank with the same data. Collective."""
+        seed: int = self.processes.broadcast_object(torch.initial_seed())
+        return seed + self.data_ranks.rank
 
     def _source(self) -> int:
         """Return the global rank whose losses count in this rank's pipeline: of ranks that split layers the first."""
@@ -412,6 +430,33 @@ class PipelineEngine(FSDPEngine):
         if undo is not None:
             undo.close()
         super()._take_apart()
+
+
+def _find_ties(task: nn.Module, modules: Sequence[StageModule]) -> dict[str, list[int]]:
+    """Return the stages of each parameter that several of them hold, by its first name."""
+    found: dict[str, list[int]] = {}
+    for name, parameter in task.named_parameters():
+        stages = [module.index for module in modules if any(parameter is other for other in module.parameters())]
+        if len(stages) > 1:
+            found[name] = stages
+    return found
+
+
+def _materialize_rest(task: nn.Module, names: Collection[str], device: torch.device) -> None:
+    """Give what belongs to no stage, which every rank holds, memory and rank 0's values. Collective."""
+    for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
+        if plain_name(name) in names:
+            tensor.data = tensor.data.to(device).contiguous()
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def _share_generators(processes: Processes, ranks: DataRanks, device: torch.device) -> None:
+    """Give the generators of ranks that read the same batches the states of the first of them. Collective.
+
+    Otherwise stages would compute different inputs and targets if the ranks have other seeds.
+    """
+    states = processes.gather_object(rng_state(device))
+    set_rng_state(states[ranks.members[ranks.reader * ranks.parts]], device)
 
 
 def _piece(parameter: torch.Tensor) -> torch.Tensor:

@@ -341,6 +341,29 @@ def test_every_strategy_equals_the_first_on_a_sound_task(project: Path, capfd: p
 
 @pytest.mark.distributed
 @pytest.mark.slow
+def test_meshes_with_a_pipeline_equal_one_process(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    meshes = ["single", "megatron:pp=2", "megatron:pp=2:tp=2", "megatron:pp=2:dp_shard=2"]
+    arguments = [
+        "--strategies",
+        ",".join(meshes),
+        "--devices",
+        "4",
+        "--steps",
+        "2",
+        "trainer.accumulate_grad_batches=1",
+    ]
+    code = main(["parity", "config.yaml", *arguments])
+    printed, told = capfd.readouterr()
+    assert code == 0, printed + told
+    rows = [line.split() for line in printed.splitlines()[2 : 2 + len(meshes)]]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("single", "1", "reference"),
+        *((mesh, "4", "equal") for mesh in meshes[1:]),
+    ]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_loss_that_depends_on_the_rank_is_found_at_its_step_and_tensor(
     project: Path, capfd: pytest.CaptureFixture[str]

@@ -10,6 +10,7 @@ import torch
 from trainwright.core.errors import ConfigurationError
 from trainwright.processes.devices import device_indices, device_type, kernel_choice
 from trainwright.strategies import DDPStrategy, SingleDeviceStrategy
+from trainwright.strategies.megatron.strategy import MegatronStrategy
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, compile_options, select
 
@@ -81,6 +82,27 @@ def test_every_name_of_data_parallelism_is_ddp(start: str, ending: str, finds_un
     assert type(found.strategy) is DDPStrategy
     assert found.strategy.ddp_options["find_unused_parameters"] is finds_unused
     assert found.starts_processes
+
+
+def test_options_may_follow_a_name() -> None:
+    chosen = choose(strategy="megatron:pp=2:recompute=full:distributed_optimizer=False", devices=4).strategy
+    assert isinstance(chosen, MegatronStrategy)
+    assert (chosen.pp, chosen.activation_checkpointing, chosen.distributed_optimizer) == (2, True, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("megatron:schedul=gpipe", "megatron has no option 'schedul'.*Did you mean 'schedule'"),
+        ("megatron:pp", "'pp' is not an option. Write NAME:OPTION=VALUE"),
+        ("megatron:pp=2:pp=4", "'pp=4' is not an option"),
+        ("megatrom:pp=2", "unknown strategy 'megatrom'.*Did you mean 'megatron'"),
+        ("megatron:pp=two", "pp='two': write a whole number"),
+    ],
+)
+def test_an_option_that_cannot_be_read_is_an_error(text: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        choose(strategy=text, devices=4)
 
 
 def test_a_single_device_is_one_by_either_name() -> None:

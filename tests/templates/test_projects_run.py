@@ -93,3 +93,24 @@ def test_the_configuration_trains_overrides_apply_and_the_checkpoint_can_be_test
     words = ("trainer.logger=false", "trainer.limit_test_batches=2", f"ckpt_path={checkpoint}")
     printed = run(project, "-m", "trainwright", "test", "--config", "config.yaml", *words)
     assert "test_loss" in printed
+
+
+def losses(project: Path, strategy: str, devices: int) -> list[float]:
+    """Train 20 steps with a strategy, and return the logged loss of each."""
+    few = ("trainer.max_steps=20", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=2")
+    chosen = (f"trainer.strategy={strategy}", f"trainer.devices={devices}", "trainer.accelerator=cpu")
+    run(project, "-m", "trainwright", "fit", "--config", "config.yaml", *few, *chosen, timeout_s=120)
+    newest = max((project / "runs" / "csv").glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    with (newest / "metrics.csv").open() as lines:
+        return [float(row["train_loss"]) for row in csv.DictReader(lines) if row.get("train_loss")]
+
+
+_MESHES = {"megatron:pp=2": 2, "megatron:tp=2": 2, "megatron:pp=2:tp=2": 4}
+
+
+@pytest.mark.parametrize("strategy", mostly_exhaustive(list(_MESHES), keep=["megatron:pp=2"]))
+def test_the_language_model_trains_in_stages_and_split_as_in_one_process(tmp_path: Path, strategy: str) -> None:
+    project = write(tmp_path, "language-model")
+    alone = losses(project, "single", 1)
+    assert len(alone) == 20
+    assert losses(project, strategy, _MESHES[strategy]) == pytest.approx(alone, abs=1e-4, rel=0)

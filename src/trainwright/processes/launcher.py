@@ -38,7 +38,7 @@ _started: list[_Children] = []  # one for each running call of `run_in_processes
 
 def set_variable(name: str, value: str) -> bool:
     """Set one variable of this process's environment, for settings of libraries; returns False if it is set already."""
-    is_new = name not in os.environ
+    is_new = variable(name) is None
     os.environ.setdefault(name, value)
     return is_new
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
@@ -18,6 +19,7 @@ from trainwright.cli.parity.parity_compare import GRADIENT, LOSS, NORM, PARAMETE
 from trainwright.cli.parity.parity_tape import StepTape, Tape
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.task import TaskModule
+from trainwright.strategies.fsdp.layers.plan import need_divisible
 from trainwright.strategies.megatron.runner import SCHEDULES
 from trainwright.strategies.megatron.staged_model import Pipeline
 from trainwright.strategies.megatron.stages import find_stages
@@ -210,6 +212,19 @@ def test_four_ranks_divide_stages_and_data(one: Any, folder: Path) -> None:
             assert rank[name]["metrics"]["val_loss"] == pytest.approx(one["even"]["metrics"]["val_loss"], abs=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_data_parallel_pipelines_may_have_batches_of_other_shapes(folder: Path) -> None:
+    def run(strategy: Any, batch_size: int) -> dict[str, Any]:
+        trainer = quiet_trainer(devices="auto", strategy=strategy, max_epochs=3, accumulate_grad_batches=4)
+        task = Speaker()
+        trainer.fit(task, DataLoader(torch.cat(batches())[:27], batch_size=batch_size))  # the last one has 3 or 1 rows
+        return weights_of(task)
+
+    found = run_distributed(run, 4, MegatronStrategy(pp=2, dp_shard=2), 2, init=False, timeout=60)[0]
+    torch.testing.assert_close(found, run("single", 4), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.distributed
 def test_batches_are_divided_into_micro_batches(folder: Path) -> None:
     rows = [torch.cat(batches()[i : i + 4]) for i in range(0, 12, 4)]
@@ -257,7 +272,7 @@ def test_layers_are_divided_by_their_parameters() -> None:
         ({"pp": 3, "split_points": ["model.blocks.1"]}, r"divide a model into 2 stages.*has 3.*2 name"),
         ({"pp": 2, "split_points": ["model.block.1"]}, r"is not a layer. Did you mean 'model.blocks.1'"),
         ({"pp": 2, "split_points": ["model.blocks.0"]}, "leave a stage without layers"),
-        ({"pp": 2, "dp_shard": 2}, r"dp_shard=2\) takes 4 processes, and the run has \d. Start 4"),
+        ({"pp": 2, "dp_shard": 2}, r"dp_shard=2\) takes 4 processes, and the run has \d. Start 4, or choose pp=2 or "),
         ({"pp": 2, "schedule": "1f2b"}, "schedule='1f2b' is unknown. Did you mean '1f1b'"),
         ({"pp": 0}, "pp=0: write a whole number"),
     ],
@@ -269,6 +284,35 @@ def test_what_cannot_be_divided_is_refused_before_a_process_starts(arguments: An
 
     with pytest.raises(ConfigurationError, match=message):
         start()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "message"),
+    [
+        ({"pp": 2, "dp_shard": 2}, 6, "Start 4, or choose pp=2, dp_shard=3 or pp=3, dp_shard=2 for 6 processes"),
+        ({"pp": 4}, 6, "Start 4 or 8, or choose pp=6 or pp=3, dp_shard=2 for 6 processes"),
+        ({"pp": 2, "tp": 2}, 6, "Start 4 or 8, or choose pp=2, tp=3 or pp=3, tp=2 for 6 processes"),
+        ({"pp": 2, "sp": 2}, 6, "Start 4 or 8, or choose pp=2, sp=3 or pp=3, sp=2 for 6 processes"),
+    ],
+)
+def test_sizes_that_do_not_multiply_to_the_processes_name_the_nearest_meshes(
+    sizes: dict[str, int], world: int, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        quiet_trainer(strategy=MegatronStrategy(**sizes), devices=world)
+
+
+class SplitLayers(Speaker):
+    """Has a plan that needs a number of heads that tp divides."""
+
+    def tensor_parallel_plan(self, mesh: Any) -> dict[str, str]:
+        need_divisible(mesh["tp"].size(), num_heads=4)
+        return {"model.blocks.*.mix": "colwise_gathered"}
+
+
+def test_heads_that_tp_does_not_divide_are_refused_before_a_process_starts() -> None:
+    with pytest.raises(ConfigurationError, match="num_heads=4"):
+        quiet_trainer(strategy=MegatronStrategy(pp=2, tp=3), devices=6, max_steps=1).fit(SplitLayers(), batches())
 
 
 class Twice(Speaker):

@@ -82,7 +82,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TASK_OR_CONFIG",
         help="file.py:Class, package.module:Class, or a configuration file of `trainwright fit`",
     )
-    parser.add_argument("--strategies", default="single,ddp", help="names, or module:Class; the first is the reference")
+    parser.add_argument(
+        "--strategies",
+        default="single,ddp",
+        help="names, with options as in megatron:pp=2:tp=2, or module:Class; the first is the reference",
+    )
     parser.add_argument("--data", metavar="CLASS", help="data module, if the task has no data of its own")
     parser.add_argument("--steps", type=_count, default=5, help="optimizer steps (default: 5)")
     parser.add_argument("--devices", type=_count, default=2, help="processes of each strategy that can run several")
@@ -133,10 +137,14 @@ def _check_assignments(assignments: Sequence[tuple[str, str]]) -> None:
 
 def _read_strategies(text: str) -> list[tuple[str, str]]:
     """Return each strategy as it was written, and its import path or registry name."""
-    from trainwright.strategies.registry import STRATEGIES
+    from trainwright.strategies.registry import STRATEGIES, make_strategy
 
     strategies = []
     for label in filter(None, map(str.strip, text.split(","))):
+        if ":" in label and "=" in label:
+            make_strategy(label)  # raises an error with the nearest option
+            strategies.append((label, label))
+            continue
         if ":" in label:
             strategies.append((label, ":".join(class_path(label).rsplit(".", 1))))
             continue

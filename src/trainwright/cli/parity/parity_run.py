@@ -94,14 +94,17 @@ def _record(plan: Plan, folder: Path) -> None:
 
 def load_strategy(plan: Plan) -> tuple[Any, int]:
     """Return the strategy for the Trainer, and its number of processes."""
-    from trainwright.strategies.registry import STRATEGIES
+    from trainwright.strategies.registry import STRATEGIES, make_strategy
     from trainwright.strategies.strategy import Strategy
 
     name = plan.strategy
     if name == "auto":
         return name, plan.devices
-    make = import_object(name) if ":" in name else STRATEGIES.get(name)
-    made = make() if callable(make) else make
+    if ":" in name and "=" in name:
+        made: Any = make_strategy(name)
+    else:
+        make = import_object(name) if ":" in name else STRATEGIES.get(name)
+        made = make() if callable(make) else make
     if not isinstance(made, Strategy):
         raise ConfigurationError(
             f"--strategies {name}: a {type(made).__name__} is not a Strategy. Name a strategy, or its class."

@@ -1,0 +1,205 @@
+"""A pipeline that ends in the middle of an epoch continues exactly, and on other meshes as one process does."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.task import TaskModule
+from trainwright.strategies.megatron.strategy import MegatronStrategy
+
+# Each resumed run writes to a folder of its own, and reports that the earlier checkpoints are not there.
+pytestmark = [pytest.mark.filterwarnings("ignore:ModelCheckpoint.*not found:UserWarning"), pytest.mark.slow]
+
+_SAMPLES, _GLOBAL_BATCH, _EPOCHS, _MIDDLE = 48, 8, 3, 9  # 6 steps in an epoch
+_STEPS = _EPOCHS * _SAMPLES // _GLOBAL_BATCH
+
+
+class Samples(Dataset[tuple[int, torch.Tensor]]):
+    """(index, input); with `noise`, some of it is drawn where a sample is fetched."""
+
+    def __init__(self, noise: float) -> None:
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return _SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.sin(torch.arange(1.0, 5.0) * index) + self.noise * torch.randn(4)
+
+
+class Layer(nn.Sequential):
+    """Two linear layers with dropout, added to their input."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Dropout(dropout))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the same shape."""
+        return input + super().forward(input)
+
+
+class Layers(TaskModule):
+    """Layers with dropout, and momentum; notes the samples of each micro-batch and a sum of its inputs."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.first = nn.Linear(4, 8)
+            self.layers = nn.ModuleList(Layer(dropout) for _ in range(4))
+            self.last = nn.Linear(8, 1)
+        self.random = dropout > 0
+        self.seen: list[tuple[list[int], float]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return one number for each row."""
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        result: torch.Tensor = self.last(x)
+        return result
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the mean squared error."""
+        self.seen.append((batch[0].tolist(), float(batch[1].sum())))
+        drawn = torch.rand(()) if self.random else torch.zeros(())  # before the model is called
+        return nn.functional.mse_loss(self(batch[1]) * (1 + drawn), batch[1].sum(1, keepdim=True))
+
+    def tensor_parallel_plan(self, mesh: Any) -> dict[str, str]:
+        """Split both linear layers of a layer."""
+        return {"layers.*.0": "colwise", "layers.*.2": "rowwise"}
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD with momentum and a schedule by step."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.002, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.005, total_steps=_STEPS)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Losses(Callback):
+    """Notes the loss of each step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        self.values.append(result.loss.item())
+
+
+def train(
+    strategy: Any,
+    folder: Path,
+    ckpt_path: Path | None = None,
+    *,
+    random: bool = True,
+    accumulate: int = 1,
+    seed: int = 77,
+) -> dict[str, Any]:
+    """Train to the end, with a checkpoint of every third step. Only the checkpoint has the generators' states."""
+    torch.manual_seed(seed if ckpt_path is None else 78)
+    task, losses = Layers(0.3 if random else 0.0), Losses()
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer = quiet_trainer(
+        devices="auto" if isinstance(strategy, MegatronStrategy) else 1,
+        strategy=strategy,
+        max_epochs=_EPOCHS,
+        accumulate_grad_batches=accumulate,
+        callbacks=[saver, losses],
+    )
+    loader = DataLoader(Samples(0.1 if random else 0.0), batch_size=_GLOBAL_BATCH // accumulate, shuffle=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*random number generators start anew", TrainwrightWarning)
+        trainer.fit(task, loader, ckpt_path=ckpt_path)
+    return {"losses": losses.values, "seen": task.seen, "weights": weights_of(task)}
+
+
+_SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
+    "one micro-batch": ({}, 1),
+    "four micro-batches": ({}, 4),
+    "divided batches": ({"num_micro_batches": 4}, 1),
+    "several stages on a rank": ({"schedule": "interleaved1f1b"}, 4),
+    "layers recomputed": ({"recompute": "full"}, 2),
+    "uneven stages": ({"split_points": ["layers.3"]}, 2),
+}
+
+
+@pytest.mark.distributed
+def test_a_pipeline_resumes_exactly_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    def run() -> dict[str, Any]:
+        found = {}
+        for name, (options, accumulate) in _SETTINGS.items():
+            folder = tmp_path / name
+            whole = train(MegatronStrategy(pp=2, **options), folder / "whole", accumulate=accumulate)
+            start = folder / "whole" / f"step={_MIDDLE}"
+            later = train(MegatronStrategy(pp=2, **options), folder / "later", start, accumulate=accumulate)
+            found[name] = (whole, later)
+        return found
+
+    ranks = run_distributed(run, 2, init=False, timeout=180)
+    for name in _SETTINGS:
+        for rank, found in enumerate(ranks):
+            whole, later = found[name]
+            assert len(whole["losses"]) == _STEPS, name
+            assert later["losses"] == whole["losses"][_MIDDLE:], (name, rank)
+            assert_equal_weights(later["weights"], whole["weights"])
+        seen = [sorted(rank[name][0]["seen"]) for rank in ranks]
+        assert seen[0] == seen[1], name  # both ranks have drawn the same noise
+        per_step = len(seen[0]) // _STEPS
+        rest = ranks[0][name][0]["seen"][_MIDDLE * per_step :]
+        assert sorted(ranks[0][name][1]["seen"]) == sorted(rest), name  # a schedule may change the order within a step
+
+
+@pytest.mark.distributed
+def test_ranks_of_a_pipeline_with_other_seeds_draw_as_its_first_rank(tmp_path: Path) -> None:
+    def run(start: int) -> list[dict[str, Any]]:
+        seeds = {"equal": start, "different": start + int(os.environ["RANK"])}
+        return [train(MegatronStrategy(pp=2), tmp_path / name, seed=seed) for name, seed in seeds.items()]
+
+    for equal, different in run_distributed(run, 2, 77, init=False, timeout=120):
+        assert different["losses"] == equal["losses"]
+        assert different["seen"] == equal["seen"]
+
+
+_ELSEWHERE = {"pp2": 2, "pp2 x tp2": 4}
+
+
+@pytest.mark.distributed
+@pytest.mark.exhaustive
+def test_a_pipeline_continues_in_one_process_and_on_other_meshes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    alone = train("single", tmp_path / "alone", random=False)
+
+    def mesh(name: str) -> MegatronStrategy:
+        return MegatronStrategy(pp=2, tp=2 if "tp" in name else 1)
+
+    def run(name: str, folder: Path, ckpt_path: Path | None) -> dict[str, Any]:
+        return train(mesh(name), folder, ckpt_path, random=False)
+
+    starts = {"alone": tmp_path / "alone"}
+    for name, world in _ELSEWHERE.items():
+        for rank in run_distributed(run, world, name, tmp_path / name, None, init=False, timeout=120):
+            assert rank["losses"] == pytest.approx(alone["losses"], abs=1e-5, rel=0)
+        starts[name] = tmp_path / name
+    for writer, folder in starts.items():
+        start = folder / f"step={_MIDDLE}"
+        if writer != "alone":
+            later = train("single", tmp_path / f"{writer} in one", start, random=False)
+            assert later["losses"] == pytest.approx(alone["losses"][_MIDDLE:], abs=1e-5, rel=0), writer
+            assert later["seen"] == alone["seen"][_MIDDLE:]
+        for reader, world in _ELSEWHERE.items():
+            if reader != writer:
+                there = tmp_path / f"{writer} in {reader}"
+                later = run_distributed(run, world, reader, there, start, init=False, timeout=120)[0]
+                assert later["losses"] == pytest.approx(alone["losses"][_MIDDLE:], abs=1e-5, rel=0), (writer, reader)
