@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from inspect import signature
 from types import TracebackType
 from typing import Any
 
@@ -93,10 +94,10 @@ class SplitSequences:
     def split(self, batch: Any, task: TaskModule) -> tuple[Any, float]:
         """Return this rank's part of a batch, and how much it counts in a mean over the ranks: 1 on average."""
         part = task.split_sequences(batch, self)
-        if overrides(task, "num_items", TaskModule):
+        mine: int | Tensor | None = _count(self._targets_of(part))
+        whole: int | Tensor | None = _count(self._targets_of(batch))
+        if mine is None and overrides(task, "num_items", TaskModule):
             mine, whole = task.num_items(part), task.num_items(batch)
-        else:
-            mine, whole = (_count(self._targets_of(one)) for one in (part, batch))
         return part, 1.0 if mine is None or not whole else float(mine) * self.size / float(whole)
 
     def _targets_of(self, batch: object) -> Tensor | None:
@@ -125,6 +126,8 @@ class SplitSequences:
                 config = getattr(module, "config", None)
                 if hasattr(config, "_attn_implementation") and not isinstance(getattr(module, "is_causal", None), bool):
                     _check_config(config, name or type(module).__name__)
+                if hasattr(config, "_attn_implementation") and "position_ids" in signature(module.forward).parameters:
+                    undo.callback(module.register_forward_pre_hook(self._check_positions, with_kwargs=True).remove)
                 if getattr(module, "is_causal", False) is True:
                     undo.callback(module.register_forward_pre_hook(_without_mask, with_kwargs=True).remove)
                 if getattr(module, "loss_type", None) == "ForCausalLM":
@@ -132,6 +135,13 @@ class SplitSequences:
                     module._loss_function = self._loss_over(module.loss_function)
             undo.enter_context(self.attention.installed())
             yield
+
+    def _check_positions(self, module: nn.Module, args: object, kwargs: dict[str, object]) -> None:
+        if self.attention.is_active and kwargs.get("position_ids") is None and "input_ids" in kwargs:
+            raise ConfigurationError(
+                f"{type(module).__name__} was called without position_ids, and this rank's part of a split sequence is "
+                "not its beginning. Pass them; in a user-written loop, they are one of the buffers."
+            )
 
     def _loss_over(self, loss_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def loss(

@@ -63,8 +63,8 @@ def join(library: Any, topology: Topology) -> None:
     """Let DeepSpeed use the process group that there is. Collective."""
     global _users, _own_linear, _set_rank
     if not _users:
-        _own_linear = nn.functional.linear
-        _set_rank = set_variable("LOCAL_RANK", str(topology.local_rank))  # it reads it there and nowhere else
+        _own_linear, _set_rank = nn.functional.linear, False
+    _set_rank |= set_variable("LOCAL_RANK", str(topology.local_rank))  # it reads it there and nowhere else
     _users += 1
     # On the CPU it would compile, for a minute, an operation for tensor-parallel inference, which nothing here uses.
     operations: dict[str, bool] = library.ops.__compatible_ops__

@@ -31,7 +31,7 @@ from trainwright.strategies.data_ranks import DataRanks, metrics_over
 from trainwright.strategies.experts.layers import DividedExperts
 from trainwright.strategies.fsdp.build import MetaBuilding, materialize
 from trainwright.strategies.fsdp.float8_gather import Float8Gather
-from trainwright.strategies.fsdp.layers.plan import Plan, SplitLayers
+from trainwright.strategies.fsdp.layers.plan import GivenPlan, SplitLayers
 from trainwright.strategies.fsdp.layers.ready import find_plan
 from trainwright.strategies.fsdp.outside import OutsideSteps
 from trainwright.strategies.fsdp.recompute import Recomputed
@@ -175,7 +175,7 @@ def parallelize(
     units: list[nn.Module],
     mesh: DeviceMesh,
     *,
-    plan: Plan | None,
+    plan: GivenPlan | None,
     recomputed: Recomputed,
     compile_options: Mapping[str, Any] | None,
     building: MetaBuilding | None,

@@ -45,7 +45,7 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.experts.layers import DividedExperts, check_ep_size, check_experts, check_mesh
 from trainwright.strategies.fsdp.build import MetaBuilding, check_full, end_pieces, widen
-from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
+from trainwright.strategies.fsdp.layers.plan import GivenPlan, check_tp_size
 from trainwright.strategies.fsdp.layers.ready import check_plan
 from trainwright.strategies.fsdp.options import (
     AFTER_STAGE,
@@ -161,7 +161,7 @@ class FSDPStrategy(DataParallel):
         tp: int = 1,
         cp: int = 1,
         sp: int = 1,
-        tensor_parallel_plan: Plan | None = None,
+        tensor_parallel_plan: GivenPlan | None = None,
         ep: int = 1,
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",

@@ -15,7 +15,7 @@ from trainwright.strategies.megatron.stages import layers_of
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 
 # What to write instead of options of Megatron-LM itself.
-_SEQUENCES = "sequences of a user-written loop are not split; Trainer(strategy=MegatronStrategy(cp=…)) splits a task's"
+_SEQUENCES = "Accelerator(parallelism_config=ParallelismConfig(cp_size=…)) splits sequences; remove it"
 _EXPERTS = "Accelerator(fsdp_plugin=…, parallelism_config=ParallelismConfig(ep_size=…)) divides experts; remove it"
 _DROPOUT = "the model's own configuration sets it, such as GPT2Config(attn_pdrop=…, resid_pdrop=…); remove it"
 _STAGES = "write Accelerator(strategy=MegatronStrategy(split_points=…)), which names the first layer of each stage"
@@ -57,7 +57,7 @@ class MegatronLMPlugin(VariableFields):
         num_micro_batches: Micro-batches of one optimizer step. A batch of a prepared DataLoader has `batch_size` rows
             for each of them. Default: 1.
         gradient_clipping: Largest norm of the gradients at a step; 0: they are not clipped. Default: 1.0.
-        sequence_parallelism: Accepted; makes no difference. Plans that split layers shard sequences where they can.
+        sequence_parallelism: Shard sequences between split layers, for models that can (see `MegatronStrategy`).
         recompute_activations: Recompute all but matrix products in backward.
         recompute_granularity: `"full"` or `"selective"`; takes precedence over `recompute_activations`.
         use_distributed_optimizer: Shard parameters, gradients and the optimizer's state over data-parallel ranks.
@@ -184,6 +184,7 @@ class MegatronLMPlugin(VariableFields):
             **options,
             recompute=self.recompute_granularity or ("selective" if self.recompute_activations else None),
             distributed_optimizer=bool(self.use_distributed_optimizer),
+            sequence_parallel="auto" if self.sequence_parallelism and (self.tp_degree or 1) > 1 else False,
         )
 
     def _virtual_stages(self, model: nn.Module | None) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.task import TaskModule
+from trainwright.strategies.units import replace_parameters
 
 Stages = list[list[nn.Module]]
 """The modules of each stage, in the order of their calls."""
@@ -167,3 +169,23 @@ def _balanced(weights: list[int], before: int, after: int, num_stages: int) -> l
         stop = row[stop][1]
         starts.append(stop)
     return starts[::-1]
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield each parameter within a module with the module that holds it and its name there."""
+    for owner in module.modules():
+        for key, parameter in owner.named_parameters(recurse=False):
+            yield owner, key, parameter
+
+
+def drop(task: nn.Module, module: nn.Module, kept: set[int]) -> None:
+    """Put the parameters and buffers of a module on the device `meta`, but for some parameters."""
+    new = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in module.parameters()
+        if id(p) not in kept
+    }
+    replace_parameters(task, new)
+    for owner in module.modules():
+        for key, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[key] = torch.empty_like(buffer, device="meta")

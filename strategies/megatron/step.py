@@ -104,18 +104,21 @@ class PipelineStep(AutomaticStep):
 
     def _divide(self, group: Group, batches: list[Any]) -> None:
         """Divide batches into micro-batches, and weigh those."""
-        self._batches, self._places, self._shares, weights = [], [], [], []
+        self._batches, self._places, self._shares, whole, weights = [], [], [], [], []
         for i, batch in enumerate(batches):
             weight = 1 / len(batches) if group.weights is None else group.weights[i]
             for part, rows in divide(batch, self._num_parts):
+                whole.append(part)
                 part, share = (part, None) if self.parts.split is None else self.parts.split(part)
                 self._batches.append(part)
                 self._places.append(i)
                 self._shares.append(share)
-                weights.append(weight * rows * (share or 1))
+                weights.append(weight * rows)
         self._weights = weights
         if self._items is not None:
-            self._weights = self._weigh_items(Group(self._batches, group.first_idx, weights=weights))
+            self._weights = self._weigh_items(Group(whole, group.first_idx, weights=weights))
+        if self.parts.split is not None:
+            self._weights = [each * share for each, share in zip(self._weights, self._shares, strict=True)]
 
     def _run_stage(self, stage: int, carry: torch.Tensor | None, i: int) -> torch.Tensor:
         """Compute a stage for one micro-batch: its output, or in the last stage its weighted loss, of shape (1,)."""

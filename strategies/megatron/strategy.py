@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -29,14 +30,15 @@ from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import check_full, give_up, materialize, widen
-from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
+from trainwright.strategies.fsdp.layers.plan import GivenPlan
+from trainwright.strategies.fsdp.layers.ready import sequence_parallel_plan
 from trainwright.strategies.fsdp.options import check_optimizers, check_sizes, one_of
 from trainwright.strategies.fsdp.parallelize import Sharding
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
 from trainwright.strategies.megatron.runner import SCHEDULES, PipelineRunner, ranks_of_stages
 from trainwright.strategies.megatron.staged_model import Pipeline, StageModule, Wire
-from trainwright.strategies.megatron.stages import find_stages, layers_of
+from trainwright.strategies.megatron.stages import drop, find_stages, layers_of, own_parameters
 from trainwright.strategies.megatron.state import PipelineState, owners_of
 from trainwright.strategies.megatron.step import PipelineStep
 from trainwright.strategies.mesh import MeshShape
@@ -45,6 +47,8 @@ from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.units import WrapPolicy, replace_parameters
 
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
+_STRICT_PLAN = partial(sequence_parallel_plan, strict=True)
+_POSSIBLE_PLAN = partial(sequence_parallel_plan, strict=False)
 
 
 class MegatronStrategy(FSDPStrategy):
@@ -75,6 +79,9 @@ class MegatronStrategy(FSDPStrategy):
             the results of matrix products, and the rest is computed again; None: nothing is.
         distributed_optimizer: Shard what ranks with different data hold; False: they hold replicas, unless `dp_shard`
             is given. Default: True.
+        sequence_parallel: Norms and residuals of split layers work on a part of the sequence on each of the `tp` ranks,
+            in transformers' Llama, Mistral and Qwen models (see `ready_plan`). `"auto"`: in those models; True: another
+            model is an error. Default: False.
         split_points: Names of the layers with which the second and each further stage begin. Default: None, which asks
             the task's `pipeline_stages`, and otherwise divides the parameters evenly.
         tensor_parallel_plan: See `FSDPStrategy`.
@@ -116,8 +123,9 @@ class MegatronStrategy(FSDPStrategy):
         virtual_stages: int | None = None,
         recompute: str | None = None,
         distributed_optimizer: bool = True,
+        sequence_parallel: bool | str = False,
         split_points: Sequence[str] | None = None,
-        tensor_parallel_plan: Plan | None = None,
+        tensor_parallel_plan: GivenPlan | None = None,
         auto_wrap_policy: WrapPolicy | None = None,
         weights_after_stage: str = "main",
         state_dict_type: str = "sharded",
@@ -129,7 +137,7 @@ class MegatronStrategy(FSDPStrategy):
             tp=tp,
             cp=cp,
             sp=sp,
-            tensor_parallel_plan=tensor_parallel_plan,
+            tensor_parallel_plan=_plan(sequence_parallel, tp, tensor_parallel_plan),
             auto_wrap_policy=auto_wrap_policy,
             activation_checkpointing=recompute is not None,
             activation_checkpointing_save=_MATRIX_PRODUCTS if recompute == "selective" else None,
@@ -141,7 +149,6 @@ class MegatronStrategy(FSDPStrategy):
         )
         counts = {"pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
         check_sizes(**counts, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages)
-        check_tp_size(tp)
         self.schedule = one_of("schedule", schedule.lower(), tuple(SCHEDULES))
         if recompute is not None:
             one_of("recompute", recompute, ("full", "selective"))
@@ -254,9 +261,9 @@ class PipelineEngine(FSDPEngine):
         for module in pipeline.modules:
             materialize(task, module, built, self.device)
             if module.index not in wire.own:
-                _drop(task, module, kept)
+                drop(task, module, kept)
         _materialize_rest(task, self._everywhere, self.device)
-        before = {id(p): (p, module, key) for module, key, p in _own_parameters(own)}
+        before = {id(p): (p, module, key) for module, key, p in own_parameters(own)}
         model = self._parallelize(task, list(own), None)
         # What is sharded is another parameter: tied places outside of this rank's stage get it, too.
         replace_parameters(task, {i: module.get_parameter(key) for i, (_, module, key) in before.items()})
@@ -264,7 +271,7 @@ class PipelineEngine(FSDPEngine):
         narrow = self.precision.autocast_dtype
         if narrow is not None and self._sharding() is not None:
             loose = [p for name, p in task.named_parameters() if name in self._everywhere]
-            places = [(module, key) for module, key, p in _own_parameters(task) if any(p is other for other in loose)]
+            places = [(module, key) for module, key, p in own_parameters(task) if any(p is other for other in loose)]
             pipeline.narrow(narrow, places)
         self._undo_pipeline = ExitStack()
         self._undo_pipeline.callback(recomputed.unwrap)
@@ -432,6 +439,15 @@ class PipelineEngine(FSDPEngine):
         super()._take_apart()
 
 
+def _plan(sequence_parallel: bool | str, tp: int, given: GivenPlan | None) -> GivenPlan | None:
+    """Return the argument `tensor_parallel_plan` of FSDPStrategy."""
+    if not sequence_parallel:
+        return given
+    if tp == 1 or given is not None:
+        raise ConfigurationError("sequence_parallel=True needs tp above 1, and no tensor_parallel_plan.")
+    return _STRICT_PLAN if sequence_parallel is True else _POSSIBLE_PLAN
+
+
 def _find_ties(task: nn.Module, modules: Sequence[StageModule]) -> dict[str, list[int]]:
     """Return the stages of each parameter that several of them hold, by its first name."""
     found: dict[str, list[int]] = {}
@@ -466,13 +482,6 @@ def _piece(parameter: torch.Tensor) -> torch.Tensor:
     return local_piece(parameter.grad)
 
 
-def _own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield each parameter within a module with the module that holds it and its name there."""
-    for owner in module.modules():
-        for key, parameter in owner.named_parameters(recurse=False):
-            yield owner, key, parameter
-
-
 def _places(task: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
     """Yield where each buffer is: module, key and whole name."""
     for prefix, module in task.named_modules():
@@ -480,16 +489,3 @@ def _places(task: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
             name = f"{prefix}.{key}" if prefix else key
             if buffer is not None:
                 yield module, key, name
-
-
-def _drop(task: nn.Module, module: nn.Module, kept: set[int]) -> None:
-    """Put the parameters and buffers of a module on the device `meta`, but for some parameters."""
-    new = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in module.parameters()
-        if id(p) not in kept
-    }
-    replace_parameters(task, new)
-    for owner in module.modules():
-        for key, buffer in owner.named_buffers(recurse=False):
-            owner._buffers[key] = torch.empty_like(buffer, device="meta")

@@ -144,7 +144,8 @@ class Step(ABC):
         """
         hooks, sink, num = self.hooks, self.sink, len(group.batches)
         shares = None if self.parts.split is None else self._split(group, self.parts.split)
-        weights = group.weights if self._items is None else self._weigh_items(group)
+        counts = self._items is not None and shares is None  # otherwise `_split` has counted
+        weights = self._weigh_items(group) if counts else group.weights
         output: Any = None
         total: torch.Tensor | None = None
         skipped: list[int] = []
@@ -185,12 +186,12 @@ class Step(ABC):
 
     def _split(self, group: Group, split: Callable[[Any], tuple[Any, float]]) -> list[float]:
         """Replace a group's micro-batches by this rank's parts; returns how much each counts."""
+        num = len(group.batches)
+        weights = (group.weights or [1 / num] * num) if self._items is None else self._weigh_items(group)
         parts = [split(batch) for batch in group.batches]
-        group.batches = [part for part, _ in parts]
         shares = [share for _, share in parts]
-        if self._items is None:
-            weights = group.weights or [1 / len(parts)] * len(parts)
-            group.weights = [weight * share for weight, share in zip(weights, shares, strict=True)]
+        group.batches = [part for part, _ in parts]
+        group.weights = [weight * share for weight, share in zip(weights, shares, strict=True)]
         return shares
 
     @abstractmethod

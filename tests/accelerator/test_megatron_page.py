@@ -193,7 +193,7 @@ def test_advanced_options_of_the_page_are_refused_with_what_to_write() -> None:
     for options, says in (
         ({"other_megatron_args": {"position_embedding_type": "alibi"}}, "choose position embeddings"),
         ({"other_megatron_args": {"attention_head_type": "multiquery"}}, "kinds of attention by the model"),
-        ({"context_parallel_size": 2}, "sequences of a user-written loop are not split"),
+        ({"context_parallel_size": 2}, "ParallelismConfig.*splits sequences"),
         ({"megatron_dataset_flag": True}, "prepare a DataLoader"),
         ({"recompute_method": "block"}, "use 'uniform'"),
         ({"lr_decay_style": "linaer"}, "Did you mean 'linear'"),
@@ -219,7 +219,9 @@ def test_variables_and_fields_describe_the_strategy(monkeypatch: pytest.MonkeyPa
     plugin = MegatronLMPlugin()
     assert plugin.gradient_clipping == 0.5
     assert plugin.sequence_parallelism is True
-    assert plugin.strategy(4) == MegatronStrategy(tp=2, pp=2, num_micro_batches=4, recompute="selective")
+    assert plugin.strategy(4) == MegatronStrategy(
+        tp=2, pp=2, num_micro_batches=4, recompute="selective", sequence_parallel="auto"
+    )
     monkeypatch.undo()
     plain = MegatronLMPlugin(num_layers_per_virtual_pipeline_stage=1, pp_degree=2, recompute_granularity="full")
     assert (plain.tp_degree, plain.num_micro_batches, plain.gradient_clipping) == (1, 1, 1.0)

@@ -21,7 +21,9 @@ def _batches(num: int) -> list[dict[str, torch.Tensor]]:
     for _ in range(num):
         ids = torch.randint(1, 24, (4, 17), generator=generator)
         positions = torch.arange(16).expand(4, -1).contiguous()
-        found.append({"input_ids": ids[:, :-1].clone(), "shift_labels": ids[:, 1:].clone(), "position_ids": positions})
+        ids[:, 12:] *= torch.tensor([1, 1, 0, 1])[:, None]
+        targets = ids[:, 1:].masked_fill(ids[:, 1:] == 0, -100)
+        found.append({"input_ids": ids[:, :-1].clone(), "shift_labels": targets, "position_ids": positions})
     return found
 
 
@@ -39,12 +41,14 @@ def _train(sizes: dict[str, int] | None, rows: slice = slice(None)) -> dict[str,
         with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), {batch["position_ids"]}):
             lengths.add(batch["input_ids"].shape[1])
             loss = model(**batch, labels=batch["shift_labels"], use_cache=False).loss
-            accelerator.backward(loss)
+            num_items = (batch["shift_labels"] != -100).sum()
+            accelerator.backward(loss, num_items=num_items)
         assert batch["input_ids"].shape[1] == 16
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        total = accelerator.reduce(torch.stack([loss.detach() * num_items, num_items]))
+        losses.append((total[0] / total[1]).item())
     state, rank = accelerator.get_state_dict(model), accelerator.context_parallel_rank
     return {"losses": losses, "norm": float(norm), "lengths": lengths, "state": state, "rank": rank}
 
@@ -81,6 +85,7 @@ def _mistakes() -> list[str]:
         ([ids[:, :15]], [1], lambda: None),
         ([ids, targets], [1, 1], lambda: None),
         ([ids, targets], [1, 1], lambda: model(input_ids=ids, labels=targets)),
+        ([ids, targets], [1, 1], lambda: model(input_ids=ids, labels=targets, position_ids=ids)),
     ):
         with pytest.raises(ConfigurationError) as error, accelerator.maybe_context_parallel(buffers, dims):
             call()
@@ -96,6 +101,7 @@ def test_mistakes_are_named() -> None:
             "1 buffers and 2 dimensions",
             "15 positions",
             "has not called torch.nn.functional",
+            "without position_ids",
             "shifted before they were split",
         ),
         strict=True,

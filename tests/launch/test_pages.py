@@ -379,8 +379,10 @@ def test_the_page_has_commands_for_each_case() -> None:
 @pytest.mark.parametrize("command", _STARTS)
 def test_the_launch_commands_of_our_page_run(command: str) -> None:
     _write_programs()
-    ranks = 2 if "--num_processes" in command else 1
-    kind = next((kind for kind in ("FSDP", "DEEPSPEED") if f"--use_{kind.lower()}" in command), "MULTI_CPU")
+    ranks = 4 if "--num_processes 4" in command else 2 if "--num_processes" in command else 1
+    kind = next(
+        (kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM") if f"--use_{kind.lower()}" in command), "MULTI_CPU"
+    )
     ending = f"{'bf16' if 'bf16' in command else 'no'} {kind if ranks > 1 else 'NO'}"
     assert _facts(_run(command)) == [f"{rank} {ranks} {ending}" for rank in range(ranks)]
 

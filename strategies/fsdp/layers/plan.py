@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -54,6 +54,8 @@ def _divisors(count: int) -> str:
 
 Plan = Mapping[str, Any]
 """Pattern of module names → the name of a style (see `STYLES`), a torch `ParallelStyle`, or several of them."""
+GivenPlan = Plan | Callable[[nn.Module, DeviceMesh], Plan | None]
+"""A plan, or what returns one for a model and the run's mesh."""
 
 
 class SplitLayers:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.strategies.fsdp.layers.plan import Plan, SplitLayers, need_divisible, starred, with_stars
+from trainwright.strategies.fsdp.layers.plan import GivenPlan, Plan, SplitLayers, need_divisible, starred, with_stars
 from trainwright.strategies.fsdp.layers.styles import (
     DivideAttributes,
     FusedColwise,
@@ -77,9 +77,9 @@ class PlansLayers(Protocol):
         """Return the plan; None: the strategy's argument, or a built-in plan."""
 
 
-def find_plan(task: nn.Module, given: Plan | None, mesh: DeviceMesh) -> Plan:
+def find_plan(task: nn.Module, given: GivenPlan | None, mesh: DeviceMesh) -> Plan:
     """Return the plan by which a task's layers are split: the one given, its own, or a ready one. Not collective."""
-    plan = given
+    plan = given(task, mesh) if callable(given) else given
     if plan is None and isinstance(task, PlansLayers):
         plan = task.tensor_parallel_plan(mesh)
     if plan is None:
@@ -93,15 +93,29 @@ def find_plan(task: nn.Module, given: Plan | None, mesh: DeviceMesh) -> Plan:
     return plan
 
 
-def find_ready_plan(task: nn.Module, tp: int) -> dict[str, Any] | None:
-    """Return the ready plans for all models of transformers that a task holds; None if there is no such model."""
+def sequence_parallel_plan(task: nn.Module, mesh: DeviceMesh, *, strict: bool) -> Plan | None:
+    """Return the ready plans in which norms and residuals work on pieces of sequences; see `ready_plan`.
+
+    Args:
+        strict: Another model than those that can is an error; False: its layers are split alone.
+    """
+    return find_ready_plan(task, mesh["tp"].size(), sequence_parallel=True if strict else None)
+
+
+def find_ready_plan(task: nn.Module, tp: int, *, sequence_parallel: bool | None = False) -> dict[str, Any] | None:
+    """Return the ready plans for all models of transformers that a task holds; None if there is no such model.
+
+    Args:
+        sequence_parallel: See `ready_plan`; None: where the model can.
+    """
     found: dict[str, Any] = {}
     inside: list[str] = []
     for name, module in task.named_modules():
         known = _family(module) in FAMILIES and _is_model(module)
         if known and not any(name.startswith(f"{outer}.") for outer in inside):
             inside.append(name)
-            found |= ready_plan(module, tp, prefix=name)
+            wanted = _family(module) in LLAMA_FAMILY if sequence_parallel is None else sequence_parallel
+            found |= ready_plan(module, tp, prefix=name, sequence_parallel=wanted)
     return found or None
 
 
@@ -125,7 +139,7 @@ class PlannedMesh:
         return found
 
 
-def check_plan(task: nn.Module, given: Plan | None, lengths: Mapping[str, int]) -> None:
+def check_plan(task: nn.Module, given: GivenPlan | None, lengths: Mapping[str, int]) -> None:
     """Check that there is a plan, that it names modules of the task, and that what it splits is divisible.
 
     Not collective, and nothing is touched. A plan that asks its mesh for more than sizes is checked once there is one.

@@ -244,7 +244,7 @@ def test_labels_that_the_batch_does_not_hold_are_an_error(split: SplitSequences)
         own = split.batch({"input_ids": ids, "labels": ids})
         model(**own)
         with pytest.raises(ConfigurationError, match="needs targets that were shifted"):
-            model(input_ids=ids, labels=ids.clone())
+            model(input_ids=ids, labels=ids.clone(), position_ids=own["position_ids"])
     assert model.loss_function is before
 
 

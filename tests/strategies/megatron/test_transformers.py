@@ -160,3 +160,19 @@ def test_an_encoder_and_a_decoder_are_refused_before_a_process_starts(kind: str,
     trainer = quiet_trainer(strategy=MegatronStrategy(pp=2), devices=2, max_steps=1)
     with pytest.raises(ConfigurationError, match=f"{name} has two stacks of layers.*Use pp=1 with tp=2"):
         trainer.fit(Hf(kind), batches(4))
+
+
+def _sequence_parallel(folder: Path, pp: int) -> dict[str, Any]:
+    strategy = MegatronStrategy(pp=pp, tp=2, sequence_parallel=True)
+    return train(folder, Hf("llama", use_cache=False), strategy)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_norms_work_on_parts_of_sequences(pp: int, tmp_path: Path) -> None:
+    one = train(tmp_path / "one", Hf("llama", use_cache=False))
+    assert_same(run_distributed(_sequence_parallel, 2 * pp, tmp_path / "split", pp, timeout=120)[0], one)
+
+
+def test_sequence_parallel_needs_split_layers() -> None:
+    with pytest.raises(ConfigurationError, match="sequence_parallel=True needs tp above 1"):
+        MegatronStrategy(sequence_parallel=True)

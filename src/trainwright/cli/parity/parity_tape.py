@@ -118,7 +118,8 @@ class StepTape(Callback):
     def on_train_batch_start(self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int) -> None:
         self._seed(trainer, batch_idx)
         epoch, place = self._place
-        self._record.data[f"{epoch}/{place}"] = _digest(batch)
+        if self._engine.data_ranks.parts == 1:  # a part of a sequence is not the data of one process
+            self._record.data[f"{epoch}/{place}"] = _digest(batch)
 
     def on_after_backward(self, trainer: Run, task: TaskModule) -> None:
         epoch, place = self._place
