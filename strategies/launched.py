@@ -116,9 +116,9 @@ def _engine_options_not_read(argument: str | None) -> list[str]:
             found.append(f"{', '.join(names)}: not used, because {switch} is not set.")
         elif names:
             plugin: Any = PLUGINS.get(ENGINE_VARIABLES[switch])
-            known = {one.metadata.get("variable") for one in fields(plugin)}
+            known = {one.metadata.get("variable", "").format(one.name.upper()) for one in fields(plugin)} - {""}
             unknown = sorted(set(names) - known)
-            found += [f"{name} is not known, and not used.{nearest(name, filter(None, known))}" for name in unknown]
+            found += [f"{name} is not known, and not used.{nearest(name, known)}" for name in unknown]
     return found
 
 
