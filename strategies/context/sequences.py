@@ -12,17 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.strategies.context.attention import Kind, SplitAttention
+from trainwright.strategies.context.labels import count_targets, shifted, shifts_labels
 from trainwright.strategies.context.split import positions, split_sequence
 from trainwright.strategies.steps.step import StepParts
 
-_IGNORED = -100  # the label of a position without a target, in transformers and torch
 _MASK = "attention_mask"
 
 
@@ -94,19 +93,11 @@ class SplitSequences:
     def split(self, batch: Any, task: TaskModule) -> tuple[Any, float]:
         """Return this rank's part of a batch, and how much it counts in a mean over the ranks: 1 on average."""
         part = task.split_sequences(batch, self)
-        mine: int | Tensor | None = _count(self._targets_of(part))
-        whole: int | Tensor | None = _count(self._targets_of(batch))
+        mine: int | Tensor | None = count_targets(part, shifts=self._shifts)
+        whole: int | Tensor | None = count_targets(batch, shifts=self._shifts)
         if mine is None and overrides(task, "num_items", TaskModule):
             mine, whole = task.num_items(part), task.num_items(batch)
         return part, 1.0 if mine is None or not whole else float(mine) * self.size / float(whole)
-
-    def _targets_of(self, batch: object) -> Tensor | None:
-        if not isinstance(batch, Mapping):
-            return None
-        found, labels = batch.get("shift_labels"), batch.get("labels")
-        if found is None and isinstance(labels, Tensor):
-            found = shifted(labels) if self._shifts else labels
-        return found
 
     # Models
 
@@ -130,7 +121,7 @@ class SplitSequences:
                     undo.callback(module.register_forward_pre_hook(self._check_positions, with_kwargs=True).remove)
                 if getattr(module, "is_causal", False) is True:
                     undo.callback(module.register_forward_pre_hook(_without_mask, with_kwargs=True).remove)
-                if getattr(module, "loss_type", None) == "ForCausalLM":
+                if shifts_labels(module):
                     undo.callback(_restore, module, "_loss_function", vars(module).get("_loss_function"))
                     module._loss_function = self._loss_over(module.loss_function)
             undo.enter_context(self.attention.installed())
@@ -204,13 +195,22 @@ class _Forward(AbstractContextManager[None]):
         self._stack.__exit__(kind, error, trace)
 
 
-def shifted(labels: Tensor) -> Tensor:
-    """Return the target of each position: the label of the next one, and none for the last."""
-    return functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+def check_heads(model: nn.Module, sp: int, tp: int) -> None:
+    """Check that the heads of transformers' models can be divided among `sp` ranks, beside those of split layers.
 
-
-def _count(targets: Tensor | None) -> Tensor | None:
-    return None if targets is None else (targets != _IGNORED).sum()
+    Raises:
+        ConfigurationError: They cannot.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            count = getattr(config, name, None)
+            if isinstance(count, int) and count % (sp * tp):
+                ranks = f"sp={sp}" + f" x tp={tp}" * (tp > 1)
+                raise ConfigurationError(
+                    f"{type(module).__name__} has {name}={count}, which {ranks} ranks cannot divide. Use cp={sp} in "
+                    f"place of sp, or sizes whose product divides {count}."
+                )
 
 
 def _restore(module: nn.Module, name: str, value: object) -> None:

@@ -97,10 +97,10 @@ def _check_length(length: int, size: int, order: Order) -> int:
     num_chunks = 2 * size if order == "zigzag" else size
     if length % num_chunks:
         following = (length // num_chunks + 1) * num_chunks
-        factor = f"2 × {size}" if order == "zigzag" else f"{size}"
+        factor = f"2 × {size}, as each rank holds two parts of it" if order == "zigzag" else f"{size}"
         raise ConfigurationError(
-            f"A sequence of {length} positions cannot be split over {size} ranks in order {order!r}: its length must "
-            f"be divisible by {factor}. Pad it to {following}."
+            f"A sequence of {length} positions cannot be split over {size} ranks: its length must be divisible by "
+            f"{factor}. Pad it to {following}."
         )
     return num_chunks
 

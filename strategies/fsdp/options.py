@@ -287,7 +287,7 @@ def mesh_shape(
     if world % cp:
         near = {size * cp * tp for size in (world // cp, world // cp + 1) if size}
         raise ConfigurationError(
-            f"Sequences are split over {cp} ranks, which does not divide the run's {world} "
+            f"Sequences are split over {cp} ranks (cp or sp), which does not divide the run's {world} "
             f"{'process(es)' if tp == 1 else f'group(s) of tp={tp} processes'}. Start "
             f"{' or '.join(map(str, sorted(near)))} processes."
         )

@@ -40,7 +40,7 @@ from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.context.attention import Kind
-from trainwright.strategies.context.sequences import SplitSequences
+from trainwright.strategies.context.sequences import SplitSequences, check_heads
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.experts.layers import DividedExperts, check_ep_size, check_experts, check_mesh
@@ -256,6 +256,8 @@ class FSDPStrategy(DataParallel):
         if settings.compile_options is not None:
             check_compilable(units)
         shape = self.mesh_shape(settings)
+        if self.sp > 1:
+            check_heads(task, self.sp, shape.tp)
         if self.ep > 1:
             check_experts(task, self.ep, shape.dp_shard * shape.cp)
         if shape.tp > 1:
@@ -302,9 +304,13 @@ class FSDPEngine(ParallelEngine):
         return optimizers
 
     def _state_of(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[torch.Tensor, str] | None = None,
+        make: Callable[..., ShardedState] = ShardedState,
     ) -> ShardedState:
-        return ShardedState(
+        return make(
             module,
             optimizers,
             self.device,

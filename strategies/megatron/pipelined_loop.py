@@ -14,7 +14,7 @@ from trainwright.processes.process_group import Processes
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.megatron.runner import PipelineRunner, shape_of
 from trainwright.strategies.megatron.staged_model import Pipeline
-from trainwright.strategies.megatron.step import divide
+from trainwright.strategies.megatron.step import divide, target_counter
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.shards import whole_output
 
@@ -66,17 +66,20 @@ class PipelineLoop:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the model's output; in training its loss, once forward and backward are done. Collective.
 
-        In training, arguments are divided into micro-batches along the first dimension of their tensors.
+        In training, arguments are divided into micro-batches along the first dimension of their tensors. The loss is
+        the mean over all labels if the model is one of transformers, otherwise over all rows.
         """
         if self.pipeline.is_computing:
             return self.model(*args, **kwargs)
         if torch.is_grad_enabled():
-            parts = divide((args, kwargs), self.num_parts)
+            count = target_counter(self.model)
+            of_batch = None if count is None else lambda part: count(part[1])
+            parts = divide((args, kwargs), self.num_parts, of_batch)
 
             def step(part: tuple[Any, Any]) -> torch.Tensor:
                 return loss_of_output(self.model(*part[0], **part[1]), type(self.model).__name__)
 
-            loss = self.forward_backward(step, [part for part, _ in parts], [share for _, share in parts])
+            loss = self.forward_backward(step, [part for part, *_ in parts], [share for _, share, _ in parts])
             return PipelineOutput(loss=loss)
         return self.model(*args, **kwargs)
 

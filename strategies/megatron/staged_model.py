@@ -347,8 +347,9 @@ class _Absent:
 
     def __init__(self, name: str, model: str) -> None:
         self._message = (
-            f"{model} reads {name}, which another stage of the pipeline holds, without a call of its module. Define "
-            "pipeline_stages() in the task, and name the module in each stage that uses its weights."
+            f"{model} reads {name}, which another stage of the pipeline holds, without a call of its module. If "
+            "the forward does, define pipeline_stages() in the task, and name the module in each stage that uses its "
+            "weights. A callback or a hook sees only weights of its rank's stages."
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -100,15 +100,22 @@ def _refuse_two_stacks(task: nn.Module, num_stages: int) -> None:
 def _layers(task: nn.Module, num_stages: int) -> tuple[list[nn.Module], list[str]]:
     """Return the layers of a model with their names."""
     found: list[tuple[bool, int, str, nn.Module]] = []
+    short: dict[str, int] = {}  # stacks of equal layers with fewer layers than stages, by name
     for name, module in task.named_modules():
         children = list(module.children())
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) >= num_stages:
-            same_class = isinstance(module, nn.ModuleList) and len(set(map(type, children))) == 1
-            found.append((same_class, sum(p.numel() for p in module.parameters()), name, module))
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(name.startswith(f"{s}.") for s in short):
+            continue  # what is inside of a layer is no stack of layers
+        same_class = len(set(map(type, children))) == 1
+        if len(children) >= num_stages:
+            size = sum(p.numel() for p in module.parameters())
+            found.append((same_class and isinstance(module, nn.ModuleList), size, name, module))
+        elif same_class and len(children) > 1:
+            short[name] = len(children)
     if not found:
+        of_too_few = "".join(f" {plain_name(name)} has {count}." for name, count in short.items())
         raise ConfigurationError(
             f"{type(task).__name__} has no ModuleList or Sequential of at least {num_stages} layers that a pipeline of "
-            f"{num_stages} stages could divide. Use fewer stages, or define pipeline_stages() in the task."
+            f"{num_stages} stages could divide.{of_too_few} Use fewer stages, or define pipeline_stages() in the task."
         )
     _, _, prefix, container = max(found, key=lambda one: one[:2])
     named = [(f"{prefix}.{name}".lstrip("."), child) for name, child in container.named_children()]

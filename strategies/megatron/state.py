@@ -15,8 +15,6 @@ from trainwright.checkpoint.format.pieces import Pieces, whole_region
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import map_tensors
 from trainwright.processes.process_group import Processes
-from trainwright.strategies.fsdp.build import MetaBuilding
-from trainwright.strategies.fsdp.parallelize import ParallelModel
 from trainwright.strategies.fsdp.state import ShardedState, forget_one_by_one
 from trainwright.strategies.megatron.staged_model import Wire
 from trainwright.strategies.state import FullState
@@ -34,30 +32,14 @@ class PipelineState(ShardedState):
 
     def __init__(
         self,
-        task: nn.Module,
-        optimizers: Sequence[Optimizer],
-        device: torch.device,
-        *,
+        *args: Any,
         wire: Wire,
         owners: Mapping[str, int],
         mesh: DeviceMesh,
         processes: Processes,
-        is_main: bool,
-        model: ParallelModel,
-        building: MetaBuilding,
-        writes_pieces: bool,
-        names: Mapping[torch.Tensor, str] | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            task,
-            optimizers,
-            device,
-            is_main=is_main,
-            model=model,
-            building=building,
-            writes_pieces=writes_pieces,
-            names=names,
-        )
+        super().__init__(*args, **kwargs)
         self._wire, self._owners, self._processes = wire, owners, processes
         others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
         self._is_first = all(mesh.get_local_rank(name) == 0 for name in others)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.state import Group, SkipRestOfEpoch
@@ -14,6 +16,7 @@ from trainwright.core.tree import batch_size, map_tensors
 from trainwright.loggers.metric_buffer import DivertedCall
 from trainwright.loggers.metric_slot import is_metric_object
 from trainwright.processes.process_group import Processes
+from trainwright.strategies.context.labels import count_targets, shifts_labels
 from trainwright.strategies.megatron.runner import PipelineRunner, shape_of
 from trainwright.strategies.megatron.staged_model import Pipeline
 from trainwright.strategies.shards import whole_output
@@ -58,11 +61,12 @@ class PipelineStep(AutomaticStep):
         self._pipeline, self._runner, self._processes = pipeline, runner, processes
         self._source, self._num_parts, self._sum_shared = source, num_parts, sum_shared
         self._find_base_seed = base_seed
+        self._count = self._items or target_counter(self.task)
         self._base_seed: int | None = None
         self._places: list[int] = []  # of each micro-batch: the index of its batch in the group
         self._batches: list[Any] = []
         self._weights: Sequence[Any] = ()
-        self._shares: list[float | None] = []
+        self._shares: list[float] = []  # of each: how much a row of it counts in the mean of a logged value
         self._first_idx = 0
         self._logged: list[list[DivertedCall]] = []
         self._outputs: dict[int, Any] = {}
@@ -104,21 +108,22 @@ class PipelineStep(AutomaticStep):
 
     def _divide(self, group: Group, batches: list[Any]) -> None:
         """Divide batches into micro-batches, and weigh those."""
-        self._batches, self._places, self._shares, whole, weights = [], [], [], [], []
+        self._batches, self._places, self._shares, whole, weights, of_ranks = [], [], [], [], [], []
         for i, batch in enumerate(batches):
             weight = 1 / len(batches) if group.weights is None else group.weights[i]
-            for part, rows in divide(batch, self._num_parts):
+            for part, share, of_row in divide(batch, self._num_parts, self._count):
                 whole.append(part)
-                part, share = (part, None) if self.parts.split is None else self.parts.split(part)
+                weights.append(weight * share)
+                part, of_rank = (part, 1.0) if self.parts.split is None else self.parts.split(part)
                 self._batches.append(part)
                 self._places.append(i)
-                self._shares.append(share)
-                weights.append(weight * rows)
+                of_ranks.append(of_rank)
+                self._shares.append(of_row * of_rank)
         self._weights = weights
         if self._items is not None:
             self._weights = self._weigh_items(Group(whole, group.first_idx, weights=weights))
         if self.parts.split is not None:
-            self._weights = [each * share for each, share in zip(self._weights, self._shares, strict=True)]
+            self._weights = [each * share for each, share in zip(self._weights, of_ranks, strict=True)]
 
     def _run_stage(self, stage: int, carry: torch.Tensor | None, i: int) -> torch.Tensor:
         """Compute a stage for one micro-batch: its output, or in the last stage its weighted loss, of shape (1,)."""
@@ -171,20 +176,40 @@ class PipelineStep(AutomaticStep):
         return torch.tensor(losses, dtype=torch.float64).sum().float().to(device)
 
 
-def divide(batch: Any, num: int) -> list[tuple[Any, float]]:
-    """Return a batch in up to `num` parts along the first dimension of its tensors, each with its share of the rows.
+def target_counter(model: nn.Module) -> Callable[[Any], torch.Tensor | None] | None:
+    """Return what counts the targets of a batch, if a model of transformers computes the loss; otherwise None."""
+    shifts = next((found for module in model.modules() if (found := shifts_labels(module)) is not None), None)
+    return None if shifts is None else partial(count_targets, shifts=shifts)
+
+
+def divide(batch: Any, num: int, count: Callable[[Any], Any] | None = None) -> list[tuple[Any, float, float]]:
+    """Divide a batch into up to `num` parts along the first dimension of its tensors.
 
     Tensors of another length stay whole in each part.
+
+    Args:
+        count: Returns the number of items that the loss of a part is the mean over, or None if it is not known. Waits
+            for the device. Default: None, which counts rows.
+
+    Returns:
+        Parts, each with its share of the batch's loss, and that share divided by its share of the rows.
     """
     if num == 1:
-        return [(batch, 1.0)]
+        return [(batch, 1.0, 1.0)]
     size = batch_size(batch)
     bounds = [size * i // num for i in range(num + 1)]
+    slices = [(begin, end) for begin, end in itertools.pairwise(bounds) if end > begin]
 
     def rows(begin: int, end: int) -> Any:
         return map_tensors(lambda tensor: tensor[begin:end] if tensor.dim() and len(tensor) == size else tensor, batch)
 
-    return [(rows(begin, end), (end - begin) / size) for begin, end in itertools.pairwise(bounds) if end > begin]
+    parts = [rows(begin, end) for begin, end in slices]
+    shares = [(end - begin) / size for begin, end in slices]
+    counts: list[Any] = [None] if count is None else [count(part) for part in parts]
+    if any(each is None for each in counts) or not (total := sum(map(float, counts))):
+        return [(part, share, 1.0) for part, share in zip(parts, shares, strict=True)]
+    weights = [float(each) / total for each in counts]
+    return [(part, w, w / share) for part, w, share in zip(parts, weights, shares, strict=True)]
 
 
 def _on_host(logged: list[list[DivertedCall]]) -> list[list[DivertedCall]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,14 +19,15 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.optimizer import load_named_optimizer_state
 from trainwright.core.duration import Duration
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.process_group import Processes
-from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
@@ -34,6 +36,7 @@ from trainwright.strategies.fsdp.layers.plan import GivenPlan
 from trainwright.strategies.fsdp.layers.ready import sequence_parallel_plan
 from trainwright.strategies.fsdp.options import check_optimizers, check_sizes, one_of
 from trainwright.strategies.fsdp.parallelize import Sharding
+from trainwright.strategies.fsdp.state import ShardedState
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
 from trainwright.strategies.megatron.runner import SCHEDULES, PipelineRunner, ranks_of_stages
@@ -109,6 +112,7 @@ class MegatronStrategy(FSDPStrategy):
         converted_layers=False,
     )
 
+    @known_arguments(refuse_removed("MegatronStrategy", {}))
     def __init__(
         self,
         *,
@@ -233,6 +237,15 @@ class PipelineEngine(FSDPEngine):
     state: PipelineState
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
+        num = plan.accumulate_grad_batches * self.strategy.num_micro_batches
+        if make_optimizers is not None and num < self.strategy.pp:
+            warnings.warn(
+                f"A step has {num} micro-batch(es), fewer than the pp={self.strategy.pp} stages of the pipeline, which "
+                "wait for each other. Pass MegatronStrategy(num_micro_batches=), or Trainer(accumulate_grad_batches=), "
+                f"so that it has several times {self.strategy.pp}.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
         optimizers = super().prepare(task, make_optimizers, plan)
         self._training_call = self._eval_call = None  # the pipeline calls its stages
         return optimizers
@@ -377,22 +390,15 @@ class PipelineEngine(FSDPEngine):
                 _piece(parameter).copy_(wire.receive(first))
 
     def _state_of(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
-    ) -> PipelineState:
-        return PipelineState(
-            module,
-            optimizers,
-            self.device,
-            is_main=self.is_main,
-            model=self.gradients.models[0],
-            building=self._building,
-            writes_pieces=self.strategy.state_dict_type == "sharded",
-            names=names,
-            wire=self.pipeline.wire,
-            owners=self._owners,
-            mesh=self.mesh,
-            processes=self.processes,
-        )
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[torch.Tensor, str] | None = None,
+        make: Callable[..., ShardedState] = PipelineState,
+    ) -> ShardedState:
+        wire, owners, processes = self.pipeline.wire, self._owners, self.processes
+        make = partial(make, wire=wire, owners=owners, mesh=self.mesh, processes=processes)
+        return super()._state_of(module, optimizers, names, make)
 
     def begin_evaluation(self) -> None:
         """Make all ranks share the buffers of one. Collective."""

@@ -13,7 +13,7 @@ from trainwright.core.errors import TrainwrightWarning
 from trainwright.loggers.logger import Status
 from trainwright.trainer import profiling
 from trainwright.trainer.checkpoints import safe_point
-from trainwright.trainer.recovery.failure import note_training_batch
+from trainwright.trainer.recovery.failure import note_missing_weights, note_training_batch
 from trainwright.trainer.run import StageRun
 
 
@@ -26,6 +26,7 @@ def report_error(run: StageRun, error: BaseException) -> Exception | None:
     if not run.is_set_up:
         return None
     note_training_batch(run, error)
+    note_missing_weights(run, error)
     clearer = run.engine.explain_error(error, run.task)
     told = clearer or error
     listeners: list[Callable[[], Any]] = [partial(hook, run.trainer, run.task, told) for hook in run.hooks.on_exception]

@@ -30,6 +30,17 @@ def note_training_batch(run: StageRun, error: BaseException) -> None:
         note_batch(run, error, "training_step", batch, group.first_idx + group.index)
 
 
+def note_missing_weights(run: StageRun, error: BaseException) -> None:
+    """Note on an error about tensors without values that other ranks hold them, if they do. Not collective."""
+    if "meta" in str(error) and not isinstance(error, TrainwrightError):
+        elsewhere = [name for name, parameter in run.task.named_parameters() if parameter.is_meta]
+        if elsewhere:
+            error.add_note(
+                f"{len(elsewhere)} weights, such as {elsewhere[0]}, are in stages of other ranks, and are tensors on "
+                "the device 'meta' here. In callbacks and hooks, skip parameters whose is_meta is true."
+            )
+
+
 def note_batch(run: StageRun, error: BaseException, step: str, batch: Batch, batch_idx: int) -> None:
     """Note on an error the user's own line, the step, the batch and its shapes. Reads no tensor; not collective.
 

@@ -130,50 +130,52 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
     kept = 0 if wanted.batch_size is None else _activation_bytes(model, *batch, loss=True)
     load: dict[str, Any] = {"activation_bytes": kept, "buckets": buckets}
     if wanted.devices is not None:
+        facts["no_estimate"] = dict[str, str]()
         facts["peaks_float32_adam"] = rank_peaks(shape, world_size=wanted.devices, **load)
         if wanted.devices > 1:
-            for find in (_split_peak, _pipeline_peak, _context_peak):
-                facts["peaks_float32_adam"].update(find(model, wanted))
+            for name, find in (("tp", _split_peak), ("pp", _pipeline_peak), ("cp", _context_peak)):
+                found = find(model, wanted)
+                facts["no_estimate" if isinstance(found, str) else "peaks_float32_adam"][name] = found
     if wanted.device_memory is not None:
         size = convert_file_size_to_int(wanted.device_memory)
         facts["devices_needed"] = ranks_that_fit(shape, size, **load)
     return facts
 
 
-def _split_peak(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, int]:
-    """Return the peak of a rank under tensor parallelism, if the model has a built-in plan for this number of ranks."""
+def _split_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
+    """Return the peak of a rank under tensor parallelism, or why there is none."""
     from trainwright.bigmodels.maps.rank_peaks import one_ranks_share, split_peak, training_shape
 
     assert model.module is not None
     share = one_ranks_share(model.module, wanted.devices)
     if share is None:
-        return {}
+        return f"no built-in plan splits this model over {wanted.devices} ranks"
     kept = logits = 0
     if wanted.batch_size is not None:
         called = replace(model, module=one_ranks_share(model.module, wanted.devices, ends=False))
         kept = _activation_bytes(called, wanted.batch_size, wanted.sequence_length, loss=True)
         logits = 4 * wanted.batch_size * wanted.sequence_length * (model.config or {}).get("vocab_size", 0)
     load = {"activation_bytes": kept, "logits_bytes": logits}
-    return {"tp": split_peak(training_shape(share), world_size=wanted.devices, **load)}
+    return split_peak(training_shape(share), world_size=wanted.devices, **load)
 
 
-def _pipeline_peak(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, int]:
-    """Return the peak of a rank that holds one stage of a pipeline, if the model can be divided into stages."""
+def _pipeline_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
+    """Return the peak of a rank that holds one stage of a pipeline, or why there is none."""
     from trainwright.bigmodels.maps.rank_peaks import pipeline_peak, stage_shapes
 
     assert model.module is not None
     stages, pp = stage_shapes(model.module, wanted.devices), wanted.devices
     if stages is None:
-        return {}
+        return f"the model has no stack of {pp} layers or more"
     kept, sent = [0] * pp, [0] * (pp - 1)
     if wanted.batch_size is not None:
         kept, sent = _stage_bytes(model, wanted.batch_size, wanted.sequence_length, loss=True, pp=pp)
     load: dict[str, Any] = {"activation_bytes": kept, "sent_bytes": sent}
-    return {"pp": pipeline_peak(stages, num_micro_batches=wanted.num_micro_batches or pp, **load)}
+    return pipeline_peak(stages, num_micro_batches=wanted.num_micro_batches or pp, **load)
 
 
-def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, int]:
-    """Return the peak of a rank that holds a part of each sequence, if there are sequences and they can be split."""
+def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
+    """Return the peak of a rank that holds a part of each sequence, or why there is none."""
     from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape
 
     assert model.module is not None
@@ -181,10 +183,14 @@ def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, i
     is_decoder = "input_ids" in inspect.signature(model.module.forward).parameters and not (
         (model.config or {}).get("is_encoder_decoder")
     )
-    if wanted.batch_size is None or not is_decoder or length % (2 * cp):  # two chunks of a sequence on each rank
-        return {}
+    if wanted.batch_size is None:
+        return "pass --batch-size"
+    if not is_decoder:
+        return "the model is no decoder of tokens"
+    if length % (2 * cp):  # two chunks of a sequence on each rank
+        return f"--sequence-length {length} is not divisible by 2 x {cp}"
     kept = _activation_bytes(model, wanted.batch_size, length // cp, loss=True)
-    return {"cp": rank_peaks(training_shape(model.module), world_size=cp, activation_bytes=kept)["fsdp"]}
+    return rank_peaks(training_shape(model.module), world_size=cp, activation_bytes=kept)["fsdp"]
 
 
 def _activation_bytes(model: _FoundModel, batch_size: int, sequence_length: int, *, loss: bool = False) -> int:
@@ -295,6 +301,8 @@ def _show(name: str, facts: dict[str, Any]) -> None:
         print("\npeak memory of one rank's device in a step (float32, Adam), by strategy:")
         for strategy, peak in facts["peaks_float32_adam"].items():
             print(f"  {strategy:18} {format_bytes(peak)}")
+        for strategy, reason in facts["no_estimate"].items():
+            print(f"  {strategy:18} -  ({reason})")
     if "devices_needed" in facts:
         print("\nnumber of devices for training:")
         for strategy, number in facts["devices_needed"].items():

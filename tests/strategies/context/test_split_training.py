@@ -237,8 +237,9 @@ def test_a_model_whose_attention_cannot_span_ranks_is_an_error(
 
 
 @pytest.mark.requires("transformers", reason="its loss shifts labels")
-def test_labels_that_the_batch_does_not_hold_are_an_error(split: SplitSequences) -> None:
-    model, ids = make_model("llama"), torch.ones(2, 8, dtype=torch.long)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_labels_that_the_batch_does_not_hold_are_an_error(kind: str, split: SplitSequences) -> None:
+    model, ids = make_model(kind), torch.ones(2, 8, dtype=torch.long)
     before = model.loss_function
     with split.models(model), split.attention.over_ranks():
         own = split.batch({"input_ids": ids, "labels": ids})
@@ -258,7 +259,7 @@ def test_sizes_are_checked(arguments: dict[str, int], message: str) -> None:
 
 
 def test_processes_that_do_not_fit_are_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"over 2 ranks, which does not divide.*3 process.*Start 2 or 4"):
+    with pytest.raises(ConfigurationError, match=r"over 2 ranks .*which does not divide.*3 process.*Start 2 or 4"):
         quiet_trainer(strategy=FSDPStrategy(cp=2), devices=3, accelerator="cpu").fit(Speaker(), batches(2))
     with pytest.raises(ConfigurationError, match="compile=True is not supported with cp=2"):
         quiet_trainer(strategy=FSDPStrategy(cp=2), devices=2, accelerator="cpu", compile=True).fit(

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
 from trainwright.cli.parity.parity_compare import GRADIENT, LOSS, NORM, PARAMETER, Tolerance, compare
@@ -263,12 +263,16 @@ def test_layers_are_divided_by_their_parameters() -> None:
     assert find_stages(task, 2, ["model.blocks.1"])[0] == [task.model.embed, task.model.blocks[0]]
     wide = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 40), nn.Linear(40, 4), nn.Linear(4, 4))
     assert [len(stage) for stage in find_stages(wide, 2, None)] == [2, 2]
+    nested = nn.ModuleList(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))) for _ in range(3))
+    with pytest.raises(ConfigurationError, match=r"at least 4 layers.* layers has 3\. Use fewer stages"):
+        find_stages(nn.ModuleDict({"layers": nested}), 4, None)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"pp": 5}, "has no ModuleList or Sequential of at least 5 layers"),
+        ({"pipeline": 2, "pp": 2}, "MegatronStrategy has no argument 'pipeline'"),
         ({"pp": 3, "split_points": ["model.blocks.1"]}, r"divide a model into 2 stages.*has 3.*2 name"),
         ({"pp": 2, "split_points": ["model.block.1"]}, r"is not a layer. Did you mean 'model.blocks.1'"),
         ({"pp": 2, "split_points": ["model.blocks.0"]}, "leave a stage without layers"),
@@ -387,7 +391,7 @@ class Reading(Leaky):
     [
         (Twice, "called the model twice"),
         (Leaky, "argument 1 of Block .* comes from another stage"),
-        (Reading, r"reads model\.embed\.weight, which another stage .* holds.*Define pipeline_stages"),
+        (Reading, r"reads model\.embed\.weight, which another stage .* holds.*define pipeline_stages"),
     ],
 )
 def test_a_model_that_a_pipeline_cannot_run_is_refused_in_its_first_step(task: Any, message: str) -> None:
@@ -402,6 +406,27 @@ def test_a_model_that_a_pipeline_cannot_run_is_refused_in_its_first_step(task: A
     found = run_distributed(run, 2, init=False, timeout=60)
     with pytest.raises(TaskError, match=message):
         raise TaskError(" ".join(found))
+
+
+class Norms(Callback):
+    """Reads all weights."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Compute their norms."""
+        for parameter in pl_module.parameters():
+            parameter.norm().item()
+
+
+@pytest.mark.distributed
+def test_a_callback_that_reads_weights_of_other_stages_is_told_so() -> None:
+    def run() -> None:
+        trainer = quiet_trainer(devices="auto", strategy=MegatronStrategy(pp=2), max_steps=1, callbacks=[Norms()])
+        trainer.fit(Speaker(), batches())
+
+    with pytest.raises(
+        RankError, match=r"(?s)are in stages of other ranks.*skip parameters whose is_meta.*has 1 micro-batch"
+    ):
+        run_distributed(run, 2, init=False, timeout=60)
 
 
 def test_the_pipeline_leaves_no_trace_on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

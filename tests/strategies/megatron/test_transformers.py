@@ -111,10 +111,12 @@ def assert_same(found: dict[str, Any], one: dict[str, Any]) -> None:
     assert found["metrics"] == pytest.approx(one["metrics"], rel=1e-5)
 
 
-_CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{kind: (kind, {}) for kind in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "bert")},
-    "gpt2, no cache": ("gpt2", {"use_cache": False}),
-    "llama, no cache": ("llama", {"use_cache": False}),
+_CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    **{kind: (kind, {}, 1) for kind in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "bert")},
+    "gpt2, no cache": ("gpt2", {"use_cache": False}, 1),
+    "llama, no cache": ("llama", {"use_cache": False}, 1),
+    "gpt2, rows with other numbers of labels": ("gpt2", {}, 3),
+    "bert, rows with other numbers of labels": ("bert", {}, 2),
 }
 
 
@@ -125,8 +127,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
     def runs() -> dict[str, Any]:
         return {
-            name: train(folder / name, Hf(kind, **options), MegatronStrategy(pp=2))
-            for name, (kind, options) in _CASES.items()
+            name: train(folder / name, Hf(kind, **options), MegatronStrategy(pp=2, num_micro_batches=num))
+            for name, (kind, options, num) in _CASES.items()
         }
 
     found: list[dict[str, Any]] = run_distributed(runs, 2, init=False, timeout=300)
@@ -135,7 +137,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", list(_CASES))
 def test_two_stages_train_as_one_process(name: str, two: Any, tmp_path: Path) -> None:
-    kind, options = _CASES[name]
+    kind, options, _ = _CASES[name]
     one = train(tmp_path / "one", Hf(kind, **options))
     for found in two:
         assert_same(found[name], one)

@@ -1,0 +1,37 @@
+"""The targets of a batch of transformers' models: the labels that its loss is the mean over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+IGNORED = -100  # the label of a position without a target, in transformers and torch
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Return the target of each position: the label of the next one, and none for the last."""
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def count_targets(batch: object, *, shifts: bool) -> Tensor | None:
+    """Return the number of targets of a batch (0-dim); None if it has no labels.
+
+    Args:
+        shifts: Labels are shifted: the target of a position is the label of the next one.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    targets, labels = batch.get("shift_labels"), batch.get("labels")
+    if targets is None and isinstance(labels, Tensor):
+        targets = shifted(labels) if shifts and labels.dim() > 1 else labels
+    return None if targets is None else (targets != IGNORED).sum()
+
+
+def shifts_labels(module: nn.Module) -> bool | None:
+    """Return whether the loss of a model of transformers shifts labels; None if the module computes no loss."""
+    kind: object = getattr(module, "loss_type", None)
+    if kind is None and type(module).__name__.endswith("LMHeadModel"):
+        return True  # GPT-2's name is not one of a type of losses
+    return kind == "ForCausalLM" if isinstance(kind, str) else None
