@@ -22,7 +22,7 @@ from trainwright.checkpoint.format.manifests import (
     open_checkpoint,
     scan,
 )
-from trainwright.checkpoint.format.reader import check_opened
+from trainwright.checkpoint.format.reader import check_checkpoint
 from trainwright.checkpoint.format.staging import clean_stale
 from trainwright.checkpoint.retention import IndexEntry, RunIndex
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
@@ -107,7 +107,7 @@ class RunFolder:
             try:
                 if _is_listed_itself(found.path) or not accepts(found):
                     continue
-                check_opened(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
+                check_checkpoint(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
                 return found
             except CheckpointError as error:
                 _pass_over(found.path, error, on_damaged)
@@ -235,9 +235,8 @@ def whole_checkpoint(
 
 
 def open_valid(
-    path: Path,
+    path: Path | FoundCheckpoint,
     *,
-    opened: FoundCheckpoint | None = None,
     kind: Kind | None = None,
     parts: Sequence[str] | None = None,
     allow_missing: Sequence[str] = (),
@@ -247,28 +246,25 @@ def open_valid(
     """Open a checkpoint and compare its files with its manifest.
 
     Args:
-        path: the checkpoint folder.
-        opened: what was opened at `path` before, so that its manifest is not parsed again.
-        kind: `"full"` passes over replacements that cannot be resumed; `path` itself is not asked for its kind.
-        parts, allow_missing, hash_files: as in `check_checkpoint`.
-        on_damaged: `"fall_back"`: if it is damaged, return the newest valid one of the same folder that was written
-            earlier; one whose manifest does not even tell its time gives way to the newest of all.
-
-    Warns:
-        TrainwrightWarning: another one than `path` is returned; names both and says what is wrong.
+        path: the checkpoint folder, or a checkpoint that is open.
+        kind: `"full"` skips replacements that cannot be resumed; the kind of `path` itself is not checked.
+        parts, allow_missing, hash_files: see `check_checkpoint`.
+        on_damaged: `"fall_back"` returns the newest valid checkpoint of the same folder that was written earlier, with
+            a `TrainwrightWarning` that names both. If the time of writing of `path` is unreadable, any other counts.
 
     Raises:
         FileNotFoundError: nothing is at `path`.
         NewerFormatError: it is of a newer format, which is not damage.
-        CheckpointError: it is damaged, and there is no replacement or none is wanted.
+        CheckpointError: it is damaged, and there is no replacement or none is requested.
     """
     try:
-        found = open_checkpoint(path) if opened is None else opened
-        check_opened(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
+        found = open_checkpoint(path)
+        check_checkpoint(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
         return found
     except NewerFormatError:
         raise
     except CheckpointError as error:
+        path = path.path if isinstance(path, FoundCheckpoint) else path
         if on_damaged == "error" or not path.is_dir():
             raise
         flaw = error

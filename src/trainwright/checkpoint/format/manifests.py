@@ -56,35 +56,20 @@ def read_manifest(path: Path | str) -> Manifest:
     return open_checkpoint(path).manifest
 
 
-def open_checkpoint(path: Path | str) -> FoundCheckpoint:
-    """Return the checkpoint at `path` with its manifest, which is parsed here and not again.
-
-    Raises:
-        FileNotFoundError, CheckpointError: see `read_manifest`.
-    """
-    folder = locate(Path(path))
-    return FoundCheckpoint(folder, manifest_of(folder))
-
-
-def manifest_of(folder: Path) -> Manifest:
-    """Return the manifest in a folder that exists.
-
-    Raises:
-        CheckpointError: see `read_manifest`.
-    """
+def open_checkpoint(path: Path | str | FoundCheckpoint) -> FoundCheckpoint:
+    """Parse the manifest of the checkpoint at `path`; a checkpoint that is open is returned as it is."""
+    if isinstance(path, FoundCheckpoint):
+        return path
+    folder = _locate(Path(path))
     file = folder / MANIFEST
     if not file.is_file():
         raise CheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or one that was never finished.")
     inside(folder, MANIFEST, str(folder))
-    return Manifest.from_bytes(read_bytes(file, max_bytes=MAX_MANIFEST_BYTES), str(file))
+    return FoundCheckpoint(folder, Manifest.from_bytes(read_bytes(file, max_bytes=MAX_MANIFEST_BYTES), str(file)))
 
 
-def locate(path: Path) -> Path:
-    """Return the folder to read for `path`, which a crash may have left under a hidden name.
-
-    Raises:
-        FileNotFoundError, CheckpointError: see `read_manifest`.
-    """
+def _locate(path: Path) -> Path:
+    """Return the folder to read for `path`, which a crash may have left under a hidden name."""
     with reading(path):  # a name that no file can have
         if path.is_dir():
             return path

@@ -41,7 +41,7 @@ _INSTEAD = (
 
 
 def read_checkpoint(
-    path: Path | str,
+    path: Path | str | FoundCheckpoint,
     *,
     verify: bool = True,
     parts: Sequence[str] | None = None,
@@ -52,7 +52,7 @@ def read_checkpoint(
     """Read a checkpoint, whole or in part.
 
     Args:
-        path: the checkpoint folder.
+        path: the checkpoint folder, or a checkpoint that is open.
         verify: hash the files of the parts first. Sizes and presence are always checked.
         parts: which of `"trainer"`, `"model"`, `"optimizer"`, `"rng"`; by default all that its kind has. The others
             stay empty in the result, without error.
@@ -69,21 +69,6 @@ def read_checkpoint(
             `allow_missing` is unknown.
     """
     found = open_checkpoint(path)
-    return read_opened(
-        found, verify=verify, parts=parts, allow_missing=allow_missing, device=device, copy_model=copy_model
-    )
-
-
-def read_opened(
-    found: FoundCheckpoint,
-    *,
-    verify: bool = False,
-    parts: Sequence[str] | None = None,
-    allow_missing: Sequence[str] = (),
-    device: torch.device | str = "cpu",
-    copy_model: bool = True,
-) -> Snapshot:
-    """Read a checkpoint whose manifest has been parsed; otherwise as `read_checkpoint`."""
     wanted = _wanted(found, parts, allow_missing)
     missing = _examine(found, wanted, allow_missing, hash_files if verify else None)
     if missing:
@@ -118,39 +103,25 @@ def _snapshot(
 
 
 def check_checkpoint(
-    path: Path | str,
+    path: Path | str | FoundCheckpoint,
     *,
     parts: Sequence[str] | None = None,
     allow_missing: Sequence[str] = (),
     hash_files: HashFiles = hash_files,
 ) -> Manifest:
-    """Hash the files of a checkpoint's parts, as `read_checkpoint` does before it reads them, and parse the parts.
+    """Hash and parse the parts of a checkpoint, and return its manifest.
 
-    Arguments and errors are those of `read_checkpoint`, which can then read the checkpoint with `verify=False`. One
-    process does this for all ranks. It reads every byte of the parts, or `hash_files` does.
-
-    Returns:
-        The manifest.
+    `read_checkpoint` can then read it with `verify=False`. One process does this for all ranks. It reads every byte of
+    the parts, or `hash_files` does. Other arguments and errors are those of `read_checkpoint`.
     """
     found = open_checkpoint(path)
-    check_opened(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
-    return found.manifest
-
-
-def check_opened(
-    found: FoundCheckpoint,
-    *,
-    parts: Sequence[str] | None = None,
-    allow_missing: Sequence[str] = (),
-    hash_files: HashFiles = hash_files,
-) -> None:
-    """Check a checkpoint whose manifest has been parsed; otherwise as `check_checkpoint`."""
     wanted = _wanted(found, parts, allow_missing)
     missing = _examine(found, wanted, allow_missing, hash_files)
     try:
         _snapshot(found, wanted, missing, copy=False, copy_model=False)
     except CheckpointError as error:
         raise CheckpointError(f"{error} {_INSTEAD}") from error
+    return found.manifest
 
 
 def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: Sequence[str]) -> tuple[str, ...]:
