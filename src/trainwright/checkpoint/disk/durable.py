@@ -39,7 +39,7 @@ class FileEntry:
 
 
 def set_fault_hook(hook: FaultHook | None) -> None:
-    """Have `hook(event, path)` called after every operation that a crash could follow; None takes it away.
+    """Call `hook(event, path)` after every operation that a crash could follow. None removes the hook.
 
     For tests: the hook may raise, or kill the process. Events: `"mkdir"`, `"open"`, `"write"`, `"fsync"`,
     `"fsync_folder"`, `"rename"`, `"link"`, `"delete"`.
@@ -66,18 +66,14 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class HashingFile:
-    """A new file that is hashed while it is written and synced, at the latest when it is closed.
-
-    The disk starts on the first pieces while later ones are still being written, so that the sync at the end has little
-    left to wait for.
+    """A new file that is hashed while it is written, and synced at the latest when it is closed.
 
     Args:
         path: must not exist.
-        size: how many bytes are going to be written, if known: many are hashed in a second thread beside the writing
-            (both let go of the interpreter).
+        size: number of bytes that will be written, if known. Large files are hashed in a second thread.
 
     Attributes:
-        entry: size and hash of the bytes written; set by `finish`, or once the `with` block has ended without an error.
+        entry: size and hash of the bytes written; set by `finish`, or at the end of the `with` block.
     """
 
     def __init__(self, path: Path, *, size: int = 0) -> None:
@@ -199,11 +195,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, *, sync: bool = True) -> None:
-    """Create `folder` and its missing parents, each synced into the folder above it.
-
-    Args:
-        folder: the folder.
-        sync: False: `sync_new_folders` does that later, so that this thread does not wait for the disk. Default: True.
+    """Create `folder` and its missing parents, each synced into the folder above it. With `sync=False`,
+    `sync_new_folders` syncs them later.
     """
     if folder.is_dir():
         return
@@ -226,9 +219,8 @@ def sync_new_folders() -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename `source` to `target` in the same folder and wait until that is on the disk.
-
-    A file at `target` is replaced; a folder there that holds anything is an OSError.
+    """Rename `source` to `target` in the same folder and wait until that is on the disk. A file at `target` is
+    replaced; a folder that is not empty is an OSError.
     """
     os.replace(source, target)
     fault_point("rename", target)

@@ -50,8 +50,7 @@ def read_manifest(path: Path | str) -> Manifest:
 
     Raises:
         FileNotFoundError: nothing is there; the message lists the checkpoints nearby.
-        CheckpointError: a plain file is there, the manifest is missing (the checkpoint was never finished), damaged,
-            of a newer format, or names files outside the folder.
+        CheckpointError: a plain file is there, or the manifest is missing, damaged or of a newer format.
     """
     return open_checkpoint(path).manifest
 
@@ -97,17 +96,14 @@ def _about_plain_file(path: Path) -> str:
 
 
 def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None = None) -> list[str]:
-    """Compare a checkpoint with its manifest and return what is wrong with it, in words; empty when nothing is.
+    """Compare a checkpoint with its manifest and return a list of its flaws in words.
 
-    Files that the manifest does not list are ignored.
+    Files that the manifest does not list are ignored. Nothing at `path` is a `FileNotFoundError`.
 
     Args:
         path: the checkpoint folder.
-        hashes: read every file and compare its hash; False only looks for missing files and wrong sizes.
+        hashes: hash every file. False only finds missing files and wrong sizes.
         parts: only these parts.
-
-    Raises:
-        FileNotFoundError: nothing is at `path`.
     """
     try:
         found = open_checkpoint(path)

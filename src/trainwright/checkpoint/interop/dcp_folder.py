@@ -43,24 +43,12 @@ class ForeignShards(PieceFiles):
     def add(
         self, name: str, region: Region, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
     ) -> None:
-        """Add one shard.
-
-        Args:
-            name: of the full tensor.
-            region: of the full tensor that the shard holds.
-            shape: of the full tensor.
-            dtype: of both.
-            read: returns the shard's values.
-        """
+        """Add one shard: `region` of the full tensor `name` of `shape` and `dtype`. `read` returns its values."""
         shard: Any = _Shard(region, read, dtype_name(dtype), shape)
         self._by_name.setdefault(name, []).append(shard)
 
     def full(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, origin: Path) -> SavedTensor:
-        """Return the full tensor, which is read when it is used.
-
-        Raises:
-            CheckpointError: its shards do not cover it, or overlap.
-        """
+        """Return the full tensor, which is read when it is used. Its shards must cover it without overlaps."""
         try:
             return self.find(name, shape, dtype_name(dtype))
         except CheckpointError as error:
@@ -73,15 +61,8 @@ class ForeignShards(PieceFiles):
 def read_dcp(folder: Path) -> dict[str, Any]:
     """Read a folder of torch.distributed.checkpoint as the nested state dict that was saved.
 
-    Args:
-        folder: with `.metadata` and the files of all ranks.
-
-    Returns:
-        Containers and plain data. Tensors are read when they are used.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or names something else than tensors and plain data; the message
-            names it.
+    Tensors are read when they are used. A file that is missing, damaged, or names something other than tensors and
+    plain data is a `CheckpointError`.
     """
     path = folder / METADATA
     if not path.is_file():

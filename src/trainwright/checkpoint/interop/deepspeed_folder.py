@@ -58,11 +58,7 @@ class DeepSpeedState:
 
 
 def find_deepspeed(folder: Path) -> Path | None:
-    """Return the folder with the files of the ranks: `folder`, or the one that its `latest` names; None: neither.
-
-    Raises:
-        CheckpointError: `latest` names a folder that is missing.
-    """
+    """Return the folder with the files of the ranks: `folder`, or the one that its `latest` names; None: neither."""
     if any(_MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()):
         return folder
     latest = folder / LATEST
@@ -77,11 +73,8 @@ def find_deepspeed(folder: Path) -> Path | None:
 
 
 def read_deepspeed(folder: Path) -> DeepSpeedState:
-    """Read the folder of one tag, such as `global_step100`.
-
-    Raises:
-        CheckpointError: a rank's file is missing or damaged, or the layout is not one of data parallelism alone; the
-            message names the file.
+    """Read the folder of one tag, such as `global_step100`. Layouts other than data parallelism are a
+    `CheckpointError`.
     """
     models = _read_ranks(folder, _MODEL_FILE)
     if not models:

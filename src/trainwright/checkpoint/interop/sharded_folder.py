@@ -71,11 +71,7 @@ class Sharded:
 def read_sharded(path: Path) -> Sharded | None:
     """Read a folder of torch.distributed.checkpoint or DeepSpeed, or one of Accelerate or Lightning with such.
 
-    Returns:
-        None: it holds no such shards.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or there are no weights; the message names it.
+    Returns None if it holds no such shards. Missing weights are a `CheckpointError`.
     """
     if (path / METADATA).is_file() or any(path.glob("*.distcp")):
         return _from_dcp(path, read_dcp(path))
@@ -157,10 +153,6 @@ def merge_weights(
 
     Returns:
         The files written, the index last if there is one.
-
-    Raises:
-        FileNotFoundError: nothing is at `source`.
-        CheckpointError: `source` is none of these, incomplete or damaged, or `target` cannot be written.
     """
     source, target = Path(source), Path(target)
     if not source.is_dir():
