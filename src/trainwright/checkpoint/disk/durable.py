@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import queue
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -139,34 +138,26 @@ class HashingFile:
 
 
 class _Hash:
-    """XXH3 of pieces, in a thread of its own if asked for; at most two pieces wait for it."""
+    """XXH3 of pieces, in a second thread if requested; at most one piece waits for it."""
 
     def __init__(self, *, in_thread: bool) -> None:
         self._digest = xxhash.xxh3_128()
-        self._pieces: queue.Queue[memoryview | None] | None = None
-        if in_thread:
-            self._pieces = queue.Queue(maxsize=2)
-            self._thread = threading.Thread(target=self._run, args=(self._pieces,), name="trainwright-hash")
-
-    def _run(self, pieces: queue.Queue[memoryview | None]) -> None:
-        while (piece := pieces.get()) is not None:
-            self._digest.update(piece)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainwright-hash") if in_thread else None
+        self._last: Future[None] | None = None
 
     def update(self, piece: memoryview) -> None:
-        """Take a piece, which must not change before `finish`."""
-        if self._pieces is None:
+        """Add a piece, which must not change before `finish`."""
+        if self._pool is None:
             self._digest.update(piece)
             return
-        if self._thread.ident is None:
-            self._thread.start()
-        self._pieces.put(piece)
+        if self._last is not None:
+            self._last.result()
+        self._last = self._pool.submit(self._digest.update, piece)
 
     def finish(self) -> str:
         """Return the hash in hexadecimal; ends the thread. May be called twice."""
-        if self._pieces is not None and self._thread.ident is not None:
-            self._pieces.put(None)
-            self._thread.join()
-            self._pieces = None
+        if self._pool is not None:
+            self._pool.shutdown()
         return self._digest.hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,42 @@ def shard_index(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """The content of a `model.safetensors.index.json`: names in their order, by shard, and our notes on them."""
+
+    names: list[str]
+    shards: dict[Path, list[str]]
+    tied: dict[str, str]
+    dtypes: dict[str, str]
+    extra: str | None
+
+
+def read_index(path: Path, files: Collection[str] | None = None) -> ShardIndex:
+    """Read an index; its shards must exist beside it and, if given, be among `files`."""
+    index = read_json(path)
+    try:
+        weight_map: dict[str, str] = dict(index["weight_map"])
+        notes = dict(index.get("metadata", {}).get("trainwright", {}))
+        tied, dtypes = dict(notes.get("tied", {})), dict(notes.get("dtypes", {}))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors shards: {error!r}.") from error
+    shards: dict[Path, list[str]] = {}
+    for file in dict.fromkeys(weight_map.values()):
+        shard = inside(path.parent, file, str(path))
+        if files is not None and file not in files:
+            raise CheckpointError(f"{path} names the shard {file!r}, which the manifest does not list. It is refused.")
+        if not shard.is_file():
+            raise CheckpointError(f"{path} names the shard {file!r}, which is missing.")
+        shards[shard] = []
+    for name, file in weight_map.items():
+        shards[path.parent / file].append(name)
+    for name, first in tied.items():
+        if first not in weight_map:
+            raise CheckpointError(f"{path} ties {name!r} to {first!r}, which it does not hold.")
+    return ShardIndex(list(weight_map), shards, tied, dtypes, str(notes["extra"]) if "extra" in notes else None)
+
+
 def read_model(
     folder: Path, device: torch.device | str = "cpu", *, copy: bool = True, files: Collection[str] | None = None
 ) -> dict[str, Any]:
@@ -189,29 +226,12 @@ def _read_model(folder: Path, device: torch.device | str, copy: bool, files: Col
         if (folder / SINGLE_FILE).is_file():
             return dict(read_safetensors(inside(folder, SINGLE_FILE, str(folder)), device=device, copy=copy))
         raise CheckpointError(f"{folder} holds neither {MODEL_INDEX} nor {SINGLE_FILE}.")
-    index = read_json(path)
-    try:
-        weight_map: dict[str, str] = dict(index["weight_map"])
-        notes = dict(index.get("metadata", {}).get("trainwright", {}))
-        tied, dtypes = dict(notes.get("tied", {})), dict(notes.get("dtypes", {}))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors shards: {error!r}.") from error
-    by_file: dict[str, list[str]] = {}
-    for name, file in weight_map.items():
-        by_file.setdefault(file, []).append(name)
+    index = read_index(path, files)
     tensors: dict[str, torch.Tensor] = {}
-    for file, names in by_file.items():
-        shard = inside(folder, file, str(path))
-        if files is not None and file not in files:
-            raise CheckpointError(f"{path} names the shard {file!r}, which the manifest does not list. It is refused.")
-        if not shard.is_file():
-            raise CheckpointError(f"{path} names the shard {file!r}, which is missing.")
+    for shard, names in index.shards.items():
         tensors |= read_safetensors(shard, device=device, names=names, copy=copy)
-    values: dict[str, Any] = {name: from_storable(tensors[name], dtypes.get(name)) for name in weight_map}
-    for name, same in tied.items():
-        if same not in values:
-            raise CheckpointError(f"{path} ties {name!r} to {same!r}, which it does not hold.")
-        values[name] = values[same]
-    if "extra" in notes:
+    values: dict[str, Any] = {name: from_storable(tensors[name], index.dtypes.get(name)) for name in index.names}
+    values |= {name: values[first] for name, first in index.tied.items()}
+    if index.extra is not None:
         values |= read_tree(folder, EXTRA_STEM)
     return values

@@ -23,11 +23,11 @@ from trainwright.checkpoint.format.model import MODEL_INDEX, SINGLE_FILE, read_m
 from trainwright.checkpoint.format.safetensors_io import read_safetensors
 from trainwright.checkpoint.format.staging import clean_stale
 from trainwright.checkpoint.format.writer import write_checkpoint
-from trainwright.checkpoint.interop.dcp_folder import METADATA
+from trainwright.checkpoint.interop.dcp_folder import METADATA, Sharded
 from trainwright.checkpoint.interop.deepspeed_folder import LATEST
 from trainwright.checkpoint.interop.foreign_optimizer import NamesUnknown, named_from_positions, steps_of
 from trainwright.checkpoint.interop.pickle_parser import Unknown
-from trainwright.checkpoint.interop.sharded_folder import FSDP_MODEL, Sharded, accelerate_rng, read_sharded
+from trainwright.checkpoint.interop.sharded_folder import FSDP_MODEL, accelerate_rng, read_sharded
 from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name

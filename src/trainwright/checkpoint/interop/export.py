@@ -19,7 +19,7 @@ import torch
 
 from trainwright.checkpoint.disk.durable import hidden, make_folder, rename, sync_folder, write_file
 from trainwright.checkpoint.disk.planned_file import Weight, write_files
-from trainwright.checkpoint.disk.untrusted import inside, read_json, reading
+from trainwright.checkpoint.disk.untrusted import inside, reading
 from trainwright.checkpoint.format.codec import read_tree
 from trainwright.checkpoint.format.layout import MANIFEST, MODEL_FOLDER, MODEL_STEM
 from trainwright.checkpoint.format.manifests import read_manifest, verify
@@ -28,6 +28,7 @@ from trainwright.checkpoint.format.model import (
     MODEL_INDEX,
     SINGLE_FILE,
     deal_out,
+    read_index,
     shard_index,
     shard_names,
 )
@@ -218,25 +219,13 @@ def _layout_of(folder: Path, native: bool) -> _Model:
     if not path.is_file():
         single = inside(folder, SINGLE_FILE, str(folder))
         return _Model(_described(single, list(_entries(single)), {}, native), {}, [])
-    index = read_json(path)
-    try:
-        weight_map = {str(name): str(file) for name, file in index["weight_map"].items()}
-        notes = dict(index.get("metadata", {}).get("trainwright", {}))
-        tied, dtypes = dict(notes.get("tied", {})), dict(notes.get("dtypes", {}))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors shards: {error!r}.") from error
-    lost = [first for first in tied.values() if first not in weight_map]
-    if lost:
-        raise CheckpointError(f"{path} ties names to {', '.join(lost)}, which it does not hold.")
-    found: dict[str, StoredTensor] = {}
-    for file in dict.fromkeys(weight_map.values()):
-        shard = inside(folder, file, str(path))
-        if not shard.is_file():
-            raise CheckpointError(f"{path} names the shard {file!r}, which is missing.")
-        names = [name for name, home in weight_map.items() if home == file]
-        found |= {tensor.name: tensor for tensor in _described(shard, names, dtypes, native)}
-    extra = [str(notes["extra"])] if "extra" in notes else []
-    return _Model([found[name] for name in weight_map], tied, extra)
+    index = read_index(path)
+    found = {
+        tensor.name: tensor
+        for shard, names in index.shards.items()
+        for tensor in _described(shard, names, index.dtypes, native)
+    }
+    return _Model([found[name] for name in index.names], index.tied, [] if index.extra is None else [index.extra])
 
 
 def _read_pieces(folder: Path, native: bool) -> _Model:
