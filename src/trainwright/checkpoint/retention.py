@@ -6,7 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,16 +172,9 @@ class RunIndex:
             yield
 
     def _store(self, entries: list[IndexEntry]) -> None:
+        # JSON has no NaN; text keeps it readable and exact.
         items = [
-            {
-                "name": entry.name,
-                "step": entry.step,
-                "created": entry.created,
-                "kind": entry.kind,
-                "run": entry.run,
-                # JSON has no NaN; text keeps it readable and exact.
-                "metrics": {name: repr(float(value)) for name, value in entry.metrics.items()},
-            }
+            asdict(entry) | {"metrics": {name: repr(float(value)) for name, value in entry.metrics.items()}}
             for entry in entries
         ]
         replace_file(self.path, sealed({"format_version": PLAIN_VERSION, "checkpoints": items}))

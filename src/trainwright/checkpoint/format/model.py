@@ -217,21 +217,17 @@ def read_model(
         CheckpointError: the index is damaged, or a shard is outside `folder`, missing or incomplete.
     """
     with reading(folder):
-        return _read_model(folder, device, copy, files)
-
-
-def _read_model(folder: Path, device: torch.device | str, copy: bool, files: Collection[str] | None) -> dict[str, Any]:
-    path = folder / MODEL_INDEX
-    if not path.is_file():
-        if (folder / SINGLE_FILE).is_file():
-            return dict(read_safetensors(inside(folder, SINGLE_FILE, str(folder)), device=device, copy=copy))
-        raise CheckpointError(f"{folder} holds neither {MODEL_INDEX} nor {SINGLE_FILE}.")
-    index = read_index(path, files)
-    tensors: dict[str, torch.Tensor] = {}
-    for shard, names in index.shards.items():
-        tensors |= read_safetensors(shard, device=device, names=names, copy=copy)
-    values: dict[str, Any] = {name: from_storable(tensors[name], index.dtypes.get(name)) for name in index.names}
-    values |= {name: values[first] for name, first in index.tied.items()}
-    if index.extra is not None:
-        values |= read_tree(folder, EXTRA_STEM)
-    return values
+        path = folder / MODEL_INDEX
+        if not path.is_file():
+            if (folder / SINGLE_FILE).is_file():
+                return dict(read_safetensors(inside(folder, SINGLE_FILE, str(folder)), device=device, copy=copy))
+            raise CheckpointError(f"{folder} holds neither {MODEL_INDEX} nor {SINGLE_FILE}.")
+        index = read_index(path, files)
+        tensors: dict[str, torch.Tensor] = {}
+        for shard, names in index.shards.items():
+            tensors |= read_safetensors(shard, device=device, names=names, copy=copy)
+        values: dict[str, Any] = {name: from_storable(tensors[name], index.dtypes.get(name)) for name in index.names}
+        values |= {name: values[first] for name, first in index.tied.items()}
+        if index.extra is not None:
+            values |= read_tree(folder, EXTRA_STEM)
+        return values

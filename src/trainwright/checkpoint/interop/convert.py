@@ -171,9 +171,6 @@ def _from_folder(path: Path, options: ConvertOptions, notes: list[str]) -> tuple
     )
 
 
-# Lightning
-
-
 def _from_lightning(tree: Mapping[str, Any], options: ConvertOptions, notes: list[str]) -> Snapshot:
     weights = _state_dict(tree["state_dict"])
     state = _lightning_progress(tree, notes)
@@ -224,9 +221,6 @@ def _lightning_progress(tree: Mapping[str, Any], notes: list[str]) -> TrainState
             "--step if that matters."
         )
     return state
-
-
-# Accelerate
 
 
 def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes: list[str]) -> Snapshot:
@@ -289,9 +283,6 @@ def _number(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-# Shards of several ranks
-
-
 def _from_sharded(sharded: Sharded, options: ConvertOptions, notes: list[str]) -> Snapshot:
     notes.extend(sharded.notes)
     state = _lightning_progress(sharded.progress, notes)
@@ -312,9 +303,6 @@ def _from_sharded(sharded: Sharded, options: ConvertOptions, notes: list[str]) -
         options=options,
         notes=notes,
     )
-
-
-# Parts that the sources have in common
 
 
 def _with_optimizers(
@@ -400,12 +388,8 @@ def _find_state_dict(tree: Any, path: Path, notes: list[str]) -> Mapping[str, An
             return tree
     if isinstance(tree, torch.nn.Module):
         return tree.state_dict()
-    shown = (
-        f"a dict with the keys {', '.join(map(str, list(tree)[:10]))}"
-        if isinstance(tree, Mapping)
-        else type(tree).__name__
-    )
-    raise CheckpointError(f"{path} holds no state dict: it is {shown}.")
+    keys = f" with the keys {', '.join(map(str, list(tree)[:10]))}" if isinstance(tree, Mapping) else ""
+    raise CheckpointError(f"{path} holds no state dict: it is a {type(tree).__name__}{keys}.")
 
 
 def _read_pickled(path: Path, options: ConvertOptions, notes: list[str]) -> Any:

@@ -208,24 +208,20 @@ def _model_folder(source: Path, check: bool) -> Path:
 
 
 def _read_layout(folder: Path, *, native: bool = True) -> _Model:
-    with reading(folder):
-        return _layout_of(folder, native)
-
-
-def _layout_of(folder: Path, native: bool) -> _Model:
     path = folder / MODEL_INDEX
-    if (folder / _STATE).is_file():
-        return _read_pieces(folder, native)
-    if not path.is_file():
-        single = inside(folder, SINGLE_FILE, str(folder))
-        return _Model(_described(single, list(_entries(single)), {}, native), {}, [])
-    index = read_index(path)
-    found = {
-        tensor.name: tensor
-        for shard, names in index.shards.items()
-        for tensor in _described(shard, names, index.dtypes, native)
-    }
-    return _Model([found[name] for name in index.names], index.tied, [] if index.extra is None else [index.extra])
+    with reading(folder):
+        if (folder / _STATE).is_file():
+            return _read_pieces(folder, native)
+        if not path.is_file():
+            single = inside(folder, SINGLE_FILE, str(folder))
+            return _Model(_described(single, list(_entries(single)), {}, native), {}, [])
+        index = read_index(path)
+        found = {
+            tensor.name: tensor
+            for shard, names in index.shards.items()
+            for tensor in _described(shard, names, index.dtypes, native)
+        }
+        return _Model([found[name] for name in index.names], index.tied, [] if index.extra is None else [index.extra])
 
 
 def _read_pieces(folder: Path, native: bool) -> _Model:
