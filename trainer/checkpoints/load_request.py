@@ -14,7 +14,7 @@ from trainwright.callbacks.roles import Saver
 from trainwright.checkpoint import Snapshot
 from trainwright.checkpoint.format.layout import PARTS, Kind
 from trainwright.checkpoint.format.manifests import FoundCheckpoint, HashFiles, hash_files, open_checkpoint
-from trainwright.checkpoint.format.reader import check_opened, read_opened
+from trainwright.checkpoint.format.reader import check_checkpoint, read_checkpoint
 from trainwright.checkpoint.remote import find_remote
 from trainwright.checkpoint.retention import IndexEntry, RunIndex
 from trainwright.checkpoint.run_folder import OnDamaged, RunFolder, open_valid
@@ -186,9 +186,9 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
                 "for those that the task has now."
             )
         return best
+    path = remote_saves.fetch(run, place) if is_url(place) else Path(str(place)).expanduser()
     found = open_valid(
-        remote_saves.fetch(run, place) if is_url(place) else Path(str(place)).expanduser(),
-        opened=request.opened,
+        request.opened or path,
         kind=kind,
         parts=parts,
         allow_missing=allow_missing,
@@ -226,7 +226,7 @@ def _best(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFil
         try:
             found = open_checkpoint(remote_saves.on_this_machine(run, name))
             parts, allow_missing = request.parts(stage), request.parts_to_miss
-            check_opened(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
+            check_checkpoint(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
             _check_kind(request, stage, found)
         except (CheckpointError, FileNotFoundError) as error:
             if request.on_damaged != "fall_back":
@@ -272,7 +272,7 @@ def left_by_earlier(attempt: Attempt, folder: RunFolder) -> FoundCheckpoint | No
 
     def is_of_this_fit(found: FoundCheckpoint) -> bool:
         full = found.manifest.kind == "full"
-        return full and read_opened(found, parts=("trainer",)).trainer.get("job") == attempt.key
+        return full and read_checkpoint(found, verify=False, parts=("trainer",)).trainer.get("job") == attempt.key
 
     return folder.newest(accepts=is_of_this_fit)
 
@@ -380,9 +380,11 @@ class Opened:
         """
         if full:
             allow_missing = request.parts_to_miss
-            snapshot = read_opened(found, parts=PARTS["full"], allow_missing=allow_missing, copy_model=False)
+            snapshot = read_checkpoint(
+                found, verify=False, parts=PARTS["full"], allow_missing=allow_missing, copy_model=False
+            )
         else:
-            snapshot = read_opened(found, parts=WEIGHTS, copy_model=False)
+            snapshot = read_checkpoint(found, verify=False, parts=WEIGHTS, copy_model=False)
         if snapshot.model is None:
             raise CheckpointError(f"{found.path} holds no weights.")
         return cls(found, request, snapshot, _shown(found, snapshot))
@@ -408,7 +410,7 @@ def _shown(found: FoundCheckpoint, snapshot: Snapshot) -> ShownCheckpoint:
         read |= {
             "callbacks": lambda: trainer.get("callbacks", {}),
             "lr_schedulers": lambda: trainer.get("schedulers", []),
-            "optimizer_states": lambda: read_opened(found, parts=("optimizer",)).optimizers,
+            "optimizer_states": lambda: read_checkpoint(found, verify=False, parts=("optimizer",)).optimizers,
         }
     advice = "pass allow_missing=[...] to fit to start parts from scratch"
     return ShownCheckpoint("on_load_checkpoint", trainer.get("task", {}), snapshot.model, read, advice=advice)

@@ -43,23 +43,21 @@ class _Job:
 
 
 class AsyncWriter:
-    """Writes checkpoints in a thread, from a copy in host memory, while the training goes on.
+    """Writes checkpoints in a thread, from a copy in host memory, while the training continues.
 
-    One process of a run uses it, from one thread. At most one snapshot is in memory at a time: a save that comes while
-    the one before is still being written waits for it, so that a slow disk slows the run down rather than filling the
-    memory. A thread runs only while there is something to write, and the interpreter waits for it before it exits,
-    at most until the deadline.
-    Beside it a second one at the lowest priority does what takes the processor's time, so that training keeps its
-    cores; whoever waits for a save has the first do that work too.
-    Saving takes part in no collective and draws no random numbers.
+    One process of a run uses it, from one thread. At most one snapshot is in memory: a save waits for the one before,
+    so that a slow disk slows the run down instead of filling the memory. Threads exist only while a checkpoint is
+    written, and the interpreter waits for them before it exits, at most until the deadline. A second thread at the
+    lowest priority does the work that takes processor time; when another thread waits for a save, the first does that
+    work too. Saving takes part in no collective and draws no random numbers.
 
     Args:
         max_shard_bytes: see `plan_model`.
 
     Attributes:
         buffers: the host memory, kept between saves.
-        optimizers: those whose state is saved.
-        deadline_s: returns when what is not published is dropped, as `time.monotonic()` counts; None: never.
+        optimizers: the optimizers whose state is saved.
+        deadline_s: returns when unpublished checkpoints are dropped, in the time of `time.monotonic()`. None: never.
     """
 
     def __init__(self, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -91,10 +89,7 @@ class AsyncWriter:
             return self._thread is not None and self._dropped.is_set()
 
     def prepare(self, num_bytes: int) -> None:
-        """Have host memory for the first save of about so many bytes ready when it comes; returns at once.
-
-        A thread fills it, with pauses, until then or until the writer is closed.
-        """
+        """Allocate host memory for a first save of about `num_bytes` in a thread; returns at once."""
         if self._contents is not None or num_bytes < QUIET_FROM_BYTES:
             return
         self._end_preparation()
@@ -104,26 +99,20 @@ class AsyncWriter:
     def submit(self, path: Path | str, snapshot: Snapshot, *, then: Then | None = None, fresh: bool = False) -> Path:
         """Copy `snapshot` and return; the checkpoint `path` is written and published later, see `write_checkpoint`.
 
-        Blocks until the previous checkpoint is published and the tensors are copied, those on a device too. The
-        snapshot and everything it refers to may change as soon as this returns. If it `overlaps`, the optimizers'
-        tensors are left out of that: the thread copies them, and any `step` of one of `optimizers` waits for it (and
-        helps), as `finish_copy` does. One that is changed in another way before is an error of the save: see
-        `wait`.
+        Blocks until the previous checkpoint is published and the tensors are copied. Afterwards the snapshot may
+        change. If it `overlaps`, the thread copies the optimizers' tensors, and each `step` of one of `optimizers`
+        waits for that and helps, as `finish_copy` does. Changing them in another way before is an error of the save.
 
         Args:
-            path: the checkpoint's folder. Its earlier content, and other checkpoints, stay as they are until it is
-                complete, and if it fails.
-            snapshot: what to save.
-            then: called with `path` in the writing thread once the checkpoint is published. What it raises is an error
-                of the save.
+            path: the checkpoint's folder. Its earlier content stays until the new one is complete, and if it fails.
+            snapshot: the state to save.
+            then: called with `path` in the writing thread once the checkpoint is published. Its errors are those of the
+                save.
             fresh: see `Draft`.
 
-        Returns:
-            `path`.
-
         Raises:
-            CheckpointError: the previous checkpoint could not be written (its path is named, and nothing is done for
-                this one), or this snapshot cannot be saved as `path`.
+            CheckpointError: the previous checkpoint could not be written (nothing is done for this one), or this
+                snapshot cannot be saved as `path`.
         """
         self.wait()
         path = Path(path)
@@ -133,28 +122,21 @@ class AsyncWriter:
         return path
 
     def stage(self, contents: Contents) -> None:
-        """Copy the tensors of `contents`, which then holds the copies; for a save of several ranks.
+        """Copy the tensors of `contents`, which then holds the copies, for a save of several ranks; `start` writes
+        them.
 
-        Blocks until everything that was submitted is done and the tensors are copied, see `submit`. `start` writes what
-        is staged.
-
-        Raises:
-            CheckpointError: an earlier checkpoint could not be written (its path is named); nothing is copied.
+        Blocks until everything that was submitted is done and the tensors are copied. Errors are those of `wait`.
         """
         self.wait()
         self._stage(contents)
 
     def start(self, path: Path, write: Write, *, then: Then | None = None) -> None:
-        """Have the thread call `write`, after what it has to do already; waits for nothing.
+        """Call `write` in the thread, after the checkpoints before; returns at once.
 
         Args:
             path: the checkpoint that is written, for messages.
-            write: writes it, or this rank's share of it, from what has been staged; called with `quiet`, see
-                `write_files`.
+            write: writes it, or this rank's part of it, from the staged copies; called with `quiet`, see `write_files`.
             then: see `submit`.
-
-        Raises:
-            CheckpointError: an earlier one has failed meanwhile.
         """
         self._start(_Job(path, write, then))
 
@@ -179,17 +161,15 @@ class AsyncWriter:
         then: Then | None = None,
         fresh: bool = False,
     ) -> Path:
-        """Write the snapshot of the last `submit` as a further checkpoint, after the others; waits for nothing.
+        """Write the snapshot of the last `submit` as a further checkpoint, after the others; returns at once.
 
         Args:
-            path: the checkpoint's folder.
-            metrics: for its manifest, unless they are the snapshot's own.
-            then: see `submit`.
-            fresh: see `Draft`.
+            path, then, fresh: see `submit`.
+            metrics: for its manifest. Default: those of the snapshot.
 
         Raises:
-            CheckpointError: there is no such snapshot, something that is no checkpoint lies at `path`, or one of the
-                others has failed meanwhile.
+            CheckpointError: there is no such snapshot, something else is at `path`, or an earlier checkpoint has
+                failed.
         """
         if self._contents is None:
             raise CheckpointError(f"there is no snapshot in memory to write as {path}: call submit first.")
@@ -202,8 +182,7 @@ class AsyncWriter:
         """Block until everything that was submitted is published.
 
         Raises:
-            CheckpointError: a checkpoint could not be written; its path is named. It is raised once. Checkpoints that
-                were to be written after it are left out and named too.
+            CheckpointError: once, if a checkpoint could not be written. Names it and the later ones, which are dropped.
         """
         self.join()
         with self._lock:

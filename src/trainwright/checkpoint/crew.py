@@ -1,6 +1,6 @@
-"""Several ranks that write one checkpoint: each its own files, and one of them seals it once all have told it so.
+"""Checkpoints that several ranks write together: each writes its own files, and rank 0 publishes the checkpoint.
 
-They speak through the key-value store of their run, in whatever thread they write in, and never through a collective.
+They exchange messages through the key-value store of their run, from any thread, without collectives.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Crew:
     """The ranks that write one checkpoint together.
 
     Args:
-        store: where they leave what they have to tell.
-        rank: of this process; rank 0 seals.
-        world_size: how many there are.
-        timeout_s: how long rank 0 waits for the others once it has written its own files.
+        store: the key-value store of the run.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout_s: how long rank 0 waits for the others after it has written its own files.
     """
 
     def __init__(self, store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
@@ -60,12 +60,9 @@ class Crew:
         self._hurry_until_s = time.monotonic() + seconds
 
     def write_share(self, folder: Path, contents: Contents, *, quiet: QuietThread | None = None) -> None:
-        """Write this rank's files into the folder that rank 0 has made, and tell rank 0, also of an error.
+        """Write this rank's files into the folder of rank 0 and report them, or an error, to rank 0.
 
-        Blocks until they are synced. For all ranks but the main one; not collective.
-
-        Raises:
-            CheckpointError: rank 0 cannot be told.
+        Blocks until they are synced. For all ranks but 0; not collective.
         """
         try:
             report: dict[str, Any] = {"files": _to_json(write_files(folder, contents.files, quiet=quiet))}
@@ -77,11 +74,10 @@ class Crew:
             raise CheckpointError(f"rank {self.rank} cannot tell rank 0 what it has written: {error}") from error
 
     def write_and_publish(self, draft: Draft, contents: Contents, *, quiet: QuietThread | None = None) -> None:
-        """Write rank 0's files, wait for what the others report, and publish the checkpoint. Not collective.
+        """Write rank 0's files, wait for the reports of the others, and publish the checkpoint. Not collective.
 
         Raises:
-            CheckpointError: a rank could not write, or has not told within the timeout; it is named.
-            OSError: rank 0 could not write.
+            CheckpointError: a rank could not write, or did not report within the timeout; it is named.
         """
         with draft:
             entries = draft.write(contents, quiet=quiet)

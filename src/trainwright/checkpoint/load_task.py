@@ -41,19 +41,19 @@ def load_task_from_checkpoint(
     """Construct a task with the hyper-parameters of a checkpoint and load its weights.
 
     Args:
-        cls: the task's class. Saved hyper-parameters that its constructor does not take are left out, unless it takes
-            `**kwargs`; those that were the entries of one mapping are handed over as that argument. If it defines
-            `configure_model`, that is called before loading.
+        cls: the task's class. Saved hyper-parameters that its constructor does not accept are skipped, unless it
+            accepts `**kwargs`; those of one mapping are passed as that argument. A `configure_model` is called before
+            loading.
         path: a checkpoint folder of either kind, or the URL of one.
-        map_location: the device for the task; None leaves it where it builds itself.
-        strict: raise when names of weights are missing or left over; None: as the task's `strict_loading` says.
-        hparams_file: a YAML or JSON file of hyper-parameters to take instead of the saved ones.
+        map_location: the device for the task. None: the device on which it builds itself.
+        strict: raise if names of weights are missing or left over. None: use the task's `strict_loading`.
+        hparams_file: a YAML or JSON file of hyper-parameters that are used instead of the saved ones.
         hparams_overrides: values that replace saved hyper-parameters, or that were not saved.
 
     Raises:
         FileNotFoundError: nothing is at `path`.
-        CheckpointError: the checkpoint is damaged, the constructor needs an argument that was neither saved nor given
-            or does not take one that was given, or the weights do not fit.
+        CheckpointError: the checkpoint is damaged, the constructor's arguments are incomplete or unknown, or the
+            weights do not fit.
     """
     if is_url(path):
         with tempfile.TemporaryDirectory(prefix="trainwright-") as folder:
@@ -95,17 +95,12 @@ def load_data_from_checkpoint(
     hparams_file: Path | str | None = None,
     hparams_overrides: Mapping[str, Any] | None = None,
 ) -> DataT:
-    """Construct a data module with the hyper-parameters of a checkpoint, and give it its saved state.
+    """Construct a data module with the hyper-parameters of a checkpoint, and load its saved state.
 
     Args:
-        cls: the data module's class; see `load_task_from_checkpoint`.
-        path: a checkpoint folder that a fit with a data module has written, or the URL of one.
-        hparams_file, hparams_overrides: see `load_task_from_checkpoint`.
-
-    Raises:
-        FileNotFoundError: nothing is at `path`.
-        CheckpointError: the checkpoint is damaged, or the constructor needs an argument that was neither saved nor
-            given or does not take one that was given.
+        cls: the data module's class.
+        path: a checkpoint folder of a fit with a data module, or the URL of one.
+        hparams_file, hparams_overrides: see `load_task_from_checkpoint`, also for the errors.
     """
     with tempfile.TemporaryDirectory(prefix="trainwright-") as folder:
         local = download_checkpoint(path, folder) if is_url(path) else Path(path).expanduser()

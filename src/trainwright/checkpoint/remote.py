@@ -65,14 +65,13 @@ def upload_checkpoint(
 ) -> str:
     """Copy a published checkpoint below `url`, under its own name; files first, manifest last.
 
-    Every file is hashed as it is read, and its remote size is compared, before the manifest goes up: whatever happens
-    on the way, there is no remote manifest that vouches for something else. A checkpoint that is there already with
-    the very same manifest is left as it is. One process calls it; it blocks on the network.
+    Every file is hashed as it is read, and its remote size is compared, before the manifest is uploaded. A remote
+    checkpoint with the same manifest is left as it is. One process calls it; it blocks on the network.
 
     Args:
         local: the checkpoint's folder.
-        url: the remote folder to put it in, such as `s3://bucket/run`.
-        replace: take away another checkpoint of the same name first; otherwise that is an error.
+        url: the remote folder, such as `s3://bucket/run`.
+        replace: delete another checkpoint of the same name first; otherwise that is an error.
         storage_options: for fsspec, such as credentials; never stored.
 
     Returns:
@@ -80,8 +79,7 @@ def upload_checkpoint(
 
     Raises:
         FileNotFoundError: nothing is at `local`.
-        CheckpointError: the local checkpoint is damaged or changes meanwhile, another one has its name there, or the
-            service refuses or loses something.
+        CheckpointError: the local checkpoint is damaged or changes, another one has its name, or the service fails.
         MissingPackageError: the service's package is not installed.
     """
     local = Path(local)
@@ -108,12 +106,8 @@ def upload_checkpoint(
 def find_remote(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[RemoteCheckpoint]:
     """Return the complete checkpoints directly below `url`, by step and then by time of writing.
 
-    A folder without a manifest, or with one that is damaged, is passed over. A `url` that does not exist has none.
-    Blocks on the network: one listing, and one manifest a folder.
-
-    Raises:
-        CheckpointError: the service cannot be reached or refuses.
-        MissingPackageError: its package is not installed.
+    A folder without a valid manifest is skipped. A `url` that does not exist has none. Blocks on the network: one
+    listing, and one manifest per folder. Errors of the service are those of `upload_checkpoint`.
     """
     found = []
     for name in _Remote(url, storage_options).folders():
@@ -136,8 +130,8 @@ def newest_remote(
 
     Args:
         url: the remote folder.
-        than: a local checkpoint; None is returned if it is the same or was written later. Default: None.
-        kind: `"full"` passes over checkpoints that cannot be resumed. Default: None.
+        than: a local checkpoint. None is returned if it is the same or was written later.
+        kind: `"full"` skips checkpoints that cannot be resumed.
     """
     found = [item for item in find_remote(url) if kind is None or item.manifest.kind == kind]
     last = max(found, key=lambda item: (item.manifest.created, item.manifest.step), default=None)
@@ -148,16 +142,12 @@ def newest_remote(
 def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[str, Any] | None = None) -> Path:
     """Copy the remote checkpoint `url` into the local folder `into`, under its own name.
 
-    Sizes and hashes are compared with the manifest as the bytes arrive, and the folder appears by one rename: it is
-    whole or not there. One that is there already with the very same manifest, and whole, is left as it is. One process
-    calls it; it blocks on the network and the disk.
-
-    Returns:
-        The local checkpoint's folder.
+    Sizes and hashes are compared with the manifest as the bytes arrive, and the folder appears by one rename. A valid
+    local copy with the same manifest is left as it is. One process calls it; it blocks on the network and the disk.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint at `url`.
-        CheckpointError: it is damaged, something else lies at the local name, or the service refuses.
+        CheckpointError: it is damaged, something else is at the local name, or the service fails.
         MissingPackageError: the service's package is not installed.
     """
     remote = _Remote(url, storage_options)
@@ -186,10 +176,9 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
 
 
 def fetch_checkpoint(url: str, root: Path, *, storage_options: Mapping[str, Any] | None = None) -> Path:
-    """Return a local copy of the remote checkpoint `url` somewhere below `root`, downloading it if it is not there.
+    """Return a local copy of the remote checkpoint `url` below `root`, and download it if it is missing or damaged.
 
-    What lies at `url` may change its content; every content has a folder of its own, named after its manifest. A copy
-    that is damaged is fetched anew. Raises as `download_checkpoint` does.
+    The content at `url` may change; every content has a folder of its own, named after its manifest.
     """
     data = _Remote(url, storage_options).read(MANIFEST, MAX_MANIFEST_BYTES)
     digest = xxhash.xxh3_64(data or b"").hexdigest()
@@ -201,12 +190,7 @@ def fetch_checkpoint(url: str, root: Path, *, storage_options: Mapping[str, Any]
 
 
 def remote_names(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the names of all folders directly below `url`, checkpoints or not; none if it does not exist.
-
-    Raises:
-        CheckpointError: the service cannot be reached or refuses.
-        MissingPackageError: its package is not installed.
-    """
+    """Return the names of all folders directly below `url`, checkpoints or not; none if it does not exist."""
     return _Remote(url, storage_options).folders()
 
 
@@ -231,18 +215,15 @@ class RemoteEntry:
 
 
 class RemoteIndex:
-    """The checkpoints that one run has uploaded below a URL: the only ones that it may ever delete there.
+    """The checkpoints that one run has uploaded below a URL: the only ones that it may delete there.
 
-    Kept beside them in `index.{run}.json`, one file a run, since objects cannot be locked: nobody else writes it. An
-    entry is written before the upload begins, so that what a crash left half uploaded can still be deleted.
+    Stored beside them in `index.{run}.json`, one file per run, since objects cannot be locked. An entry is written
+    before the upload begins, so that an upload that a crash interrupted can still be deleted.
 
     Args:
         url: the remote folder.
         run: the run's own id, the same after a resume: letters, digits, `.`, `_` and `-`.
         storage_options: for fsspec.
-
-    Raises:
-        CheckpointError: `run` is no such id, or the index is damaged.
     """
 
     def __init__(self, url: str, *, run: str, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -283,10 +264,8 @@ class RemoteIndex:
         return sorted(self._load(), key=lambda entry: (entry.step, entry.created, entry.name))
 
     def delete(self, name: str) -> None:
-        """Delete one of this run's uploads, its manifest first, and take it out of the index.
-
-        Raises:
-            CheckpointError: this run did not upload it, or something else lies there now. Nothing is deleted.
+        """Delete one of this run's uploads, its manifest first, and its entry. Nothing is deleted if another run
+        uploaded it.
         """
         entries = self._load()
         entry = next((known for known in entries if known.name == name), None)
@@ -299,9 +278,8 @@ class RemoteIndex:
         self._store([known for known in entries if known is not entry])
 
     def delete_unfinished(self) -> list[str]:
-        """Delete what this run began to upload and never finished, as when it was killed; returns the names.
-
-        For the start of a session: while uploads go on, the one that is going up has no manifest either.
+        """Delete uploads that this run never finished, and return their names. Call it before the first upload of a
+        session.
         """
         gone = [entry.name for entry in self.entries() if self._manifest(entry.name) is None]
         for name in gone:
@@ -309,11 +287,7 @@ class RemoteIndex:
         return gone
 
     def keep_last(self, num: int) -> list[str]:
-        """Delete all of this run's uploads but the `num` with the highest steps; returns the names that are gone.
-
-        Raises:
-            CheckpointError: `num` is negative; or as `delete`.
-        """
+        """Delete all of this run's uploads except the `num` with the highest steps; returns the deleted names."""
         if num < 0:
             raise CheckpointError(f"keep_last({num}): expected 0 or more.")
         entries = self.entries()

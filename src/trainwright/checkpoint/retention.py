@@ -6,7 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,16 +34,7 @@ from trainwright.core.host.folders import alone_in
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One checkpoint of a run.
-
-    Attributes:
-        name: its folder's name in the run's checkpoint folder.
-        step: completed optimizer steps.
-        created: from its manifest; tells it from a later one of the same name.
-        kind: `"full"` or `"weights"`.
-        metrics: as in its manifest.
-        run: which run wrote it.
-    """
+    """One checkpoint of a run: the name of its folder, which run wrote it, and values of its manifest."""
 
     name: str
     step: int
@@ -54,21 +45,18 @@ class IndexEntry:
 
 
 class RunIndex:
-    """The list of the checkpoints that this run wrote, kept in `folder/index.json`.
+    """The list of the checkpoints that a run wrote, stored in `folder/index.json`.
 
-    Names in it are relative, so that the folder can be moved. Entries of other runs in the same folder are kept and
-    never touched. One process of a run uses it; every change is on the disk before the method returns. One that is
-    damaged is made again from the manifests of the checkpoints.
+    Names in it are relative, so that the folder can be moved. Entries of other runs are kept. One process of a run uses
+    it; every change is on the disk before the method returns. A damaged index is built again from the manifests of the
+    checkpoints, with a `TrainwrightWarning`.
 
     Args:
         folder: the run's checkpoint folder; made at the first `add`.
         run: the run's own id, the same after a resume; runs that share a folder need different ones.
 
     Raises:
-        CheckpointError: `index.json` is of a newer format, leads out of the folder, or names something outside it.
-
-    Warns:
-        TrainwrightWarning: it was damaged, and has been made again.
+        CheckpointError: `index.json` is of a newer format, or names something outside the folder.
     """
 
     def __init__(self, folder: Path | str, *, run: str = "") -> None:
@@ -78,11 +66,7 @@ class RunIndex:
 
     @classmethod
     def of_newest_run(cls, folder: Path | str) -> RunIndex | None:
-        """Return the index of the run whose checkpoint in `folder` is the newest, or None if there is none.
-
-        Raises:
-            CheckpointError: the index is damaged.
-        """
+        """Return the index of the run whose checkpoint in `folder` is the newest, or None if there is none."""
         there = [entry for entry in cls(folder)._load() if (Path(folder) / entry.name).is_dir()]
         newest = max(there, key=lambda entry: (entry.created, entry.step), default=None)
         return None if newest is None else cls(folder, run=newest.run)
@@ -98,11 +82,7 @@ class RunIndex:
         return sorted(mine, key=lambda entry: (entry.step, entry.created, entry.name))
 
     def add(self, checkpoint: Path | str) -> IndexEntry:
-        """Take up a checkpoint that this run has just written into the folder; returns its entry.
-
-        Raises:
-            FileNotFoundError, CheckpointError: it is not there, damaged, or not directly in the folder.
-        """
+        """Add a checkpoint that this run has written into the folder; returns its entry."""
         checkpoint = Path(checkpoint)
         if checkpoint.parent.resolve() != self.folder.resolve():
             raise CheckpointError(f"{checkpoint} does not lie in {self.folder}; this index cannot hold it.")
@@ -122,11 +102,8 @@ class RunIndex:
     def delete(self, name: str) -> None:
         """Delete one of this run's checkpoints from the disk and from the index.
 
-        What lies under the name is compared with what was added: a checkpoint that somebody else has put there since
-        is left alone. One that is gone already only leaves the index.
-
-        Raises:
-            CheckpointError: this run did not write it, or something else lies there now. Nothing is deleted.
+        A checkpoint that is not the one that was added is not deleted: that is a `CheckpointError`. If it is missing,
+        only its entry is deleted.
         """
         entries = self._load()
         entry = next((known for known in entries if known.name == name and known.run == self.run), None)
@@ -144,9 +121,8 @@ class RunIndex:
             self._store([known for known in self._load() if (known.name, known.run) != (entry.name, entry.run)])
 
     def ranked(self, monitor: str, mode: Literal["min", "max"] = "min") -> list[IndexEntry]:
-        """Return this run's checkpoints that have the metric `monitor`, the best first.
-
-        NaN ranks behind every number; of equal ones the earlier is the better.
+        """Return this run's checkpoints that have the metric `monitor`, the best first. NaN is last; of equal ones the
+        earlier is first.
         """
         if mode not in ("min", "max"):
             raise CheckpointError(f"mode={mode!r}, expected 'min' or 'max'.")
@@ -196,28 +172,17 @@ class RunIndex:
             yield
 
     def _store(self, entries: list[IndexEntry]) -> None:
+        # JSON has no NaN; text keeps it readable and exact.
         items = [
-            {
-                "name": entry.name,
-                "step": entry.step,
-                "created": entry.created,
-                "kind": entry.kind,
-                "run": entry.run,
-                # JSON has no NaN; text keeps it readable and exact.
-                "metrics": {name: repr(float(value)) for name, value in entry.metrics.items()},
-            }
+            asdict(entry) | {"metrics": {name: repr(float(value)) for name, value in entry.metrics.items()}}
             for entry in entries
         ]
         replace_file(self.path, sealed({"format_version": PLAIN_VERSION, "checkpoints": items}))
 
 
 def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntry]:
-    """Return the entries of the checkpoints in a folder, from their manifests.
-
-    Args:
-        folder: of the run's checkpoints.
-        runs: name and time of writing of a checkpoint → the run that wrote it, for those that do not say so
-            themselves (of kind `"weights"`).
+    """Return the entries of the checkpoints in a folder, from their manifests. `runs` gives the run by name and time of
+    writing for checkpoints that do not store it (of kind `"weights"`).
     """
     entries = []
     for found in find_checkpoints(folder):
@@ -251,12 +216,9 @@ class _OutsideError(CheckpointError):
 
 
 def _parse(data: bytes, origin: str) -> list[IndexEntry]:
-    """Return the entries that an index holds: a sealed one, or one from before indices were sealed.
+    """Return the entries of an index: a sealed one, or one from before indices were sealed.
 
-    Raises:
-        NewerFormatError: it is of a newer format.
-        _OutsideError: a name in it is not that of a checkpoint in its folder.
-        CheckpointError: it is damaged.
+    Damage is a `CheckpointError`; its subclasses `NewerFormatError` and `_OutsideError` are no damage.
     """
     fits = seal_fits(data)
     if not fits:

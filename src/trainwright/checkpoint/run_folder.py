@@ -22,7 +22,7 @@ from trainwright.checkpoint.format.manifests import (
     open_checkpoint,
     scan,
 )
-from trainwright.checkpoint.format.reader import check_opened
+from trainwright.checkpoint.format.reader import check_checkpoint
 from trainwright.checkpoint.format.staging import clean_stale
 from trainwright.checkpoint.retention import IndexEntry, RunIndex
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
@@ -33,13 +33,8 @@ OnDamaged = Literal["error", "fall_back"]
 
 
 class RunFolder:
-    """The folder of a run's checkpoints, as that run sees it.
-
-    Made for each use: it holds nothing that another process may have changed on the disk meanwhile.
-
-    Args:
-        path: the folder; it need not exist.
-        run: the run's own id, see `RunIndex`.
+    """The folder of a run's checkpoints; it need not exist. Made for each use: it stores nothing that another process
+    may change on the disk.
     """
 
     def __init__(self, path: Path, *, run: str = "") -> None:
@@ -48,11 +43,7 @@ class RunFolder:
 
     @property
     def index(self) -> RunIndex:
-        """The list of this run's checkpoints, as it is on the disk now.
-
-        Raises:
-            CheckpointError: see `RunIndex`.
-        """
+        """The list of this run's checkpoints, as it is on the disk now."""
         return RunIndex(self.path, run=self._run)
 
     def prepare(self) -> None:
@@ -77,22 +68,19 @@ class RunFolder:
     ) -> FoundCheckpoint | None:
         """Return the valid checkpoint that was written last, or None.
 
-        The time of writing decides, not the step: a run that was started from scratch in the folder of an older,
-        longer one resumes its own. Reads every file of the candidates, newest first, until one is valid.
+        The time of writing decides, not the step: a run that was started from scratch in the folder of an older, longer
+        one resumes its own. Reads every file of the candidates, newest first, until one is valid.
 
         Args:
-            candidates: checkpoints and what could not be opened. Default: all in the folder, of whatever run.
+            candidates: checkpoints, and errors of those that could not be opened. Default: all in the folder, of every
+                run.
             accepts: called with each, newest first; one for which it raises a `CheckpointError` is damaged.
-            parts, allow_missing: as in `read_checkpoint`: what must be valid.
-            on_damaged: `"error"` raises instead of passing over a damaged checkpoint. Default: `"fall_back"`.
-            hash_files: reads the files, all sound ones of a candidate at once.
-
-        Warns:
-            TrainwrightWarning: a damaged checkpoint was passed over; says what is wrong with it.
+            parts, allow_missing, hash_files: see `check_checkpoint`.
+            on_damaged: `"error"` raises for a damaged checkpoint. Default: `"fall_back"`, which skips it with a
+                warning.
 
         Raises:
             NewerFormatError: a candidate is of a newer format, and may well be the newest.
-            CheckpointError: a damaged one was met and `on_damaged="error"`.
         """
         opened: list[FoundCheckpoint] = []
         for path, item in scan(self.path) if candidates is None else candidates:
@@ -107,16 +95,16 @@ class RunFolder:
             try:
                 if _is_listed_itself(found.path) or not accepts(found):
                     continue
-                check_opened(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
+                check_checkpoint(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
                 return found
             except CheckpointError as error:
                 _pass_over(found.path, error, on_damaged)
         return None
 
     def newest_before(self, path: Path) -> tuple[list[LookedAt], Callable[[FoundCheckpoint], bool]]:
-        """Return the folder's other checkpoints, and whether one of them was written before the one at `path`.
+        """Return the folder's other checkpoints, and a function: whether one of them was written before that at `path`.
 
-        All others count as earlier if the manifest at `path` cannot be read and does not tell its time.
+        All others count as earlier if the time of writing at `path` is unreadable.
         """
         true_path = os.path.realpath(path)
         looked_at = list(scan(self.path))
@@ -148,10 +136,8 @@ class RunFolder:
         return next(free for free in itertools.chain((name,), versions) if free not in taken)
 
     def reserve(self, name: str) -> Path | None:
-        """Keep other runs that share the folder from taking a name before its checkpoint is written.
-
-        Returns:
-            The placeholder, to be removed once the name is given up; None where nothing can be made.
+        """Keep other runs that share the folder from using a name before its checkpoint is written. Returns a
+        placeholder to remove later; None if it cannot be made.
         """
         placeholder = hidden(self.path / name, "tmp")
         with contextlib.suppress(OSError):  # the save itself will say what is wrong with the folder
@@ -161,11 +147,7 @@ class RunFolder:
         return None
 
     def link(self, name: str, target: str) -> None:
-        """Point the relative symbolic link `name` at a checkpoint beside it, in one step.
-
-        Raises:
-            CheckpointError: a checkpoint has that name.
-        """
+        """Point the relative symbolic link `name` at a checkpoint beside it, in one step."""
         link = self.path / name
         if link.is_dir() and not link.is_symlink():
             raise CheckpointError(
@@ -188,19 +170,15 @@ def newest_valid(
     on_damaged: OnDamaged = "fall_back",
     hash_files: HashFiles = hash_files,
 ) -> Path | None:
-    """Return the checkpoint in `folder` that was written last among those whose files match their manifest, or None.
+    """Return the valid checkpoint in `folder` that was written last, or None.
 
     `read_checkpoint(..., verify=False)` need not read its files again.
 
     Args:
         folder: of checkpoints; it need not exist.
-        kind: `"full"` passes over checkpoints that cannot be resumed.
-        parts, allow_missing, on_damaged, hash_files: see `RunFolder.newest`.
-        earlier_than: only those that were written before this checkpoint of the folder, which is not among them; all
-            others if its manifest cannot be read and does not tell its time.
-
-    Warns, Raises:
-        See `RunFolder.newest`.
+        kind: `"full"` skips checkpoints that cannot be resumed.
+        earlier_than: a checkpoint of the folder: only those that were written before it count.
+        parts, allow_missing, on_damaged, hash_files: see `RunFolder.newest`, also for warnings and errors.
     """
     place = RunFolder(Path(folder))
     candidates, is_earlier = (None, None) if earlier_than is None else place.newest_before(earlier_than)
@@ -224,20 +202,15 @@ def whole_checkpoint(
     on_damaged: OnDamaged = "error",
     hash_files: HashFiles = hash_files,
 ) -> Path:
-    """Return `path` once its files have been compared with its manifest, or what may be used instead.
-
-    Args, Warns, Raises:
-        See `open_valid`.
-    """
+    """Return `path` if its files match its manifest, or a replacement; see `open_valid`."""
     return open_valid(
         Path(path), kind=kind, parts=parts, allow_missing=allow_missing, on_damaged=on_damaged, hash_files=hash_files
     ).path
 
 
 def open_valid(
-    path: Path,
+    path: Path | FoundCheckpoint,
     *,
-    opened: FoundCheckpoint | None = None,
     kind: Kind | None = None,
     parts: Sequence[str] | None = None,
     allow_missing: Sequence[str] = (),
@@ -247,28 +220,25 @@ def open_valid(
     """Open a checkpoint and compare its files with its manifest.
 
     Args:
-        path: the checkpoint folder.
-        opened: what was opened at `path` before, so that its manifest is not parsed again.
-        kind: `"full"` passes over replacements that cannot be resumed; `path` itself is not asked for its kind.
-        parts, allow_missing, hash_files: as in `check_checkpoint`.
-        on_damaged: `"fall_back"`: if it is damaged, return the newest valid one of the same folder that was written
-            earlier; one whose manifest does not even tell its time gives way to the newest of all.
-
-    Warns:
-        TrainwrightWarning: another one than `path` is returned; names both and says what is wrong.
+        path: the checkpoint folder, or a checkpoint that is open.
+        kind: `"full"` skips replacements that cannot be resumed; the kind of `path` itself is not checked.
+        parts, allow_missing, hash_files: see `check_checkpoint`.
+        on_damaged: `"fall_back"` returns the newest valid checkpoint of the same folder that was written earlier, with
+            a `TrainwrightWarning` that names both. If the time of writing of `path` is unreadable, any other counts.
 
     Raises:
         FileNotFoundError: nothing is at `path`.
         NewerFormatError: it is of a newer format, which is not damage.
-        CheckpointError: it is damaged, and there is no replacement or none is wanted.
+        CheckpointError: it is damaged, and there is no replacement or none is requested.
     """
     try:
-        found = open_checkpoint(path) if opened is None else opened
-        check_opened(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
+        found = open_checkpoint(path)
+        check_checkpoint(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
         return found
     except NewerFormatError:
         raise
     except CheckpointError as error:
+        path = path.path if isinstance(path, FoundCheckpoint) else path
         if on_damaged == "error" or not path.is_dir():
             raise
         flaw = error

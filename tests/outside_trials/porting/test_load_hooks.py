@@ -134,13 +134,13 @@ def test_a_hook_that_does_not_look_reads_no_optimizer_for_itself(
     from trainwright.trainer.checkpoints import load_request
 
     path, read = _saved(tmp_path), []
-    original = load_request.read_opened
+    original = load_request.read_checkpoint
 
     def counted(*args: Any, **options: Any) -> Any:
         read.append(options["parts"])
         return original(*args, **options)
 
-    monkeypatch.setattr(load_request, "read_opened", counted)
+    monkeypatch.setattr(load_request, "read_checkpoint", counted)
     quiet_trainer(max_steps=4, callbacks=_Glances()).fit(_Scheduled(), regression_loader(8), ckpt_path=path)
     assert len(read) == 1
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import queue
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +38,7 @@ class FileEntry:
 
 
 def set_fault_hook(hook: FaultHook | None) -> None:
-    """Have `hook(event, path)` called after every operation that a crash could follow; None takes it away.
+    """Call `hook(event, path)` after every operation that a crash could follow. None removes the hook.
 
     For tests: the hook may raise, or kill the process. Events: `"mkdir"`, `"open"`, `"write"`, `"fsync"`,
     `"fsync_folder"`, `"rename"`, `"link"`, `"delete"`.
@@ -66,18 +65,14 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class HashingFile:
-    """A new file that is hashed while it is written and synced, at the latest when it is closed.
-
-    The disk starts on the first pieces while later ones are still being written, so that the sync at the end has little
-    left to wait for.
+    """A new file that is hashed while it is written, and synced at the latest when it is closed.
 
     Args:
         path: must not exist.
-        size: how many bytes are going to be written, if known: many are hashed in a second thread beside the writing
-            (both let go of the interpreter).
+        size: number of bytes that will be written, if known. Large files are hashed in a second thread.
 
     Attributes:
-        entry: size and hash of the bytes written; set by `finish`, or once the `with` block has ended without an error.
+        entry: size and hash of the bytes written; set by `finish`, or at the end of the `with` block.
     """
 
     def __init__(self, path: Path, *, size: int = 0) -> None:
@@ -143,34 +138,26 @@ class HashingFile:
 
 
 class _Hash:
-    """XXH3 of pieces, in a thread of its own if asked for; at most two pieces wait for it."""
+    """XXH3 of pieces, in a second thread if requested; at most one piece waits for it."""
 
     def __init__(self, *, in_thread: bool) -> None:
         self._digest = xxhash.xxh3_128()
-        self._pieces: queue.Queue[memoryview | None] | None = None
-        if in_thread:
-            self._pieces = queue.Queue(maxsize=2)
-            self._thread = threading.Thread(target=self._run, args=(self._pieces,), name="trainwright-hash")
-
-    def _run(self, pieces: queue.Queue[memoryview | None]) -> None:
-        while (piece := pieces.get()) is not None:
-            self._digest.update(piece)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainwright-hash") if in_thread else None
+        self._last: Future[None] | None = None
 
     def update(self, piece: memoryview) -> None:
-        """Take a piece, which must not change before `finish`."""
-        if self._pieces is None:
+        """Add a piece, which must not change before `finish`."""
+        if self._pool is None:
             self._digest.update(piece)
             return
-        if self._thread.ident is None:
-            self._thread.start()
-        self._pieces.put(piece)
+        if self._last is not None:
+            self._last.result()
+        self._last = self._pool.submit(self._digest.update, piece)
 
     def finish(self) -> str:
         """Return the hash in hexadecimal; ends the thread. May be called twice."""
-        if self._pieces is not None and self._thread.ident is not None:
-            self._pieces.put(None)
-            self._thread.join()
-            self._pieces = None
+        if self._pool is not None:
+            self._pool.shutdown()
         return self._digest.hexdigest()
 
 
@@ -199,11 +186,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, *, sync: bool = True) -> None:
-    """Create `folder` and its missing parents, each synced into the folder above it.
-
-    Args:
-        folder: the folder.
-        sync: False: `sync_new_folders` does that later, so that this thread does not wait for the disk. Default: True.
+    """Create `folder` and its missing parents, each synced into the folder above it. With `sync=False`,
+    `sync_new_folders` syncs them later.
     """
     if folder.is_dir():
         return
@@ -226,9 +210,8 @@ def sync_new_folders() -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename `source` to `target` in the same folder and wait until that is on the disk.
-
-    A file at `target` is replaced; a folder there that holds anything is an OSError.
+    """Rename `source` to `target` in the same folder and wait until that is on the disk. A file at `target` is
+    replaced; a folder that is not empty is an OSError.
     """
     os.replace(source, target)
     fault_point("rename", target)

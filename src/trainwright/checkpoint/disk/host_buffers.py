@@ -34,11 +34,8 @@ _WORTH_WAITING = 2**16  # bytes; below that lie counters and learning rates, whi
 class HostBuffers:
     """Blocks of host memory for one copy of a state, allocated when first needed and then reused.
 
-    They are pinned if a tensor comes from an accelerator. A checkpoint that needs less leaves the rest for the next.
-
-    Args:
-        num_threads: for copies within the host, during which the training waits: one alone may use half of what the
-            memory gives. Default: one for each core, four at most.
+    They are pinned if a tensor comes from an accelerator. `num_threads` copy within the host while the training waits.
+    Default: one per core, at most four.
     """
 
     def __init__(self, *, num_threads: int | None = None) -> None:
@@ -63,14 +60,15 @@ class HostBuffers:
         self._starts.clear()
 
     def stage(self, files: Sequence[PlannedFile]) -> LaterCopy | None:
-        """Copy the tensors of `files` into the buffers; the files then hold the copies and forget the tensors.
+        """Copy the tensors of `files` into the buffers, which overwrites the previous content. The files then hold the
+        copies.
 
-        What was staged before is overwritten. Blocks until the copies are done, those from devices too; what they are
-        of may change as soon as it returns. Tensors on several devices are copied at the same time.
+        Blocks until the copies are done, those from devices too; afterwards the tensors may change. Tensors on several
+        devices are copied at the same time.
 
         Returns:
-            What is left to be copied: large tensors in plain host memory of files that are `at_rest`. Whoever reads
-            those files, or is about to change the tensors, calls its `finish` first. None: nothing is left.
+            The copies that are left: large tensors in plain host memory of files that are `at_rest`. Call its `finish`
+                before these files are read or the tensors change. None: nothing is left.
         """
         starts: dict[int, int] = {}
         end = 0

@@ -15,11 +15,8 @@ _WORTH_A_THREAD = 64 * 2**20  # bytes
 
 
 def copy_now(copies: Sequence[Copy], num_threads: int) -> None:
-    """Copy; blocks until it is done.
-
-    Args:
-        copies: what to copy, in pieces short enough that the last ones do not keep one thread busy alone.
-        num_threads: this one among them; a small sum is left to it.
+    """Copy and block until it is done. `num_threads` threads share the copies, the calling one among them; a small
+    amount is copied by that one alone.
     """
     # The C library's copy lets go of the interpreter. torch's own copy divides each tensor among all its threads and
     # waits for the slowest, which takes twice as long where another process needs a core.
@@ -35,11 +32,8 @@ def copy_now(copies: Sequence[Copy], num_threads: int) -> None:
 
 
 class LaterCopy:
-    """Copies that are still to be made, by every thread that calls `finish`, of tensors that must not change meanwhile.
-
-    Args:
-        copies: what to copy.
-        tensors: what it is copied from; kept until it is done, and looked at again then.
+    """Copies of `tensors` that remain to be made. Every thread that calls `finish` helps; the tensors must not change
+    before.
     """
 
     def __init__(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
@@ -51,10 +45,8 @@ class LaterCopy:
         self._unchanged: bool | None = None  # once it is done
 
     def finish(self) -> bool:
-        """Copy what is left and wait for what others are copying; returns whether nothing had changed meanwhile.
-
-        It can be called by several threads, and again. A change through `tensor.data` or another library's view of
-        the memory is not seen.
+        """Copy what is left, wait for other threads, and return whether no tensor has changed before. It may be called
+        again. A change through `tensor.data` or another library is not detected.
         """
         if self._unchanged is not None:
             return self._unchanged

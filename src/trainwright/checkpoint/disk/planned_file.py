@@ -26,8 +26,7 @@ class Weight:
 
     Attributes:
         like: its shape and dtype, on the meta device.
-        read: yields its elements in order as flat tensors on the CPU. They may share one buffer, as each is used
-            before the next is requested.
+        read: yields its elements in order as flat tensors on the CPU, which may share one buffer.
         in_memory: the tensor itself, if it is in memory.
     """
 
@@ -109,13 +108,10 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def write_files(
     folder: Path, files: Iterable[PlannedFile], *, quiet: QuietThread | None = None
 ) -> dict[str, FileEntry]:
-    """Write files into folders that exist; blocks until each is on the disk.
+    """Write files below `folder`, into folders that exist, and block until they are on the disk.
 
-    Args:
-        folder: what their paths are relative to.
-        files: the files.
-        quiet: does the heavy work for files that are `staged`, in the background. Default: None, which writes at full
-            speed and hashes large files in a separate thread.
+    With `quiet`, that thread does the heavy work for `staged` files. By default they are written at full speed, and
+    large ones are hashed in a second thread.
 
     Returns:
         Size and hash of each by its path.

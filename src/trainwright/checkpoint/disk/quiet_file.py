@@ -23,16 +23,11 @@ from trainwright.checkpoint.disk.quiet_thread import QuietThread
 
 
 class QuietFile(HashingFile):
-    """A `HashingFile` whose bytes stay in memory until it is closed.
+    """A `HashingFile` whose bytes stay in memory until it is closed; `quiet` hashes them and writes to the page cache.
 
     Writing through the page cache takes processor time that the training needs. Large files are therefore written with
     `O_DIRECT`, in about a tenth of that time, where address, position and length are multiples of a disk block and the
-    system allows it. The quiet thread does the rest.
-
-    Args:
-        path: must not exist.
-        size: number of bytes that will be written.
-        quiet: hashes, and writes what goes through the page cache.
+    system allows it.
     """
 
     def __init__(self, path: Path, *, size: int, quiet: QuietThread) -> None:

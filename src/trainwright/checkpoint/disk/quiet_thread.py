@@ -27,11 +27,8 @@ def usable_cores() -> int:
 
 
 def leaves_cores(device: torch.device, local_world_size: int = 1) -> bool:
-    """Tell whether training on `device` leaves a core of this machine free for each of its processes.
-
-    Args:
-        device: where the step computes.
-        local_world_size: processes of the run on this machine. Default: 1.
+    """Return whether training on `device` leaves a core of this machine free for each of the `local_world_size`
+    processes of the run on it.
     """
     return device.type != "cpu" or (torch.get_num_threads() + 1) * local_world_size <= usable_cores()
 
@@ -48,10 +45,10 @@ def run_at_lowest_priority() -> None:
 
 
 class QuietThread:
-    """Does work in order in a thread at the lowest priority, until somebody waits for it.
+    """Does work in order in a thread at the lowest priority, until another thread waits for it.
 
     One thread, the owner, puts work and waits for it. On a busy machine the quiet thread may hardly ever run, and an
-    ordinary user cannot raise a priority again: once `hurry` is called the owner does what is left itself. Work should
+    ordinary user cannot raise a priority again: after `hurry` the owner does the remaining work itself. Work should
     therefore be short, and hold the interpreter's lock only for moments.
     """
 
@@ -92,11 +89,7 @@ class QuietThread:
                 self._changed.wait(_LOOK_S)
 
     def finish(self) -> None:
-        """Block until everything that was put is done.
-
-        Raises:
-            BaseException: what the first work that failed has raised; what came after it is dropped.
-        """
+        """Block until all work is done. The first error is raised, and work that came after it is dropped."""
         self.rest()
         self._do_all()
         error, self._error = self._error, None
@@ -156,11 +149,8 @@ class QuietThread:
 
 
 class Preparation:
-    """Does work in a thread, with pauses, that may as well never be done.
-
-    Args:
-        work: done in order; the thread ends after the last one, between two of them once `end` is called, and when the
-            interpreter exits.
+    """Does optional work in a thread, with pauses. It stops between two pieces of work after `end`, and when the
+    interpreter exits.
     """
 
     def __init__(self, work: Iterator[Work]) -> None:

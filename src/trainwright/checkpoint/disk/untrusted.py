@@ -26,11 +26,8 @@ def dump_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def load_json(data: bytes, origin: str) -> Any:
-    """Parse UTF-8 JSON strictly.
-
-    Raises:
-        CheckpointError: no JSON, no UTF-8, nested beyond reason, or an object holds the same key twice (two readers
-            could then take different values for it).
+    """Parse strict UTF-8 JSON. A key that occurs twice in one object is a `CheckpointError` too, as two readers could
+    take different values for it.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -54,11 +51,8 @@ def load_json(data: bytes, origin: str) -> Any:
 
 
 def check_json_size(data: bytes, origin: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Return `data` if it is short enough to be parsed, told without parsing it; writers ask the same.
-
-    Raises:
-        CheckpointError: it has more than `max_bytes`, or more than `MAX_JSON_VALUES` values (commas and brackets are
-            counted, those in text too).
+    """Return `data` if readers accept its length and its number of values, which is estimated without parsing it:
+    commas and brackets are counted, those in text too. Otherwise raise a `CheckpointError`.
     """
     if len(data) > max_bytes:
         raise CheckpointError(
@@ -76,20 +70,12 @@ def check_json_size(data: bytes, origin: str, *, max_bytes: int = MAX_JSON_BYTES
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file strictly; see `load_json`.
-
-    Raises:
-        CheckpointError: it cannot be opened, is longer than `max_bytes` (nothing is read then), or not strict JSON.
-    """
+    """Read a JSON file as `load_json` does. Nothing is read if it is longer than `max_bytes`."""
     return load_json(read_bytes(path, max_bytes=max_bytes), str(path))
 
 
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
-    """Return what a small file holds.
-
-    Raises:
-        CheckpointError: it cannot be opened, or has more than `max_bytes`; nothing is read then.
-    """
+    """Return the content of a small file. Nothing is read if it is longer than `max_bytes`."""
     check_regular(path)
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -102,10 +88,8 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
 
 
 def check_relative(path: object, origin: str) -> str:
-    """Return `path` if it is text that names something below its folder, whatever the operating system.
-
-    Raises:
-        CheckpointError: it is absolute, climbs with `..`, or is not written in the one plain form.
+    """Return `path` if it is a plain relative path below its folder on every operating system; otherwise raise a
+    `CheckpointError`.
     """
     if not isinstance(path, str) or not path or any(char in path for char in "\\:\0") or not is_printable(path):
         raise CheckpointError(f"{origin} names {path!r}, which is no plain relative path.")
@@ -115,11 +99,7 @@ def check_relative(path: object, origin: str) -> str:
 
 
 def inside(folder: Path, relative: str, origin: str) -> Path:
-    """Return `folder / relative` after checking that it stays inside `folder`, symbolic links followed.
-
-    Raises:
-        CheckpointError: it would leave the folder.
-    """
+    """Return `folder / relative`. Raise a `CheckpointError` if it leaves `folder`, symbolic links included."""
     path = folder / PurePosixPath(check_relative(relative, origin))
     with reading(path):  # a link to itself, for one
         target, root = path.resolve(), folder.resolve()
@@ -144,17 +124,10 @@ _SHOWN = 300  # characters of another error's text: it may quote a file
 
 @contextlib.contextmanager
 def reading(what: object, problem: str = "cannot be read") -> Iterator[None]:
-    """Turn whatever is raised while a file is read and interpreted into a `CheckpointError` that names it.
+    """Turn every error of reading a file, except `torch.OutOfMemoryError`, into a `CheckpointError` that names `what`.
 
-    The values in a file decide what goes wrong with it (a size that overflows, a name that no file can have, a link to
-    itself), so that no list of exceptions is complete. Errors of a device pass through: they say nothing of the file.
-
-    Args:
-        what: the file or folder, for the message.
-        problem: what the message says of it. Default: `"cannot be read"`.
-
-    Raises:
-        CheckpointError: something was raised; a `CheckpointError` passes through as it is.
+    The values in a file decide what goes wrong with it (a size that overflows, an impossible name, a link to itself),
+    so that no list of exceptions is complete.
     """
     try:
         yield
@@ -165,10 +138,8 @@ def reading(what: object, problem: str = "cannot be read") -> Iterator[None]:
 
 
 def check_regular(path: os.PathLike[str] | str) -> None:
-    """Refuse what is there and is no file of bytes: opening a pipe would wait for its other end, for ever.
-
-    Raises:
-        CheckpointError: it is a pipe, a device, a socket or a folder. What is not there passes: opening it says so.
+    """Refuse a pipe, a device, a socket or a folder: opening a pipe would block. A missing file passes, and opening it
+    is an error.
     """
     with contextlib.suppress(OSError):
         if not stat.S_ISREG(os.stat(path).st_mode):

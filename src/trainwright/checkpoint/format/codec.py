@@ -64,13 +64,7 @@ FindPieces = Callable[[str, tuple[int, ...], str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """Where the tensors of a tree are found.
-
-    Attributes:
-        tensors: by name.
-        pieces: name, shape and dtype (see `dtype_of`) of a tensor that lies in pieces → that tensor; None: there are
-            no pieces.
-    """
+    """Where the tensors of a tree are found: by name, or as shards by name, shape and dtype (None: there are none)."""
 
     tensors: Mapping[str, torch.Tensor]
     pieces: FindPieces | None = None
@@ -82,20 +76,19 @@ def encode(
     """Split a state tree into a JSON value and its tensors.
 
     Args:
-        tree: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, Counter, OrderedDict,
-            defaultdict (of a built-in factory), torch tensors, sizes, dtypes and devices, numpy arrays and scalars,
-            datetimes, dates, timedeltas, paths and `Duration`s, nested. Keys of dicts and members of sets may be
-            any of these that is hashable, tensors excepted. An exact type only: subclasses would come back as
-            something else.
-        root: what error messages and tensor names begin with.
+        tree: nested None, numbers, text, bytes, built-in containers, Counters, OrderedDicts, defaultdicts of a built-in
+            factory, torch tensors, sizes, dtypes and devices, numpy arrays and scalars, dates and times, paths and
+            `Duration`s. Keys and members of sets may be any of these that is hashable, except tensors. Subclasses are
+            refused.
+        root: the beginning of error messages and tensor names.
         pieces: receives the `Pieces` in the tree by name. None: `Pieces` are an error.
 
     Returns:
-        The JSON value and the tensors by name. Names are paths in the tree. Tensors are the tree's own memory,
-        detached and on their device, not copies; two places that hold the same tensor object share one entry.
+        The JSON value, and the tensors by their path in the tree: detached, not copied. Two places that hold the same
+            tensor object share one entry.
 
     Raises:
-        CheckpointError: something else is in the tree, it contains itself, or it is nested more than 150 deep. The
+        CheckpointError: another type is in the tree, it contains itself, or it is nested more than 150 deep. The
             message names the place, as in `callbacks.EarlyStopping.best`.
     """
     encoder = _Encoder(root, pieces)
@@ -413,28 +406,16 @@ _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
 
 
 def plan_tree(stem: str, tree: Any, *, root: str = "", pieces: dict[str, Pieces] | None = None) -> list[PlannedFile]:
-    """Encode `tree` (see `codec.encode`) as `stem.json` and, if it holds tensors, `stem.safetensors`.
+    """Encode `tree` as `stem.json` and, if it holds tensors, `stem.safetensors`; other arguments as in `encode`.
 
-    Everything but the tensors is encoded when this returns; tensors are the tree's own memory.
-
-    Args:
-        stem: of the files.
-        tree: see `codec.encode`.
-        root, pieces: see `codec.encode`. The values of pieces are written to other files.
-
-    Raises:
-        CheckpointError: see `codec.encode`; or the JSON would be longer than readers accept.
+    Everything except the tensors is encoded when this returns; tensors are the tree's own memory.
     """
     value, tensors = encode(tree, root, pieces=pieces)
     return plan_pair(stem, value, tensors)
 
 
 def plan_pair(stem: str, value: Any, tensors: Mapping[str, torch.Tensor]) -> list[PlannedFile]:
-    """Plan `stem.json` with a JSON value and, if there are tensors, `stem.safetensors`.
-
-    Raises:
-        CheckpointError: the JSON would be longer than readers accept, or a tensor cannot be stored.
-    """
+    """Plan `stem.json` with a JSON value and, if there are tensors, `stem.safetensors`."""
     text = check_json_size(dump_json(value).encode() + b"\n", f"{stem}.json")
     files = [PlannedFile(f"{stem}.json", text)]
     if tensors:
@@ -443,11 +424,7 @@ def plan_pair(stem: str, value: Any, tensors: Mapping[str, torch.Tensor]) -> lis
 
 
 def read_tree(folder: Path, stem: str, *, copy: bool = True, pieces: FindPieces | None = None) -> Any:
-    """Read what `plan_tree` planned; tensors are on the CPU and, unless `copy` is False, independent of the file.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or a link out of `folder`.
-    """
+    """Read the files of `plan_tree`. Tensors are on the CPU and, unless `copy` is False, independent of the file."""
     path = inside(folder, f"{stem}.json", str(folder))
     if not path.is_file():
         raise CheckpointError(f"{path} is missing.")

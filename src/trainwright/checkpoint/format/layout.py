@@ -73,11 +73,7 @@ class NewerFormatError(CheckpointError):
 
 
 def upgraded(trees: Trees, version: int) -> Trees:
-    """Return trees of the format `version` as today's format has them; those of today's come back as they are.
-
-    Raises:
-        CheckpointError: this Trainwright has no way from `version` on.
-    """
+    """Convert trees of the format `version` to the newest format."""
     for number in range(version, FORMAT_VERSION):
         if number not in UPGRADES:
             raise CheckpointError(f"format_version={version} is older than this Trainwright can read.")
@@ -86,15 +82,8 @@ def upgraded(trees: Trees, version: int) -> Trees:
 
 
 def check_format_version(version: object, origin: str) -> int:
-    """Return the version that a file states, if this Trainwright knows it.
-
-    Args:
-        version: what stands in the file.
-        origin: the file, for messages.
-
-    Raises:
-        NewerFormatError: it is newer than `FORMAT_VERSION`.
-        CheckpointError: it is no version at all.
+    """Return the version that the file `origin` states. A newer one than `FORMAT_VERSION` is a `NewerFormatError`,
+    anything else that is not a version a `CheckpointError`.
     """
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise CheckpointError(f"{origin}: format_version={version!r}, expected a whole number from 1 on.")
@@ -150,11 +139,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, origin: str) -> Manifest:
-        """Read what `to_bytes` wrote; `origin` names the file in messages.
+        """Read the bytes that `to_bytes` wrote; `origin` names the file in messages.
 
         Raises:
-            CheckpointError: it was cut short or changed, was written by a newer format, holds a key twice, or names
-                a file outside its folder.
+            CheckpointError: it was changed, is of a newer format, or names a file outside its folder.
         """
         if not seal_fits(data):
             check_not_newer(data, origin)
@@ -232,21 +220,15 @@ def seal_fits(data: bytes) -> bool:
 
 
 def check_not_newer(data: bytes, origin: str) -> None:
-    """Check the version that a file states first, which a newer one does too whatever else it has changed.
-
-    Raises:
-        NewerFormatError: it is newer than this Trainwright's.
-    """
+    """Raise a `NewerFormatError` if the version at the beginning of a file is newer; the rest is not read."""
     stated = _VERSION.match(data)
     if stated is not None and int(stated[1]) > 0:
         check_format_version(int(stated[1]), origin)
 
 
 def numbered(files: Iterable[str], folder: str, stem: str) -> list[str]:
-    """Return the stems `folder/stem-00000`, ... of the JSON files among `files`, in order of their numbers.
-
-    Raises:
-        CheckpointError: a number is left out.
+    """Return the stems `folder/stem-00000`, ... of the JSON files among `files`, in order. A gap is a
+    `CheckpointError`.
     """
     pattern = re.compile(rf"{folder}/{stem}-([0-9]{{5,9}})\.json")
     found = sorted(int(match[1]) for name in files if (match := pattern.fullmatch(name)))
@@ -259,10 +241,7 @@ _youngest = ""  # when the newest checkpoint that this process knows was written
 
 
 def go_on_from(created: str) -> None:
-    """Have every checkpoint that this process writes be younger than one that was written at `created`.
-
-    The newest one is told by its time of writing, also where a run goes on with a clock that is behind.
-    """
+    """Order new checkpoints of this process after one written at `created`, even if the clock is behind."""
     global _youngest
     _youngest = max(_youngest, created)
 
@@ -279,23 +258,22 @@ def next_moment() -> str:
 
 @dataclass
 class Snapshot:
-    """What a checkpoint holds, in memory.
+    """The content of a checkpoint, in memory.
 
     Attributes:
         state: `TrainState.to_dict()`.
-        model: the task's state dict by plain names; None: this checkpoint has no model part.
+        model: the task's state dict by plain names. None: there is no model part.
         optimizers: one tree of `named_optimizer_state` each.
-        trainer: anything that `codec.encode` takes, by name: schedulers, scaler, data, callbacks, loggers,
-            `hyper_parameters`, ... The name `"progress"` is taken.
+        trainer: values that `codec.encode` accepts, by name: schedulers, callbacks, `hyper_parameters`, ... The name
+            `"progress"` is reserved.
         rng: one tree per rank; a full checkpoint needs `world_size` of them.
         metrics: the latest values, also in the manifest.
         world_size: processes of the run.
-        kind: `"weights"` leaves optimizers and RNG out.
-        missing: after reading: the parts that were asked for, absent, and allowed to be.
-        in_pieces: before writing: every rank has such a snapshot, `Pieces` may stand in it for tensors, and all ranks
-            write it together (see `plan_share`).
-        overlaps: before writing: the optimizers' tensors change in nothing but `torch.optim.Optimizer.step`, so that
-            `AsyncWriter` may copy them until the next one begins.
+        kind: `"weights"` has no optimizers and RNG.
+        missing: after reading: requested parts that are absent, and allowed to be.
+        in_pieces: before writing: all ranks write such snapshots together, with `Pieces` as tensors (see `plan_share`).
+        overlaps: before writing: only `torch.optim.Optimizer.step` changes the optimizers' tensors, so that
+            `AsyncWriter` may copy them until the next step.
         extra: before writing: a folder on the same disk whose files become part of the checkpoint.
     """
 

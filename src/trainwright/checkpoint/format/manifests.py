@@ -50,41 +50,25 @@ def read_manifest(path: Path | str) -> Manifest:
 
     Raises:
         FileNotFoundError: nothing is there; the message lists the checkpoints nearby.
-        CheckpointError: a plain file is there, the manifest is missing (the checkpoint was never finished), damaged,
-            of a newer format, or names files outside the folder.
+        CheckpointError: a plain file is there, or the manifest is missing, damaged or of a newer format.
     """
     return open_checkpoint(path).manifest
 
 
-def open_checkpoint(path: Path | str) -> FoundCheckpoint:
-    """Return the checkpoint at `path` with its manifest, which is parsed here and not again.
-
-    Raises:
-        FileNotFoundError, CheckpointError: see `read_manifest`.
-    """
-    folder = locate(Path(path))
-    return FoundCheckpoint(folder, manifest_of(folder))
-
-
-def manifest_of(folder: Path) -> Manifest:
-    """Return the manifest in a folder that exists.
-
-    Raises:
-        CheckpointError: see `read_manifest`.
-    """
+def open_checkpoint(path: Path | str | FoundCheckpoint) -> FoundCheckpoint:
+    """Parse the manifest of the checkpoint at `path`; a checkpoint that is open is returned as it is."""
+    if isinstance(path, FoundCheckpoint):
+        return path
+    folder = _locate(Path(path))
     file = folder / MANIFEST
     if not file.is_file():
         raise CheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or one that was never finished.")
     inside(folder, MANIFEST, str(folder))
-    return Manifest.from_bytes(read_bytes(file, max_bytes=MAX_MANIFEST_BYTES), str(file))
+    return FoundCheckpoint(folder, Manifest.from_bytes(read_bytes(file, max_bytes=MAX_MANIFEST_BYTES), str(file)))
 
 
-def locate(path: Path) -> Path:
-    """Return the folder to read for `path`, which a crash may have left under a hidden name.
-
-    Raises:
-        FileNotFoundError, CheckpointError: see `read_manifest`.
-    """
+def _locate(path: Path) -> Path:
+    """Return the folder to read for `path`, which a crash may have left under a hidden name."""
     with reading(path):  # a name that no file can have
         if path.is_dir():
             return path
@@ -112,17 +96,14 @@ def _about_plain_file(path: Path) -> str:
 
 
 def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None = None) -> list[str]:
-    """Compare a checkpoint with its manifest and return what is wrong with it, in words; empty when nothing is.
+    """Compare a checkpoint with its manifest and return a list of its flaws in words.
 
-    Files that the manifest does not list are ignored.
+    Files that the manifest does not list are ignored. Nothing at `path` is a `FileNotFoundError`.
 
     Args:
         path: the checkpoint folder.
-        hashes: read every file and compare its hash; False only looks for missing files and wrong sizes.
+        hashes: hash every file. False only finds missing files and wrong sizes.
         parts: only these parts.
-
-    Raises:
-        FileNotFoundError: nothing is at `path`.
     """
     try:
         found = open_checkpoint(path)

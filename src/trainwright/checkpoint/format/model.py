@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict under names without what wrappers added.
-
-    Raises:
-        CheckpointError: two names are one without it.
-    """
+    """Return a state dict by plain names, without what wrappers added. Two equal names are a `CheckpointError`."""
     found: dict[str, Any] = {}
     for long_name, value in state_dict.items():
         name = plain_name(long_name)
@@ -40,15 +37,10 @@ def plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def load_plain_state(
     module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Load a state dict of plain names into `module`, compiled or wrapped as it may be.
-
-    Args:
-        module: any module; its values are overwritten in place.
-        state: name → tensor; names with or without wrappers.
-        strict: raise when names are missing or left over.
+    """Load a state dict into `module`, in place; names with or without those of wrappers.
 
     Returns:
-        The module's names that are not in `state`, and those of `state` that are not in the module, without wrappers.
+        The module's names that are not in `state`, and those of `state` that are not in the module.
 
     Raises:
         CheckpointError: shapes differ, or names do and `strict`.
@@ -71,16 +63,13 @@ def load_plain_state(
 def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> list[PlannedFile]:
     """Lay a state dict out as numbered safetensors shards with an index; copies and writes nothing.
 
-    Names that are tied (the same memory seen in the same way) are stored once, under the first of them, and recorded
-    in the index, so that `read_model` gives all of them. Complex and rare 1-byte dtypes are stored as views of plain
-    ones and recorded likewise. Values that are no tensors (`get_extra_state`) go through the codec.
+    Tied names (the same memory with the same strides) are stored once, under the first of them, and recorded in the
+    index. Complex and rare 1-byte dtypes are stored as views of plain ones and recorded likewise. Other values
+    (`get_extra_state`) go through the codec.
 
     Args:
-        state_dict: name → tensor, on any device. Wrappers' infixes are taken out of the names.
+        state_dict: name → tensor, on any device.
         max_shard_bytes: size of a shard's tensors; a larger tensor gets a shard of its own.
-
-    Raises:
-        CheckpointError: a tensor has no plain bytes, or two names are one without their wrappers' infixes.
     """
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
@@ -124,9 +113,6 @@ def write_model(
     """Write a state dict into `folder`, which exists and is empty, as `plan_model` lays it out.
 
     Blocks until everything is synced. The extra memory is one tensor. Returns size and hash of each file by its name.
-
-    Raises:
-        CheckpointError: see `plan_model`.
     """
     return write_files(folder, plan_model(state_dict, max_shard_bytes=max_shard_bytes))
 
@@ -141,12 +127,8 @@ def memory_key(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
 def deal_out(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
     """Return the names of the tensors in each shard; at least one shard, which may be empty.
 
-    A tensor that is too large for any shard has one of its own, and the present shard stays open, as in
+    A tensor larger than `max_shard_bytes` gets a shard of its own, and the current shard stays open, as in
     huggingface_hub's `split_torch_state_dict_into_shards`: a shard of the same number holds the same tensors.
-
-    Args:
-        sizes: name → bytes, in the order in which they fill the shards.
-        max_shard_bytes: of the tensors in one shard.
     """
     shards: list[list[str]] = []
     present: list[str] = []
@@ -173,13 +155,7 @@ def shard_names(num: int, *, stem: str = "model", suffix: str = ".safetensors", 
 def shard_index(
     sizes: Mapping[str, int], shards: Mapping[str, Sequence[str]], metadata: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Return the index of a model in shards.
-
-    Args:
-        sizes: name → bytes, in the order of the index.
-        shards: file → names.
-        metadata: beside the total size.
-    """
+    """Return the index of a model in shards: `sizes` by name, `shards` as file → names, and more metadata."""
     files = {name: file for file, names in shards.items() for name in names}
     return {
         "metadata": {"total_size": sum(sizes.values()), **metadata},
@@ -187,34 +163,19 @@ def shard_index(
     }
 
 
-def read_model(
-    folder: Path, device: torch.device | str = "cpu", *, copy: bool = True, files: Collection[str] | None = None
-) -> dict[str, Any]:
-    """Read what `write_model` wrote, or any folder of Hugging Face safetensors.
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """The content of a `model.safetensors.index.json`: names in their order, by shard, and our notes on them."""
 
-    Args:
-        folder: holds `model.safetensors.index.json` and its shards, or one `model.safetensors`.
-        device: where the tensors go.
-        copy: see `read_safetensors`; False avoids a second copy in host memory when the values are only copied into
-            a module.
-        files: the only ones that may be read, besides the index: those that a manifest has sealed. None: any.
-
-    Returns:
-        Name → tensor; tied names hold the same tensor.
-
-    Raises:
-        CheckpointError: the index is damaged, points outside `folder` or at a shard that is missing or lacks a tensor.
-    """
-    with reading(folder):
-        return _read_model(folder, device, copy, files)
+    names: list[str]
+    shards: dict[Path, list[str]]
+    tied: dict[str, str]
+    dtypes: dict[str, str]
+    extra: str | None
 
 
-def _read_model(folder: Path, device: torch.device | str, copy: bool, files: Collection[str] | None) -> dict[str, Any]:
-    path = folder / MODEL_INDEX
-    if not path.is_file():
-        if (folder / SINGLE_FILE).is_file():
-            return dict(read_safetensors(inside(folder, SINGLE_FILE, str(folder)), device=device, copy=copy))
-        raise CheckpointError(f"{folder} holds neither {MODEL_INDEX} nor {SINGLE_FILE}.")
+def read_index(path: Path, files: Collection[str] | None = None) -> ShardIndex:
+    """Read an index; its shards must exist beside it and, if given, be among `files`."""
     index = read_json(path)
     try:
         weight_map: dict[str, str] = dict(index["weight_map"])
@@ -222,22 +183,51 @@ def _read_model(folder: Path, device: torch.device | str, copy: bool, files: Col
         tied, dtypes = dict(notes.get("tied", {})), dict(notes.get("dtypes", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is no index of safetensors shards: {error!r}.") from error
-    by_file: dict[str, list[str]] = {}
-    for name, file in weight_map.items():
-        by_file.setdefault(file, []).append(name)
-    tensors: dict[str, torch.Tensor] = {}
-    for file, names in by_file.items():
-        shard = inside(folder, file, str(path))
+    shards: dict[Path, list[str]] = {}
+    for file in dict.fromkeys(weight_map.values()):
+        shard = inside(path.parent, file, str(path))
         if files is not None and file not in files:
             raise CheckpointError(f"{path} names the shard {file!r}, which the manifest does not list. It is refused.")
         if not shard.is_file():
             raise CheckpointError(f"{path} names the shard {file!r}, which is missing.")
-        tensors |= read_safetensors(shard, device=device, names=names, copy=copy)
-    values: dict[str, Any] = {name: from_storable(tensors[name], dtypes.get(name)) for name in weight_map}
-    for name, same in tied.items():
-        if same not in values:
-            raise CheckpointError(f"{path} ties {name!r} to {same!r}, which it does not hold.")
-        values[name] = values[same]
-    if "extra" in notes:
-        values |= read_tree(folder, EXTRA_STEM)
-    return values
+        shards[shard] = []
+    for name, file in weight_map.items():
+        shards[path.parent / file].append(name)
+    for name, first in tied.items():
+        if first not in weight_map:
+            raise CheckpointError(f"{path} ties {name!r} to {first!r}, which it does not hold.")
+    return ShardIndex(list(weight_map), shards, tied, dtypes, str(notes["extra"]) if "extra" in notes else None)
+
+
+def read_model(
+    folder: Path, device: torch.device | str = "cpu", *, copy: bool = True, files: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Read the files of `write_model`, or any folder of Hugging Face safetensors.
+
+    Args:
+        folder: holds `model.safetensors.index.json` and its shards, or one `model.safetensors`.
+        device: where the tensors go.
+        copy: see `read_safetensors`.
+        files: the only ones that may be read, besides the index: those that a manifest lists. None: any.
+
+    Returns:
+        Name → tensor; tied names hold the same tensor.
+
+    Raises:
+        CheckpointError: the index is damaged, or a shard is outside `folder`, missing or incomplete.
+    """
+    with reading(folder):
+        path = folder / MODEL_INDEX
+        if not path.is_file():
+            if (folder / SINGLE_FILE).is_file():
+                return dict(read_safetensors(inside(folder, SINGLE_FILE, str(folder)), device=device, copy=copy))
+            raise CheckpointError(f"{folder} holds neither {MODEL_INDEX} nor {SINGLE_FILE}.")
+        index = read_index(path, files)
+        tensors: dict[str, torch.Tensor] = {}
+        for shard, names in index.shards.items():
+            tensors |= read_safetensors(shard, device=device, names=names, copy=copy)
+        values: dict[str, Any] = {name: from_storable(tensors[name], index.dtypes.get(name)) for name in index.names}
+        values |= {name: values[first] for name, first in index.tied.items()}
+        if index.extra is not None:
+            values |= read_tree(folder, EXTRA_STEM)
+        return values

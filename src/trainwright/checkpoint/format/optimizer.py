@@ -18,19 +18,17 @@ _NOT_HYPERPARAMETERS = ("params", "param_names")
 
 
 def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-    """Return the state of any torch optimizer with names in the place of torch's positions.
+    """Return the state of any torch optimizer with parameter names instead of positions.
 
     Args:
         optimizer: its `state_dict()` is called, so its state-dict hooks run.
-        names: parameter → name; every parameter of the optimizer must be in it, others may. What wrappers put into
-            names is taken out (see `plain_name`).
+        names: parameter → name, for at least every parameter of the optimizer. Names of wrappers are removed.
 
     Returns:
         `{"class": name, "groups": [{hyper-parameters..., "params": [names]}], "state": {name: {key: value}}}`, with
-        `{}` as the state of a parameter that has none yet. State that belongs to no parameter stands under `"shared"`,
-        further entries of the state dict under `"extra"`, and under `"dtypes"` the dtypes of those parameters whose
-        states have others. Tensors are the optimizer's own: copy them to keep them. Quantized states are dictionaries
-        of their tensors (see `flatten_quantized`).
+            `{}` for a parameter without state. Optional keys: `"shared"` (state that belongs to no parameter),
+            `"extra"` (further entries of the state dict), `"dtypes"` (of parameters whose states have others). Tensors
+            are the optimizer's own. Quantized states are dictionaries of their tensors (see `flatten_quantized`).
 
     Raises:
         CheckpointError: a parameter has no name, or two have the same.
@@ -75,23 +73,15 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
 def load_named_optimizer_state(
     optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], names: Mapping[torch.Tensor, str]
 ) -> None:
-    """Load what `named_optimizer_state` gave into an optimizer over the same parameters, in whatever order.
+    """Load the result of `named_optimizer_state` into an optimizer over the same parameters, in any order.
 
-    Goes through `optimizer.load_state_dict`, so that its hooks run and tensors land on each parameter's device. A
-    tensor that was saved in its parameter's dtype takes the dtype that the parameter has now; others keep theirs, where
-    torch alone would cast them. Groups of the same parameters find each other; groups of which the members changed are
-    taken in order. The optimizer shares no memory with `tree` afterwards (torch alone would take over tensors that
-    need no conversion, and then train on in the caller's copy).
-
-    Args:
-        optimizer: of the class that was saved, with as many groups.
-        tree: the saved state.
-        names: parameter → name, for every parameter of the optimizer.
+    Calls `optimizer.load_state_dict`, so that its hooks run and tensors are moved to each parameter's device. A tensor
+    that was saved in its parameter's dtype takes the dtype that the parameter has now; others keep theirs. Groups are
+    matched by their parameters, and then in order. The optimizer shares no memory with `tree` afterwards.
 
     Raises:
-        CheckpointError: another class or number of groups; a parameter without a name, without saved state, or saved
-            and not in the optimizer (each is named); an LBFGS whose parameters have another order. The optimizer is
-            left as it was.
+        CheckpointError: another class or number of groups; parameters that only one side has, or without saved state
+            (each is named); an LBFGS whose parameters have another order. The optimizer is left as it was.
     """
     own_class = type(optimizer).__qualname__
     try:
@@ -159,13 +149,8 @@ class _Kept:
 
 
 def _kept(value: Any, dtype: torch.dtype | None, device: torch.device, key: Any = None) -> Any:
-    """Return a state in which all that torch would cast, or build again from a generator, is `_Kept`.
-
-    Args:
-        value: of a state.
-        dtype: the parameter's when it was saved; None: that of all its states.
-        device: the parameter's.
-        key: of the value in its mapping.
+    """Return a state in which every value that torch would cast, or copy from a generator, is `_Kept`. `dtype` is that
+    of the parameter when it was saved. None: all its states have it.
     """
     if isinstance(value, torch.Tensor):
         if is_quantized(value):

@@ -40,16 +40,7 @@ RANK_STEM = "rank"
 
 
 def plan_pieces(folder: str, rank: int, pieces: Mapping[str, Pieces]) -> list[PlannedFile]:
-    """Plan the files for the shards of a part's tensors that a rank holds; copies and writes nothing.
-
-    Args:
-        folder: that they go into.
-        rank: this process's.
-        pieces: name of a tensor → what this rank saves of it.
-
-    Raises:
-        CheckpointError: a dtype cannot be saved, or there are too many tensors for one header.
-    """
+    """Plan the files for the shards of a part's tensors that `rank` holds, in `folder`; copies and writes nothing."""
     stem = f"{folder}/{RANK_STEM}-{rank:05d}"
     entries: list[dict[str, Any]] = []
     tensors: dict[str, torch.Tensor] = {}
@@ -84,17 +75,14 @@ class _Stored:
 
 
 class PieceFiles:
-    """The pieces of one part of a checkpoint, found by the names of their tensors.
+    """The shards of one part of a checkpoint, found by the names of their tensors.
 
-    Values stay in their files, which are mapped: only what is asked for is read.
+    The files are mapped: only the values that are used are read.
 
     Args:
         folder: the checkpoint.
         part: the folder of the part within it.
         files: those that the manifest lists for the part.
-
-    Raises:
-        CheckpointError: an index is damaged, or says something else than the file beside it.
     """
 
     def __init__(self, folder: Path, part: str, files: Iterable[str]) -> None:
@@ -108,15 +96,10 @@ class PieceFiles:
                 self._by_name.setdefault(piece.tensor, []).append(piece)
 
     def find(self, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
-        """Return a tensor that is read when it is used.
-
-        Args:
-            name: of the tensor.
-            shape: of the whole.
-            dtype: its dtype, by the name that the format has for it.
+        """Return a tensor of a full shape and dtype (the format's name) that is read when it is used.
 
         Raises:
-            CheckpointError: pieces are missing, overlap, or are those of another tensor.
+            CheckpointError: shards are missing, overlap, or belong to another tensor.
         """
         found = self._by_name.get(name, [])
         if any(piece.shape != shape or piece.dtype != dtype for piece in found):

@@ -37,16 +37,15 @@ Region = Box | Span
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What this rank saves of a tensor that lies on several ranks; a leaf of the state of a `Snapshot`.
+    """The shards of a tensor that this rank saves; a leaf of the state of a `Snapshot`.
 
-    Every rank has one at the same place of its tree. All regions together, over the ranks, cover the tensor, and no
-    two of them overlap: of copies, one rank alone holds its own for saving.
+    Every rank has one at the same place of its tree. The regions of all ranks cover the tensor and do not overlap: of
+    copies, one rank alone holds its own for saving.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: of the full tensor.
         dtype: of its elements.
-        held: regions, each with this rank's values on any device: of the box's lengths, or one-dimensional for a span.
-            Empty: other ranks save all of it.
+        held: regions and this rank's values, on any device: of the box's lengths, or one-dimensional for a span.
     """
 
     shape: tuple[int, ...]
@@ -82,14 +81,8 @@ def fits(region: Region, shape: tuple[int, ...]) -> bool:
 def copy_common(
     target: torch.Tensor, wanted: Region, source: torch.Tensor, held: Region, shape: tuple[int, ...]
 ) -> None:
-    """Copy what two regions of one tensor share from the values of one into those of the other.
-
-    Args:
-        target: values of `wanted`, overwritten: of shape `lengths_of(wanted)`, with any further dimensions behind.
-        wanted: a region of the tensor.
-        source: values of `held`, likewise.
-        held: another region.
-        shape: of the tensor.
+    """Copy the common elements of two regions of a tensor of `shape` from `source` (the values of `held`) into `target`
+    (the values of `wanted`). Both may have further dimensions behind.
     """
     for to_box, to_values in _blocks(target, wanted, shape):
         for from_box, from_values in _blocks(source, held, shape):
@@ -99,13 +92,11 @@ def copy_common(
 
 
 def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
-    """Tell whether any two regions of one tensor share an element.
+    """Return whether any two regions of one tensor share an element.
 
-    Boxes are sorted along one dimension and divided where none reaches across, then along the next; what ranks hold
-    falls apart into single boxes by that, so that the work is near-linear in their number.
-
-    Raises:
-        CheckpointError: the regions are laid out so irregularly that telling them apart would take too long.
+    Boxes are sorted along one dimension and divided where none crosses, then along the next. The shards of ranks are
+    divided into single boxes by that, so that the work is near-linear. Other layouts, which would take too long, are a
+    `CheckpointError`.
     """
     boxes = [box for region in regions for box in _boxes(region, shape) if math.prod(box.lengths)]
     work = _PASSES_PER_BOX * len(boxes) * (len(shape) + 1) + _FREE_WORK

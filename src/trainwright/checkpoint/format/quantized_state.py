@@ -33,9 +33,8 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 def flatten_quantized(tensor: torch.Tensor) -> Any:
     """Return a quantized state as a dictionary of its tensors, which share its memory; other tensors unchanged.
 
-    The dictionary has the entries `"quantized"` (the name of the class), `"shape"`, `"dtype"` and `"signed"`, and the
-    tensors `"codes"` (in bytes), `"scale"` and, for codes of 8 and 4 bits, `"qmap"`. The tensors of a sharded state are
-    sharded in the same way.
+    Keys: `"quantized"` (the name of the class), `"shape"`, `"dtype"`, `"signed"`, and the tensors `"codes"` (in bytes),
+    `"scale"` and, for 8 and 4 bits, `"qmap"`. The tensors of a sharded state are sharded in the same way.
     """
     if not is_quantized(tensor):
         return tensor
@@ -72,15 +71,8 @@ def _check(flat: dict[str, Any]) -> None:
 
 
 def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Shard the full tensors of a flattened state as a parameter is sharded. Not collective.
-
-    Args:
-        flat: From `flatten_quantized`.
-        like: The parameter.
-        shard: Shards a full tensor like another one.
-
-    Raises:
-        CheckpointError: A block of codes would be divided between ranks, or the tensors do not belong together.
+    """Shard the full tensors of a flattened state as the parameter `like` is sharded, with `shard(full, like)`. Not
+    collective. A block of codes that would be divided between ranks is a `CheckpointError`.
     """
     _check(flat)
     if not is_cut(like):
@@ -111,11 +103,7 @@ def is_even(tensor: torch.Tensor) -> bool:
 
 
 def build_quantized(value: Any, device: torch.device) -> Any:
-    """Return a tree of state in which each flattened state is a quantized tensor again, on `device`.
-
-    Raises:
-        CheckpointError: The tensors do not belong together.
-    """
+    """Return a tree of state in which each flattened state is a quantized tensor again, on `device`."""
     if not is_flat(value):
         return {key: build_quantized(item, device) for key, item in value.items()} if type(value) is dict else value
     _check(value)
@@ -142,12 +130,8 @@ def _built(flat: dict[str, Any], device: torch.device) -> torch.Tensor:
 
 
 def _sharded_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
-    """Return a local tensor as the shard of one that is sharded as `like` is; as it is if `like` is full.
-
-    Args:
-        local: What this rank holds.
-        like: A tensor.
-        shape: The full shape; None: that of a vector, of which every rank holds as many elements.
+    """Return a local tensor as the shard of one that is sharded as `like` is; unchanged if `like` is full. `shape` is
+    the full shape. None: a vector, of which every rank holds as many elements.
     """
     if not is_cut(like):
         return local

@@ -41,7 +41,7 @@ _INSTEAD = (
 
 
 def read_checkpoint(
-    path: Path | str,
+    path: Path | str | FoundCheckpoint,
     *,
     verify: bool = True,
     parts: Sequence[str] | None = None,
@@ -49,41 +49,23 @@ def read_checkpoint(
     device: torch.device | str = "cpu",
     copy_model: bool = True,
 ) -> Snapshot:
-    """Read a checkpoint, whole or in part.
+    """Read a checkpoint, or some of its parts.
 
     Args:
-        path: the checkpoint folder.
+        path: the checkpoint folder, or a checkpoint that is open.
         verify: hash the files of the parts first. Sizes and presence are always checked.
-        parts: which of `"trainer"`, `"model"`, `"optimizer"`, `"rng"`; by default all that its kind has. The others
-            stay empty in the result, without error.
-        allow_missing: parts that may be absent, besides those that the manifest marks as not required. Absent ones are
-            named in `Snapshot.missing` and in a warning. A damaged part, or one that lacks some of its files, is still
-            an error.
-        device: where the model's tensors go; all others are on the CPU.
+        parts: any of `"trainer"`, `"model"`, `"optimizer"`, `"rng"`. Default: all that its kind has.
+        allow_missing: parts that may be absent, besides those that the manifest marks as not required. They are named
+            in `Snapshot.missing` and in a warning. A damaged part is still an error.
+        device: of the model's tensors; all others are on the CPU.
         copy_model: see `read_model`. False leaves the model's and the optimizers' tensors mapped to the files, or as
-            `SavedTensor` if they are stored in pieces, for a caller that copies them and then drops them.
+            `SavedTensor` if they are sharded, for a caller that copies them.
 
     Raises:
         FileNotFoundError: nothing is at `path`.
-        CheckpointError: a plain file is at `path`; a part is missing or damaged (it is named); a name in `parts` or
-            `allow_missing` is unknown.
+        CheckpointError: a plain file is at `path`; a part is missing or damaged (it is named) or unknown.
     """
     found = open_checkpoint(path)
-    return read_opened(
-        found, verify=verify, parts=parts, allow_missing=allow_missing, device=device, copy_model=copy_model
-    )
-
-
-def read_opened(
-    found: FoundCheckpoint,
-    *,
-    verify: bool = False,
-    parts: Sequence[str] | None = None,
-    allow_missing: Sequence[str] = (),
-    device: torch.device | str = "cpu",
-    copy_model: bool = True,
-) -> Snapshot:
-    """Read a checkpoint whose manifest has been parsed; otherwise as `read_checkpoint`."""
     wanted = _wanted(found, parts, allow_missing)
     missing = _examine(found, wanted, allow_missing, hash_files if verify else None)
     if missing:
@@ -118,39 +100,25 @@ def _snapshot(
 
 
 def check_checkpoint(
-    path: Path | str,
+    path: Path | str | FoundCheckpoint,
     *,
     parts: Sequence[str] | None = None,
     allow_missing: Sequence[str] = (),
     hash_files: HashFiles = hash_files,
 ) -> Manifest:
-    """Hash the files of a checkpoint's parts, as `read_checkpoint` does before it reads them, and parse the parts.
+    """Hash and parse the parts of a checkpoint, and return its manifest.
 
-    Arguments and errors are those of `read_checkpoint`, which can then read the checkpoint with `verify=False`. One
-    process does this for all ranks. It reads every byte of the parts, or `hash_files` does.
-
-    Returns:
-        The manifest.
+    `read_checkpoint` can then read it with `verify=False`. One process does this for all ranks. It reads every byte of
+    the parts, or `hash_files` does. Other arguments and errors are those of `read_checkpoint`.
     """
     found = open_checkpoint(path)
-    check_opened(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
-    return found.manifest
-
-
-def check_opened(
-    found: FoundCheckpoint,
-    *,
-    parts: Sequence[str] | None = None,
-    allow_missing: Sequence[str] = (),
-    hash_files: HashFiles = hash_files,
-) -> None:
-    """Check a checkpoint whose manifest has been parsed; otherwise as `check_checkpoint`."""
     wanted = _wanted(found, parts, allow_missing)
     missing = _examine(found, wanted, allow_missing, hash_files)
     try:
         _snapshot(found, wanted, missing, copy=False, copy_model=False)
     except CheckpointError as error:
         raise CheckpointError(f"{error} {_INSTEAD}") from error
+    return found.manifest
 
 
 def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: Sequence[str]) -> tuple[str, ...]:
@@ -165,10 +133,8 @@ def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: 
 def _examine(
     found: FoundCheckpoint, wanted: Sequence[str], allow_missing: Sequence[str], hash_files: HashFiles | None
 ) -> list[str]:
-    """Return the wanted parts that are absent and may be.
-
-    Raises:
-        CheckpointError: another part is absent, or a file is missing or has changed.
+    """Return the wanted parts that are absent and may be. Other absent parts, and changed files, are a
+    `CheckpointError`.
     """
     folder, manifest = found.path, found.manifest
     missing = [name for name in wanted if _is_absent(folder, manifest, name)]
@@ -239,15 +205,8 @@ def _read_model_in_pieces(folder: Path, pieces: FindPieces | None, device: torch
 
 
 def find_pieces(found: FoundCheckpoint, part: str, *, copy: bool) -> FindPieces | None:
-    """Return how the tensors of a part that lie in pieces are found by name; None if it has none.
-
-    Args:
-        found: the checkpoint.
-        part: `"model"` or `"optimizer"`.
-        copy: put tensors together in memory; False: they are read when they are used (see `SavedTensor`).
-
-    Raises:
-        CheckpointError: an index of pieces is damaged.
+    """Return how the sharded tensors of a part, `"model"` or `"optimizer"`, are found by name; None if it has none.
+    With `copy` they are assembled in memory; otherwise each is a `SavedTensor`.
     """
     files, folder = found.manifest.parts[part].files, {"model": MODEL_FOLDER, "optimizer": OPTIMIZER_FOLDER}[part]
     if f"{folder}/{RANK_STEM}-00000.json" not in files:
@@ -333,11 +292,7 @@ _GROUP = _with(params=_list_of(_is(str)))
 
 
 def check_progress(state: Mapping[str, Any], origin: str) -> None:
-    """Check the counters of a run.
-
-    Raises:
-        CheckpointError: one is no number, negative or absurd.
-    """
+    """Check the counters of a run: numbers of plausible size."""
     for field in dataclasses.fields(TrainState):
         value, kind = state.get(field.name, field.default), type(field.default)
         fits = type(value) is kind or (kind is float and type(value) is int)
@@ -346,22 +301,14 @@ def check_progress(state: Mapping[str, Any], origin: str) -> None:
 
 
 def check_entries(trainer: Mapping[str, Any], origin: str) -> None:
-    """Check what a resume takes for granted of the trainer part.
-
-    Raises:
-        CheckpointError: an entry is of another form than this version writes.
-    """
+    """Check that the entries of the trainer part have the form that a resume needs."""
     for name, (expected, check) in _ENTRIES.items():
         if name in trainer and not check(trainer[name]):
             raise CheckpointError(f"{origin}: {name!r} is not {expected}; it is damaged or not ours.")
 
 
 def check_optimizers(trees: Sequence[Any], origin: str) -> None:
-    """Check what a resume takes for granted of the optimizer part.
-
-    Raises:
-        CheckpointError: parameter groups or states are of another form than this version writes.
-    """
+    """Check that the optimizer part has the form that a resume needs."""
     for number, tree in enumerate(trees):
         groups = tree.get("groups", tree.get("param_groups", [])) if isinstance(tree, dict) else None
         states, dtypes = (tree.get("state", {}), tree.get("dtypes", {})) if isinstance(tree, dict) else (None, None)

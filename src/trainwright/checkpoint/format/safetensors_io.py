@@ -49,11 +49,7 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()} | _SPECIAL
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the format's name of a dtype, `"F32"`; of one that it keeps as a view, torch's, `"torch.complex64"`.
-
-    Raises:
-        CheckpointError: tensors of that dtype cannot be saved.
-    """
+    """Return the format's name of a dtype, `"F32"`; of one that is stored as a view, torch's, `"torch.complex64"`."""
     name = _DTYPE_NAMES.get(dtype, str(dtype))
     if name not in _BY_NAME:
         raise CheckpointError(f"tensors of {dtype} cannot be saved.")
@@ -61,23 +57,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Undo `dtype_name`.
-
-    Raises:
-        CheckpointError: there is no such dtype.
-    """
+    """Return the dtype for a name of `dtype_name`."""
     if name not in _BY_NAME:
         raise CheckpointError(f"{name!r} is no dtype that a checkpoint can hold.")
     return _BY_NAME[name]
 
 
 def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
-    """Return `tensor` as something safetensors can hold, and the name of its dtype if that had to change.
+    """Return `tensor` as safetensors can store it, and the name of its dtype if that had to change.
 
-    Complex numbers become pairs of reals (a last dim of 2), rare 1-byte floats become uint8; both are views.
-
-    Raises:
-        CheckpointError: quantized, sparse, nested or meta tensors, DTensors and other wrappers, sub-byte dtypes.
+    Complex numbers become pairs of reals (a last dim of 2), rare 1-byte floats become uint8; both are views. Tensors
+    without plain bytes (quantized, sparse, meta, DTensors, ...) are a `CheckpointError`.
     """
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise CheckpointError(f"a {type(tensor).__name__} wraps other tensors; gather it into a plain tensor first.")
@@ -97,11 +87,7 @@ def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
 
 
 def from_storable(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
-    """Undo `to_storable`.
-
-    Raises:
-        CheckpointError: `dtype` is none that `to_storable` gives, or does not fit the stored tensor.
-    """
+    """Reverse `to_storable`."""
     if dtype is None:
         return tensor
     special = _SPECIAL.get(dtype)
@@ -122,14 +108,10 @@ def plan_safetensors(
     """Return the header and the order of the tensors of a safetensors file; copies and writes nothing.
 
     Args:
-        path: of the file, relative to the folder that it will go into.
+        path: of the file, relative to the folder of the checkpoint.
         tensors: on any device. Tensors that share memory are written each.
-        metadata: text for the header; `{"format": "pt"}` is what transformers looks for and is always there.
-        native: also take dtypes that only newer readers know (`NATIVE_NAMES`).
-
-    Raises:
-        CheckpointError: a tensor's dtype is not in the format (see `to_storable`), a name is `"__metadata__"`, or the
-            header would be longer than readers accept.
+        metadata: text for the header, beside `{"format": "pt"}`, which transformers needs.
+        native: accept dtypes that only newer readers know (`NATIVE_NAMES`).
     """
     if sys.byteorder != "little":
         raise CheckpointError("safetensors are little-endian and this machine is not; saving is not supported on it.")
@@ -164,14 +146,8 @@ def plan_safetensors(
 
 
 def plan_streamed(path: str, weights: Mapping[str, Weight], metadata: Mapping[str, str] | None = None) -> PlannedFile:
-    """Return a safetensors file whose tensors are read one after the other while it is written.
-
-    Args:
-        path, metadata: see `plan_safetensors`. Dtypes that only newer readers know are taken too.
-        weights: name and weight of each.
-
-    Raises:
-        CheckpointError: see `plan_safetensors`.
+    """Return a safetensors file whose tensors are read one after the other while it is written; see `plan_safetensors`
+    with `native`.
     """
     planned = plan_safetensors(path, {name: weight.like for name, weight in weights.items()}, metadata, native=True)
     by_like = {id(weight.like): weight for weight in weights.values()}
@@ -184,25 +160,14 @@ def write_safetensors(
 ) -> FileEntry:
     """Write a new safetensors file, hashed as it is written and synced before this returns.
 
-    Args:
-        path: must not exist.
-        tensors: on any device; moved to the host one at a time, so that the extra memory is one tensor. Tensors that
-            share memory are written each.
-        metadata: text for the header, see `plan_safetensors`.
-
-    Raises:
-        CheckpointError: see `plan_safetensors`.
+    The tensors are moved to the host one at a time. Arguments and errors are those of `plan_safetensors`.
     """
     planned = plan_safetensors(path.name, tensors, metadata)
     return write_files(path.parent, [planned])[planned.path]
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the JSON header of a safetensors file without trusting its length.
-
-    Raises:
-        CheckpointError: the file is not as long as its header says, the header is absurdly long, or not JSON.
-    """
+    """Return the JSON header of a safetensors file, after comparing it with the length of the file."""
     check_regular(path)
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -244,13 +209,11 @@ def read_safetensors(
     """Read tensors from a safetensors file.
 
     Args:
-        device: where they go.
-        names: which; all by default.
-        copy: False leaves tensors on the CPU mapped to the file (nothing is read before it is touched, writing to
-            them does not reach the file). Only for values that are copied elsewhere at once.
-
-    Raises:
-        CheckpointError: the file is damaged or a name is not in it.
+        path: of the file.
+        device: of the tensors.
+        names: which. Default: all.
+        copy: False leaves tensors on the CPU mapped to the file, for values that are copied at once: nothing is read
+            before it is used, and writing to them does not change the file.
     """
     header = read_header(path)
     chosen = [name for name in header if name != "__metadata__"] if names is None else list(names)

@@ -39,14 +39,11 @@ def stepped_aside(path: Path) -> Path | None:
 
 
 def clean_stale(folder: Path | str) -> list[Path]:
-    """Put right what crashed writers and deletions left hidden in `folder`.
+    """Remove the hidden folders of crashed writers and deletions in `folder`.
 
-    A checkpoint that had stepped aside and was never replaced comes back under its own name; everything else of ours
-    that is hidden is deleted. A hidden folder is ours if its name has our form and nothing but parts of a checkpoint
-    is in it; one that a living process holds is left alone, and so are links. Call it on one process, before writing.
-
-    Returns:
-        The hidden paths that are gone. A folder that does not exist has none.
+    A checkpoint that was moved aside and never replaced gets its own name back. A hidden folder is deleted only if its
+    name has our form, it holds nothing but parts of a checkpoint, no living process holds it, and it is not a link.
+    Call it on one process, before writing. Returns the hidden paths that it removed.
     """
     folder = Path(folder)
     gone: list[Path] = []

@@ -56,7 +56,7 @@ _FOLDERS = {"rng": RNG_FOLDER, "optimizer": OPTIMIZER_FOLDER, "model": MODEL_FOL
 
 @dataclass(slots=True)
 class Contents:
-    """A snapshot encoded into files: what is left to do is to write bytes.
+    """A snapshot encoded into files, ready to be written.
 
     Attributes:
         parts: part → its files by paths relative to the checkpoint folder.
@@ -80,13 +80,10 @@ class Contents:
 
 
 def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Contents:
-    """Encode everything of a snapshot that is no tensor, and lay out its files. Nothing is copied or written.
-
-    The tensors in the result are the snapshot's own.
+    """Encode everything of a snapshot except its tensors, and lay out its files. Nothing is copied or written.
 
     Raises:
-        CheckpointError: something in the snapshot cannot be saved (its place is named), or a full snapshot lacks RNG
-            states.
+        CheckpointError: a value cannot be saved (its place is named), or a full snapshot lacks RNG states.
     """
     _check_snapshot(snapshot)
     # The small parts come first: a disk that is full or read-only shows before gigabytes are written.
@@ -101,13 +98,9 @@ def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTE
 
 
 def plan_share(snapshot: Snapshot, rank: int) -> Contents:
-    """Encode what one rank writes of a checkpoint in pieces: those that it holds, and as rank 0 all that is whole too.
+    """Encode the files that one rank writes of a sharded checkpoint; rank 0 also writes everything that is not sharded.
 
-    Every rank does this with its own snapshot. Nothing is copied, written or communicated; the tensors in the result
-    are the snapshot's own.
-
-    Raises:
-        CheckpointError: see `plan_checkpoint`.
+    Every rank calls this with its own snapshot; there is no communication. See `plan_checkpoint`.
     """
     _check_snapshot(snapshot)
     parts = _plan_small(snapshot) if rank == 0 else {}
@@ -158,14 +151,13 @@ def write_checkpoint(
 ) -> Path:
     """Write `snapshot` as the checkpoint folder `path`; when this returns it is on the disk.
 
-    Whatever happens on the way, even a kill or a power failure, `path` holds what it held before or all of the new
-    checkpoint. An error leaves no temporary folder. Call it on one process only; it blocks on the disk and, for
-    device tensors, on the device, and takes no part in any collective. The snapshot's tensors must not change
-    meanwhile (`AsyncWriter` copies them first).
+    Even after a kill or a power failure, `path` holds its former content or all of the new checkpoint. An error leaves
+    no temporary folder. Call it on one process only; it blocks on the disk and on the devices, without collectives. The
+    snapshot's tensors must not change before it returns.
 
     Args:
-        path: the folder to make; missing parents are made too. A checkpoint there is replaced.
-        snapshot: what to write.
+        path: the folder to make, with its parents. A checkpoint there is replaced.
+        snapshot: the content.
         max_shard_bytes: see `plan_model`.
         fresh: see `Draft`.
 
@@ -173,8 +165,7 @@ def write_checkpoint(
         `path`.
 
     Raises:
-        CheckpointError: something in the snapshot cannot be saved (its place is named), a full snapshot lacks RNG
-            states, or `path` holds something that is no checkpoint.
+        CheckpointError: see `plan_checkpoint`; or `path` holds something that is not a checkpoint.
         OSError: the disk is full, not writable, ...
     """
     check_target(Path(path))
@@ -184,31 +175,20 @@ def write_checkpoint(
 def write_contents(
     path: Path | str, contents: Contents, *, quiet: QuietThread | None = None, fresh: bool = False
 ) -> Path:
-    """Write what `plan_checkpoint` returned; the rest is as in `write_checkpoint`.
-
-    Args:
-        path: the folder to make.
-        contents: its files.
-        quiet: see `write_files`. Default: None.
-        fresh: see `Draft`.
-    """
+    """Write the result of `plan_checkpoint` as `write_checkpoint` does; `quiet` is for `write_files`."""
     with Draft(path, fresh=fresh) as draft:
         draft.publish(contents, draft.write(contents, quiet=quiet))
     return draft.path
 
 
 class Draft:
-    """A checkpoint that is being written: a hidden folder beside its place, held by this process while it lives.
+    """A checkpoint that is being written: a hidden folder beside its place, locked by this process.
 
-    Leaving its `with` block without having published it deletes it.
+    It is deleted at the end of its `with` block unless it was published.
 
     Args:
-        path: the folder to make in the end.
-        fresh: nothing was there when the name was chosen: a checkpoint that lies there in the end is not replaced.
-
-    Raises:
-        CheckpointError: `path` holds something that is no checkpoint.
-        OSError: the folder cannot be made.
+        path: the folder to make in the end. Anything there that is not a checkpoint is an error.
+        fresh: nothing was there when the name was chosen: a checkpoint that is there in the end is not replaced.
     """
 
     def __init__(self, path: Path | str, *, fresh: bool = False) -> None:
@@ -250,10 +230,10 @@ class Draft:
         return write_files(self.folder, contents.files, quiet=quiet)
 
     def publish(self, contents: Contents, entries: Mapping[str, FileEntry]) -> None:
-        """Seal what has been written and put it into its place.
+        """Write the manifest and rename the folder to its place.
 
         Args:
-            contents: of this process; the manifest's facts are taken from it.
+            contents: of this process, with the values for the manifest.
             entries: every file in the folder, of this process and of others.
 
         Raises:
@@ -309,11 +289,7 @@ class Draft:
 
 
 def check_target(path: Path) -> None:
-    """Check that a checkpoint may be written as `path`.
-
-    Raises:
-        CheckpointError: it has no name or a hidden one, or something that is no checkpoint is there.
-    """
+    """Check that a checkpoint may be written as `path`: a visible name, with nothing else there than a checkpoint."""
     if not path.name or path.name.startswith("."):
         raise CheckpointError(f"{str(path)!r} is no name for a checkpoint: names must not be empty or hidden.")
     if path.is_symlink() or (path.exists() and not path.is_dir()):

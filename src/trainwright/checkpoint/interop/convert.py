@@ -23,11 +23,11 @@ from trainwright.checkpoint.format.model import MODEL_INDEX, SINGLE_FILE, read_m
 from trainwright.checkpoint.format.safetensors_io import read_safetensors
 from trainwright.checkpoint.format.staging import clean_stale
 from trainwright.checkpoint.format.writer import write_checkpoint
-from trainwright.checkpoint.interop.dcp_folder import METADATA
+from trainwright.checkpoint.interop.dcp_folder import METADATA, Sharded
 from trainwright.checkpoint.interop.deepspeed_folder import LATEST
 from trainwright.checkpoint.interop.foreign_optimizer import NamesUnknown, named_from_positions, steps_of
 from trainwright.checkpoint.interop.pickle_parser import Unknown
-from trainwright.checkpoint.interop.sharded_folder import FSDP_MODEL, Sharded, accelerate_rng, read_sharded
+from trainwright.checkpoint.interop.sharded_folder import FSDP_MODEL, accelerate_rng, read_sharded
 from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
@@ -57,13 +57,11 @@ class ConvertOptions:
     """How to read a foreign checkpoint.
 
     Attributes:
-        trust_pickle: unpickle with `torch.load(weights_only=False)`, which runs whatever code the file names.
-        drop_unknown: leave out, and report, what is neither a tensor nor plain data, instead of refusing the file.
-            Nothing is executed either way.
-        param_names: for each optimizer, the names of its parameters in its order, where the file does not tell.
-        optimizer_classes: for each optimizer, its class's name, where the file does not tell.
-        step: completed optimizer steps, where the file does not tell or is wrong.
-        epoch: finished epochs, likewise.
+        trust_pickle: unpickle with `torch.load(weights_only=False)`, which runs any code that the file names.
+        drop_unknown: skip, and report, values that are neither tensors nor plain data, instead of refusing the file.
+        param_names: for each optimizer, the names of its parameters in its order, if the file does not store them.
+        optimizer_classes: for each optimizer, the name of its class, if the file does not store it.
+        step, epoch: completed optimizer steps and finished epochs, if the file does not store them or is wrong.
     """
 
     trust_pickle: bool = False
@@ -76,16 +74,15 @@ class ConvertOptions:
 
 @dataclass
 class Converted:
-    """What came of a conversion.
+    """The result of a conversion.
 
     Attributes:
         path: the new checkpoint.
-        source: what kind of file was read.
+        source: the kind of file that was read.
         kind: `"full"` can be resumed, `"weights"` can only be loaded.
-        step: completed optimizer steps.
-        epoch: finished epochs.
+        step, epoch: completed optimizer steps and finished epochs.
         num_tensors: of the model.
-        notes: sentences: what was left out or assumed, and why.
+        notes: sentences: what was skipped or assumed, and why.
     """
 
     path: Path
@@ -98,13 +95,12 @@ class Converted:
 
 
 def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertOptions | None = None) -> Converted:
-    """Write the checkpoint `target` from what another program saved.
+    """Write the checkpoint `target` from the checkpoint of another program.
 
-    The optimizers come along, keyed by parameter name, if the names and the class of every one of them can be told
-    from the file or are given in `options`; without, the result holds weights only and `notes` say why. Tensors are
-    mapped from the source and written one at a time; the shards of several ranks are put together in memory. One
-    process calls it; it blocks on the disk. What a conversion that was killed has left hidden beside `target` is
-    deleted.
+    The optimizers are converted, keyed by parameter name, if the names and the class of every one are in the file or in
+    `options`; otherwise the result holds weights only, and `notes` say why. Tensors are mapped from the source and
+    written one at a time; the shards of several ranks are assembled in memory. One process calls it; it blocks on the
+    disk. Leftovers of a killed conversion beside `target` are deleted.
 
     Args:
         source: a Lightning `.ckpt`; a folder of Accelerate's `save_state`; a state dict in `.pt`, `.pth`, `.bin` or
@@ -115,8 +111,8 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
 
     Raises:
         FileNotFoundError: nothing is at `source`.
-        CheckpointError: `source` is none of these, is damaged, or names things outside the closed list that are
-            neither trusted nor dropped (they are listed); `target` exists or cannot be written.
+        CheckpointError: `source` is none of these, is damaged, or names objects that are neither trusted nor dropped
+            (they are listed); `target` exists or cannot be written.
     """
     source, target, options = Path(source), Path(target), options or ConvertOptions()
     if not source.exists():
@@ -175,9 +171,6 @@ def _from_folder(path: Path, options: ConvertOptions, notes: list[str]) -> tuple
     )
 
 
-# Lightning
-
-
 def _from_lightning(tree: Mapping[str, Any], options: ConvertOptions, notes: list[str]) -> Snapshot:
     weights = _state_dict(tree["state_dict"])
     state = _lightning_progress(tree, notes)
@@ -228,9 +221,6 @@ def _lightning_progress(tree: Mapping[str, Any], notes: list[str]) -> TrainState
             "--step if that matters."
         )
     return state
-
-
-# Accelerate
 
 
 def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes: list[str]) -> Snapshot:
@@ -293,9 +283,6 @@ def _number(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-# Shards of several ranks
-
-
 def _from_sharded(sharded: Sharded, options: ConvertOptions, notes: list[str]) -> Snapshot:
     notes.extend(sharded.notes)
     state = _lightning_progress(sharded.progress, notes)
@@ -316,9 +303,6 @@ def _from_sharded(sharded: Sharded, options: ConvertOptions, notes: list[str]) -
         options=options,
         notes=notes,
     )
-
-
-# Parts that the sources have in common
 
 
 def _with_optimizers(
@@ -404,12 +388,8 @@ def _find_state_dict(tree: Any, path: Path, notes: list[str]) -> Mapping[str, An
             return tree
     if isinstance(tree, torch.nn.Module):
         return tree.state_dict()
-    shown = (
-        f"a dict with the keys {', '.join(map(str, list(tree)[:10]))}"
-        if isinstance(tree, Mapping)
-        else type(tree).__name__
-    )
-    raise CheckpointError(f"{path} holds no state dict: it is {shown}.")
+    keys = f" with the keys {', '.join(map(str, list(tree)[:10]))}" if isinstance(tree, Mapping) else ""
+    raise CheckpointError(f"{path} holds no state dict: it is a {type(tree).__name__}{keys}.")
 
 
 def _read_pickled(path: Path, options: ConvertOptions, notes: list[str]) -> Any:

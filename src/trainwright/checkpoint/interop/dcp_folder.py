@@ -7,20 +7,21 @@ archive after the other. Both are parsed, never executed (see `torch_file`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading
-from trainwright.checkpoint.format.piece_files import PieceFiles, SavedTensor
+from trainwright.checkpoint.format.piece_files import PieceFiles, SavedTensor, loaded
 from trainwright.checkpoint.format.pieces import Box, Region, lengths_of
 from trainwright.checkpoint.format.safetensors_io import dtype_name, to_storable
 from trainwright.checkpoint.interop.pickle_parser import Named, Node, PickleParser, checked_size, checked_sizes
 from trainwright.checkpoint.interop.torch_file import MAX_PICKLE_BYTES, STORABLE_DTYPES, read_torch_file
 from trainwright.core.errors import CheckpointError
+from trainwright.core.tree import map_tensors
 
 METADATA = ".metadata"
 _TORCH = "torch.distributed.checkpoint"
@@ -43,24 +44,12 @@ class ForeignShards(PieceFiles):
     def add(
         self, name: str, region: Region, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
     ) -> None:
-        """Add one shard.
-
-        Args:
-            name: of the full tensor.
-            region: of the full tensor that the shard holds.
-            shape: of the full tensor.
-            dtype: of both.
-            read: returns the shard's values.
-        """
+        """Add one shard: `region` of the full tensor `name` of `shape` and `dtype`. `read` returns its values."""
         shard: Any = _Shard(region, read, dtype_name(dtype), shape)
         self._by_name.setdefault(name, []).append(shard)
 
     def full(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, origin: Path) -> SavedTensor:
-        """Return the full tensor, which is read when it is used.
-
-        Raises:
-            CheckpointError: its shards do not cover it, or overlap.
-        """
+        """Return the full tensor, which is read when it is used. Its shards must cover it without overlaps."""
         try:
             return self.find(name, shape, dtype_name(dtype))
         except CheckpointError as error:
@@ -70,18 +59,47 @@ class ForeignShards(PieceFiles):
         return to_storable(piece.read().reshape(lengths_of(piece.region)))[0]
 
 
+@dataclass
+class Sharded:
+    """A checkpoint put together from its shards; tensors are read when they are used.
+
+    Attributes:
+        source: the library that wrote it.
+        weights: name → tensor.
+        optimizers: state dicts of torch, by name or position.
+        step: completed optimizer steps; None: unknown.
+        schedulers: states of learning-rate schedules.
+        progress: what Lightning saved beside the shards.
+        notes: sentences: what was skipped.
+    """
+
+    source: Literal["torch.distributed", "deepspeed"]
+    weights: Mapping[str, Any]
+    optimizers: list[Any] = field(default_factory=list)
+    step: int | None = None
+    schedulers: list[Any] = field(default_factory=list)
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def load(self) -> Sharded:
+        """Put all tensors together in memory; what is one tensor under two names remains one. Returns itself."""
+        full: dict[int, torch.Tensor] = {}
+
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in full:
+                full[id(tensor)] = loaded(tensor)
+            return full[id(tensor)]
+
+        # The sources stay alive until both are done: their ids are the keys.
+        self.weights, self.optimizers = map_tensors(once, (self.weights, self.optimizers))
+        return self
+
+
 def read_dcp(folder: Path) -> dict[str, Any]:
     """Read a folder of torch.distributed.checkpoint as the nested state dict that was saved.
 
-    Args:
-        folder: with `.metadata` and the files of all ranks.
-
-    Returns:
-        Containers and plain data. Tensors are read when they are used.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or names something else than tensors and plain data; the message
-            names it.
+    Tensors are read when they are used. A file that is missing, damaged, or names something other than tensors and
+    plain data is a `CheckpointError`.
     """
     path = folder / METADATA
     if not path.is_file():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading
 from trainwright.checkpoint.format.pieces import Span
-from trainwright.checkpoint.interop.dcp_folder import ForeignShards
+from trainwright.checkpoint.interop.dcp_folder import ForeignShards, Sharded
 from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
 
@@ -38,31 +37,8 @@ _SKIPPED = frozenset(
 _WEIGHT = "fp32"
 
 
-@dataclass
-class DeepSpeedState:
-    """The contents of a checkpoint of DeepSpeed; tensors are read when they are used.
-
-    Attributes:
-        weights: name → float32 weight, or buffer.
-        optimizer: a state dict of torch, with names for positions if the checkpoint is of ZeRO; None if there is none.
-        step: completed optimizer steps.
-        scheduler: state of the learning-rate schedule, if there was one.
-        notes: sentences: what was skipped.
-    """
-
-    weights: dict[str, torch.Tensor]
-    optimizer: dict[str, Any] | None
-    step: int
-    scheduler: dict[str, Any] | None
-    notes: list[str] = field(default_factory=list)
-
-
 def find_deepspeed(folder: Path) -> Path | None:
-    """Return the folder with the files of the ranks: `folder`, or the one that its `latest` names; None: neither.
-
-    Raises:
-        CheckpointError: `latest` names a folder that is missing.
-    """
+    """Return the folder with the files of the ranks: `folder`, or the one that its `latest` names; None: neither."""
     if any(_MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()):
         return folder
     latest = folder / LATEST
@@ -76,12 +52,9 @@ def find_deepspeed(folder: Path) -> Path | None:
     return found
 
 
-def read_deepspeed(folder: Path) -> DeepSpeedState:
-    """Read the folder of one tag, such as `global_step100`.
-
-    Raises:
-        CheckpointError: a rank's file is missing or damaged, or the layout is not one of data parallelism alone; the
-            message names the file.
+def read_deepspeed(folder: Path) -> Sharded:
+    """Read the folder of one tag, such as `global_step100`. Layouts other than data parallelism are a
+    `CheckpointError`.
     """
     models = _read_ranks(folder, _MODEL_FILE)
     if not models:
@@ -98,12 +71,12 @@ def read_deepspeed(folder: Path) -> DeepSpeedState:
     shapes = first.get("param_shapes")
     partitions = [state["optimizer_state_dict"] for state in _read_ranks(folder, _OPTIMIZER_FILE)]
     with reading(folder, "is not a supported checkpoint of DeepSpeed"):
-        scheduler = first.get("lr_scheduler")
-        state = DeepSpeedState({}, None, int(first["global_steps"]), scheduler if scheduler else None)
+        schedulers = [scheduler] if (scheduler := first.get("lr_scheduler")) else []
+        state = Sharded("deepspeed", {}, step=int(first["global_steps"]), schedulers=schedulers)
         if shapes is None:
             state.weights, saved = dict(first["module"]), first.get("optimizer")
             if isinstance(saved, Mapping) and "param_groups" in saved:
-                state.optimizer = dict(saved)
+                state.optimizers = [dict(saved)]
             elif saved is not None:
                 state.notes.append(
                     "The optimizer and its float32 weights are skipped: DeepSpeed's 16-bit optimizers without ZeRO are "
@@ -120,12 +93,12 @@ def read_deepspeed(folder: Path) -> DeepSpeedState:
         found = zero.tensors()
         buffers = {name: first["module"][name] for name in first["buffer_names"]}
         frozen = zero.frozen([model.get("frozen_param_fragments") or {} for model in models], first)
-        state.weights = {**found.pop(_WEIGHT), **buffers, **frozen}
+        weights = {**found.pop(_WEIGHT), **buffers, **frozen}
         for other, name in dict(first.get("shared_params") or {}).items():
-            state.weights[other] = state.weights[name]
-        order = [name for name in first["module"] if name in state.weights]
-        state.weights = {name: state.weights[name] for name in dict.fromkeys([*order, *state.weights])}
-        state.optimizer = _torch_state(zero, found, first, state.notes)
+            weights[other] = weights[name]
+        order = [name for name in first["module"] if name in weights]
+        state.weights = {name: weights[name] for name in dict.fromkeys([*order, *weights])}
+        state.optimizers = _torch_state(zero, found, first, state.notes)
     return state
 
 
@@ -236,14 +209,14 @@ def _cut(vectors: Iterable[torch.Tensor], begin: int, count: int, first: int) ->
 
 def _torch_state(
     zero: _Zero, kinds: Mapping[str, Mapping[str, torch.Tensor]], first: Mapping[str, Any], notes: list[str]
-) -> dict[str, Any] | None:
-    """Return the optimizer's state as torch.optim has it, by name."""
+) -> list[Any]:
+    """Return the optimizer's state as torch.optim has it, by name; empty if its groups are unknown."""
     if len(zero.groups) != len(zero.shapes):
         notes.append(
             f"Weights only: the optimizer has {len(zero.groups)} groups, and the model's parameters are in "
             f"{len(zero.shapes)}."
         )
-        return None
+        return []
     state: dict[str, dict[str, Any]] = {}
     for number, group in enumerate(zero.shapes):
         plain = dict(zero.plain[min(number, len(zero.plain) - 1)])
@@ -256,10 +229,8 @@ def _torch_state(
     groups: Sequence[dict[str, Any]] = zero.groups
     if "bias_correction" in groups[0]:
         groups = [_as_adam(group, first.get("ds_config") or {}) for group in groups]
-    return {
-        "state": state,
-        "param_groups": [{**group, "params": list(names)} for group, names in zip(groups, zero.shapes, strict=True)],
-    }
+    named = [{**group, "params": list(names)} for group, names in zip(groups, zero.shapes, strict=True)]
+    return [{"state": state, "param_groups": named}]
 
 
 def _as_adam(group: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

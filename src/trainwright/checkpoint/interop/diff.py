@@ -27,8 +27,7 @@ class TensorDifference:
 
     Attributes:
         path: `part.name`, as in `"model.net.weight"` or `"optimizer[0].state.net.weight.exp_avg"`.
-        max_abs: the largest absolute difference of two elements; NaN where only one of them is NaN; None when shapes
-            or dtypes differ.
+        max_abs: the largest absolute difference; NaN if only one element is NaN; None if shapes or dtypes differ.
         left, right: dtype and shape, as text.
     """
 
@@ -82,14 +81,10 @@ _MISSING: Any = object()
 
 
 def diff_checkpoints(left: Path | str, right: Path | str) -> CheckpointDifference:
-    """Compare two checkpoints, bit by bit.
+    """Compare two checkpoints, bit by bit. One process calls it; it blocks on the disk.
 
-    Tensors are mapped and compared one pair at a time. Files of which size and hash are the same in both manifests
-    are not read. One process calls it; it blocks on the disk.
-
-    Raises:
-        FileNotFoundError: nothing is at one of the paths.
-        CheckpointError: one of them is damaged, by missing files or wrong sizes (hashes are not checked).
+    Tensors are mapped and compared one pair at a time. Files with the same size and hash in both manifests are not
+    read. Missing files and wrong sizes are a `CheckpointError`; hashes are not checked.
     """
     sides = Path(left), Path(right)
     manifests = read_manifest(sides[0]), read_manifest(sides[1])

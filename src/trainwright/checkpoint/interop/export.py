@@ -19,7 +19,7 @@ import torch
 
 from trainwright.checkpoint.disk.durable import hidden, make_folder, rename, sync_folder, write_file
 from trainwright.checkpoint.disk.planned_file import Weight, write_files
-from trainwright.checkpoint.disk.untrusted import inside, read_json, reading
+from trainwright.checkpoint.disk.untrusted import inside, reading
 from trainwright.checkpoint.format.codec import read_tree
 from trainwright.checkpoint.format.layout import MANIFEST, MODEL_FOLDER, MODEL_STEM
 from trainwright.checkpoint.format.manifests import read_manifest, verify
@@ -28,6 +28,7 @@ from trainwright.checkpoint.format.model import (
     MODEL_INDEX,
     SINGLE_FILE,
     deal_out,
+    read_index,
     shard_index,
     shard_names,
 )
@@ -59,12 +60,12 @@ class StoredTensor:
 
     Attributes:
         name: in the state dict.
-        file: where it is.
+        file: the file that holds it.
         stored_as: its name in `file`, which is another one for tied names.
         dtype: the format's name of its dtype, such as `"F32"`.
         shape: its shape.
         write_as: the key of `EXPORT_DTYPES` to convert to, or None to copy its bytes.
-        value: the tensor itself where a checkpoint keeps it in pieces: read when it is used. None: it lies in `file`.
+        value: the tensor itself if it is sharded: read when it is used. None: it is in `file`.
     """
 
     name: str
@@ -83,11 +84,7 @@ class StoredTensor:
 
     @property
     def like(self) -> torch.Tensor:
-        """The shape and dtype that are written, on the meta device.
-
-        Raises:
-            CheckpointError: torch has no such dtype.
-        """
+        """The shape and dtype that are written, on the meta device."""
         dtype = NAMED_DTYPES.get(self.dtype) if self.write_as is None else EXPORT_DTYPES[self.write_as]
         if dtype is None:
             raise CheckpointError(f"{self.name!r} in {self.file} is of {self.dtype!r}, a dtype that torch lacks.")
@@ -101,14 +98,14 @@ class StoredTensor:
 
 @dataclass
 class Exported:
-    """What was written.
+    """The result of an export.
 
     Attributes:
         files: in order, the index last.
         num_tensors: how many tensors they hold.
         num_bytes: of the tensors.
-        tied: names that were left out because they are the same memory as another: name → that other name.
-        left_out: entries of the state dict that are no tensors.
+        tied: skipped names that share memory with another: name → that other name.
+        left_out: entries of the state dict that are not tensors.
     """
 
     files: list[Path]
@@ -137,24 +134,21 @@ def export_weights(
 ) -> Exported:
     """Write the weights of a checkpoint as safetensors that any program reads.
 
-    One process calls it; it blocks on the disk. What is there under `target`'s name appears by one rename.
+    One process calls it; it blocks on the disk. `target` appears by one rename.
 
     Args:
         source: a checkpoint of ours, its model folder, or any folder of Hugging Face safetensors.
-        target: the file to make (`"single"`), or the folder to make with `model.safetensors.index.json`
-            (`"sharded"`). Must not exist.
+        target: the file (`"single"`), or the folder with `model.safetensors.index.json` (`"sharded"`). Must not exist.
         layout: see `target`.
-        dtype: `"fp32"`, `"fp16"` or `"bf16"` for every tensor of floating-point numbers wider than a byte; None
-            keeps each as it is.
+        dtype: `"fp32"`, `"fp16"` or `"bf16"` for every floating-point tensor wider than a byte. None: unchanged.
         max_shard_bytes: of the tensors in one shard; a larger tensor gets a shard of its own.
-        expand_tied: write tied weights under each of their names. Otherwise once, under the first; the file's
-            metadata says `{name: first name}` for the others, as `safetensors.torch.save_model` has it.
+        expand_tied: write tied weights under each of their names. Otherwise once, under the first; the file's metadata
+            stores `{name: first name}` for the others, like `safetensors.torch.save_model`.
         check: verify the model's files against the checkpoint's manifest first.
 
     Raises:
         FileNotFoundError: nothing is at `source`.
-        CheckpointError: `source` is damaged or holds no weights, `target` exists, an argument is unknown, or the
-            format has no name for a tensor's dtype.
+        CheckpointError: `source` is damaged or holds no weights, `target` exists, or an argument or a dtype is unknown.
     """
     source, target = Path(source), Path(target)
     if dtype is not None and dtype not in EXPORT_DTYPES:
@@ -195,11 +189,7 @@ def export_weights(
 
 
 def stored_tensors(source: Path | str) -> tuple[list[StoredTensor], dict[str, str]]:
-    """Return the tensors of a checkpoint's model, in their order, and its tied names; reads headers only.
-
-    Raises:
-        FileNotFoundError, CheckpointError: as `export_weights`.
-    """
+    """Return the tensors of a checkpoint's model, in their order, and its tied names; reads headers only."""
     model = _read_layout(_model_folder(Path(source), check=False), native=False)
     return model.tensors, model.tied
 
@@ -218,36 +208,20 @@ def _model_folder(source: Path, check: bool) -> Path:
 
 
 def _read_layout(folder: Path, *, native: bool = True) -> _Model:
-    with reading(folder):
-        return _layout_of(folder, native)
-
-
-def _layout_of(folder: Path, native: bool) -> _Model:
     path = folder / MODEL_INDEX
-    if (folder / _STATE).is_file():
-        return _read_pieces(folder, native)
-    if not path.is_file():
-        single = inside(folder, SINGLE_FILE, str(folder))
-        return _Model(_described(single, list(_entries(single)), {}, native), {}, [])
-    index = read_json(path)
-    try:
-        weight_map = {str(name): str(file) for name, file in index["weight_map"].items()}
-        notes = dict(index.get("metadata", {}).get("trainwright", {}))
-        tied, dtypes = dict(notes.get("tied", {})), dict(notes.get("dtypes", {}))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors shards: {error!r}.") from error
-    lost = [first for first in tied.values() if first not in weight_map]
-    if lost:
-        raise CheckpointError(f"{path} ties names to {', '.join(lost)}, which it does not hold.")
-    found: dict[str, StoredTensor] = {}
-    for file in dict.fromkeys(weight_map.values()):
-        shard = inside(folder, file, str(path))
-        if not shard.is_file():
-            raise CheckpointError(f"{path} names the shard {file!r}, which is missing.")
-        names = [name for name, home in weight_map.items() if home == file]
-        found |= {tensor.name: tensor for tensor in _described(shard, names, dtypes, native)}
-    extra = [str(notes["extra"])] if "extra" in notes else []
-    return _Model([found[name] for name in weight_map], tied, extra)
+    with reading(folder):
+        if (folder / _STATE).is_file():
+            return _read_pieces(folder, native)
+        if not path.is_file():
+            single = inside(folder, SINGLE_FILE, str(folder))
+            return _Model(_described(single, list(_entries(single)), {}, native), {}, [])
+        index = read_index(path)
+        found = {
+            tensor.name: tensor
+            for shard, names in index.shards.items()
+            for tensor in _described(shard, names, index.dtypes, native)
+        }
+        return _Model([found[name] for name in index.names], index.tied, [] if index.extra is None else [index.extra])
 
 
 def _read_pieces(folder: Path, native: bool) -> _Model:

@@ -39,16 +39,15 @@ def named_from_positions(
     """Return a saved `optimizer.state_dict()` in the form of `named_optimizer_state`.
 
     Args:
-        packed: what `torch.optim.Optimizer.state_dict` gave, with positions; or with the parameters' names, as FSDP
-            saves it.
+        packed: from `torch.optim.Optimizer.state_dict`, with positions; or with parameter names, as FSDP saves it.
         weights: the state dict of the model, buffers included.
-        ordered: `weights` stand in the order of the model's modules; files of safetensors do not keep it.
-        names: the parameters' names in the optimizer's order, where the caller knows them.
-        class_name: the optimizer's class, where the caller knows it.
+        ordered: `weights` are in the order of the model's modules; files of safetensors do not keep it.
+        names: the parameters' names in the optimizer's order, if known.
+        class_name: the optimizer's class, if known.
 
     Raises:
         NamesUnknown: there is no answer, or more than one.
-        CheckpointError: `packed` is no optimizer state, or `names` do not fit it.
+        CheckpointError: `packed` is not an optimizer state, or `names` do not fit it.
     """
     try:
         groups = [dict(group) for group in packed["param_groups"]]

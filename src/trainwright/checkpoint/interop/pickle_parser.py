@@ -86,11 +86,8 @@ class PickleParser:
         self._origin = origin
 
     def parse(self) -> Any:
-        """Return what the pickle holds.
-
-        Raises:
-            CheckpointError: it is longer or takes more operations than allowed. Other errors say that it is damaged:
-                any `Exception` may come.
+        """Return the content of the pickle. Its limits are a `CheckpointError`; any other `Exception` means that it is
+        damaged.
         """
         reader = _Reader(self._file, f"{self._origin}: its pickle has more than {MAX_OPERATIONS} operations")
         try:
@@ -222,11 +219,8 @@ def _size(data: bytes) -> int:
 
 
 def checked_key(key: Any) -> Any:
-    """Return what is going to be hashed, if that does not take long.
-
-    Raises:
-        ValueError: it is a tuple of too many parts, those of tuples in it counted each time that they occur, or an
-            integer that is too large.
+    """Return a value that is hashed in a short time. A tuple of too many parts (nested ones counted each time that they
+    occur) and an integer that is too large are a `ValueError`.
     """
     if type(key) is str:
         return key

@@ -5,25 +5,23 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from trainwright.checkpoint.disk.planned_file import Weight
 from trainwright.checkpoint.format.layout import MANIFEST
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES
-from trainwright.checkpoint.format.piece_files import SavedTensor, loaded
-from trainwright.checkpoint.interop.dcp_folder import METADATA, read_dcp
+from trainwright.checkpoint.format.piece_files import SavedTensor
+from trainwright.checkpoint.interop.dcp_folder import METADATA, Sharded, read_dcp
 from trainwright.checkpoint.interop.deepspeed_folder import find_deepspeed, read_deepspeed
 from trainwright.checkpoint.interop.export import stored_tensors
 from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.checkpoint.interop.weights_folder import replace_weights
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
-from trainwright.core.tree import map_tensors
 
 FSDP_MODEL = "pytorch_model_fsdp_"  # how Accelerate names the folder of a model, before its number
 _FSDP_OPTIMIZER = "optimizer_"
@@ -32,50 +30,10 @@ _WEIGHTS = ("model", "state_dict", "model_state_dict", "app")  # under which a s
 _OPTIMIZER = re.compile(r"(?:optimizer|optim)(?:_?(\d+))?")
 
 
-@dataclass
-class Sharded:
-    """A checkpoint put together from its shards; tensors are read when they are used.
-
-    Attributes:
-        source: the library that wrote it.
-        weights: name → tensor.
-        optimizers: state dicts of torch, by name or position.
-        step: completed optimizer steps; None: unknown.
-        schedulers: states of learning-rate schedules.
-        progress: what Lightning saved beside the shards.
-        notes: sentences: what was skipped.
-    """
-
-    source: Literal["torch.distributed", "deepspeed"]
-    weights: Mapping[str, Any]
-    optimizers: list[Any] = field(default_factory=list)
-    step: int | None = None
-    schedulers: list[Any] = field(default_factory=list)
-    progress: Mapping[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def load(self) -> Sharded:
-        """Put all tensors together in memory; what is one tensor under two names remains one. Returns itself."""
-        full: dict[int, torch.Tensor] = {}
-
-        def once(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in full:
-                full[id(tensor)] = loaded(tensor)
-            return full[id(tensor)]
-
-        # The sources stay alive until both are done: their ids are the keys.
-        self.weights, self.optimizers = map_tensors(once, (self.weights, self.optimizers))
-        return self
-
-
 def read_sharded(path: Path) -> Sharded | None:
     """Read a folder of torch.distributed.checkpoint or DeepSpeed, or one of Accelerate or Lightning with such.
 
-    Returns:
-        None: it holds no such shards.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or there are no weights; the message names it.
+    Returns None if it holds no such shards. Missing weights are a `CheckpointError`.
     """
     if (path / METADATA).is_file() or any(path.glob("*.distcp")):
         return _from_dcp(path, read_dcp(path))
@@ -84,12 +42,7 @@ def read_sharded(path: Path) -> Sharded | None:
         folders = sorted(entry for entry in path.glob(f"{_FSDP_OPTIMIZER}*") if entry.is_dir())
         return _from_dcp(path, tree | {folder.name: read_dcp(folder).get("optimizer") for folder in folders})
     folder = find_deepspeed(path)
-    if folder is None:
-        return None
-    state = read_deepspeed(folder)
-    optimizers = [] if state.optimizer is None else [state.optimizer]
-    schedulers = [] if state.scheduler is None else [state.scheduler]
-    return Sharded("deepspeed", state.weights, optimizers, state.step, schedulers, notes=state.notes)
+    return None if folder is None else read_deepspeed(folder)
 
 
 def _from_dcp(path: Path, tree: Mapping[str, Any]) -> Sharded:
@@ -157,10 +110,6 @@ def merge_weights(
 
     Returns:
         The files written, the index last if there is one.
-
-    Raises:
-        FileNotFoundError: nothing is at `source`.
-        CheckpointError: `source` is none of these, incomplete or damaged, or `target` cannot be written.
     """
     source, target = Path(source), Path(target)
     if not source.is_dir():

@@ -63,19 +63,18 @@ def read_torch_file(
     """Read a file of `torch.save` as plain data; nothing in it is executed or imported.
 
     Args:
-        path: a zip archive as torch has written since 1.6, or what it wrote before, on a little-endian machine.
+        path: a zip archive as torch has written since 1.6, or the format before, of a little-endian machine.
         mapped: False reads every tensor into memory.
-        span: first byte and length of a zip archive within the file, which is read into memory. Default: None, the
-            file is the archive.
+        span: first byte and length of a zip archive within the file, which is read into memory. None: all of the file.
 
     Returns:
-        The tree, with `Unknown` where it names something outside the closed list, and the sorted names of these.
-        Tensors are on the CPU; mapped ones privately, so that the file must keep its length while they are used;
-        tensors that shared a storage share memory. Subclasses of dict are dicts, parameters are tensors.
+        The tree, with `Unknown` for everything outside the closed list, and the sorted names of these. Tensors are on
+            the CPU; mapped ones privately, so that the file must keep its length while they are used; tensors that
+            shared a storage share memory. Subclasses of dict are dicts, parameters are tensors.
 
     Raises:
-        CheckpointError: the file is of another format (a bare pickle, a TorchScript archive), damaged, a tensor in
-            it reaches beyond its storage, or it comes to much more than its size (see `MAX_VALUES`).
+        CheckpointError: the file is of another format (a bare pickle, a TorchScript archive), damaged, or comes to much
+            more than its size (see `MAX_VALUES`).
     """
     check_regular(path)
     try:
@@ -166,11 +165,7 @@ class _Room:
         self._taken = 0
 
     def take(self, num_bytes: int) -> None:
-        """Count some bytes more.
-
-        Raises:
-            CheckpointError: it is too much.
-        """
+        """Count more bytes; too many are a `CheckpointError`."""
         self._taken += num_bytes
         if self._taken > self._limit:
             raise CheckpointError(
@@ -265,10 +260,8 @@ class _Interpreter:
         self._storages: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def value(self, value: Any) -> Any:
-        """Return what `value` stands for.
-
-        Raises:
-            CheckpointError: it contains itself, or all values so far come to too many.
+        """Return the value of a node. A container that contains itself, or too many values so far, is a
+        `CheckpointError`.
         """
         kind = type(value)
         if kind is Named:

@@ -122,27 +122,22 @@ def replace_weights(
     safe: bool = True,
     tied: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Write a model's weights into a folder, in the place of those that it may hold; see above how.
+    """Write a model's weights into a folder and replace those that it may hold; the module says how.
 
-    One process calls it; blocks until all is on the disk. The extra memory is `CHUNK_BYTES` and what `Weight.read`
-    needs; in torch's format it is a shard. A former model needs its room until the new one is complete. On a file
-    system without hard links shards keep their longer names where they would have had those of a former model.
+    One process calls it; it blocks on the disk. The extra memory is `CHUNK_BYTES` and the use of `Weight.read`; in
+    torch's format it is a shard. The former model stays until the new one is complete. On a file system without hard
+    links shards may keep their longer names.
 
     Args:
-        folder: made where it is missing. Files of other names in it are left alone.
+        folder: made if it is missing. Files of other names in it are left alone.
         weights: by name, in the order in which they fill the shards.
         max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
-        safe: safetensors; otherwise what `torch.save` writes, a pickle of tensors.
-        tied: other name → the name in `weights` that it shares its tensor with. Written in torch's format alone, and
-            without a second copy: safetensors cannot say so.
+        safe: safetensors; otherwise the format of `torch.save`.
+        tied: other name → the name in `weights` that it shares its tensor with. Written in torch's format alone, since
+            safetensors cannot store it.
 
     Returns:
         The files of the model, the index last if there is one.
-
-    Raises:
-        CheckpointError: the folder is a file, the weights do not fit on the disk (asked beforehand), cannot be written,
-            or have a dtype that the format lacks. Files and folders are as before, unless the message says that the new
-            weights are in place.
     """
     folder = folder.absolute()
     kind = SAFETENSORS if safe else PICKLE
