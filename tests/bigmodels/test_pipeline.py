@@ -95,7 +95,7 @@ def _run() -> dict[str, Any]:
         found["last"].append(last(*batch(size)) if rank == 0 else last())
         named = dict(zip(("inputs", "scale"), batch(size), strict=True))
         found["everywhere"].append(everywhere(**named))
-    elsewhere = "with what it cannot take"
+    elsewhere = "the first process of the pipeline are invalid"
     with pytest.raises(ConfigurationError, match=r"batches of \[2, 3\]" if rank == 0 else elsewhere):
         last(batch(2)[0], batch(3)[1])
     found["after an error"] = last(*batch(4))
@@ -202,5 +202,5 @@ def test_models_of_transformers_run_as_a_pipeline(transformed: list[list[Any]]) 
 def test_what_a_pipeline_cannot_be_made_of_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="example_args or example_kwargs"):
         prepare_pippy(make_net())
-    with pytest.raises(ConfigurationError, match="takes several processes"):
+    with pytest.raises(ConfigurationError, match="needs several processes"):
         prepare_pippy(make_net(), example_args=batch(4))

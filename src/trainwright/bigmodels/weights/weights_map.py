@@ -185,7 +185,9 @@ def read_offload_index(folder: PathLike) -> Index:
         return {}
     index = read_json(path)
     if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
-        raise CheckpointError(f"{path} is no index of offloaded weights: expected an entry of dtype and shape by name.")
+        raise CheckpointError(
+            f"{path} is not an index of offloaded weights: expected an entry with dtype and shape for each name."
+        )
     return index
 
 
@@ -266,7 +268,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         file = entry.get("safetensors_file")
         if file is None:
             if self.save_folder is None:
-                raise CheckpointError(f"the index says that {name!r} lies in a folder, and no save_folder was given.")
+                raise CheckpointError(
+                    f"the index has no file for {name!r}. Pass the folder of its weights (save_folder)."
+                )
             return _mapped(Path(self.save_folder) / (check_relative(name, "the index") + _SUFFIX), entry)
         stored = self._files.get(file)
         if stored is None:
@@ -274,7 +278,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             stored.add_safetensors(Path(file))
         inner = entry.get("weight_name", name)
         if inner not in stored:
-            raise CheckpointError(f"{file} holds no tensor {inner!r}, which the index says it does.")
+            raise CheckpointError(f"{file} does not contain {inner!r}, which is listed in the index.")
         tensor, span = stored[inner], stored.locate(inner)
         dtype = getattr(torch, str(entry.get("dtype")), tensor.dtype)
         return (tensor, span) if dtype == tensor.dtype else (tensor.to(dtype), None)
