@@ -291,7 +291,7 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monk
 
 
 def test_an_empty_folder_and_a_missing_one_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="contains no weights"):
         read_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="neither a file nor a folder"):
         read_checkpoint(tmp_path / "nowhere")

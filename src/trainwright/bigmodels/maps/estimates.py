@@ -92,7 +92,7 @@ def count_stored_weights(path: Path) -> WeightCount:
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
-        raise CheckpointError(f"{path} holds no safetensors file.")
+        raise CheckpointError(f"{path} contains no safetensors file.")
     layers: defaultdict[str, int] = defaultdict(int)
     fixed: defaultdict[str, int] = defaultdict(int)
     for file in files:

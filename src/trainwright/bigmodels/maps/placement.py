@@ -128,7 +128,7 @@ def place(outline: Outline, budgets: dict[Device, int | None], *, fallback: bool
 
 
 def is_fast(placement: Placement) -> bool:
-    """Return whether everything that takes memory is on accelerators."""
+    """Return whether all parts with tensors are on accelerators."""
     return all(is_accelerator(device) for device, used in placement.used_bytes.items() if used)
 
 

@@ -86,7 +86,7 @@ def shape_of(sizes: Mapping[str, int]) -> TrainingShape:
 def rank_peaks(
     shape: TrainingShape, *, world_size: int, activation_bytes: int, buckets: ZeroBuckets | None = None
 ) -> dict[str, int]:
-    """Return the largest number of bytes that one rank's device holds in a step, by strategy.
+    """Return the peak bytes on one rank's device in a step, by strategy.
 
     Args:
         shape: Shape of the model.
@@ -120,7 +120,7 @@ def rank_peaks(
 
 
 def split_peak(share: TrainingShape, *, world_size: int, activation_bytes: int, logits_bytes: int) -> int:
-    """Return the largest number of bytes that one rank's device holds in a step under `tp`.
+    """Return the peak bytes on one rank's device in a step under `tp`.
 
     Args:
         share: Shape of one rank's shards. See `model_of_one_rank`.
@@ -141,7 +141,7 @@ def pipeline_peak(
     activation_bytes: Sequence[int],
     sent_bytes: Sequence[int],
 ) -> int:
-    """Return the largest number of bytes that one rank's device holds in a step of a pipeline with schedule `1f1b`.
+    """Return the peak bytes on one rank's device in a step of a pipeline with schedule `1f1b`.
 
     Args:
         stages: Shape of each rank's stage. See `stage_shapes`.

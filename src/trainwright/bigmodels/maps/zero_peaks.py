@@ -40,7 +40,7 @@ class ZeroBuckets:
 def flat_peak(
     sizes: Sequence[int], *, stage: int, world_size: int, activation_bytes: int, uses: int, buckets: ZeroBuckets
 ) -> int:
-    """Return the largest number of bytes that one rank's device holds in a step at stage 1 or 2.
+    """Return the peak bytes on one rank's device in a step at stage 1 or 2.
 
     Args:
         sizes: Elements of each parameter, in the model's order.
@@ -66,7 +66,7 @@ def flat_peak(
 def sharded_peak(
     sizes: Sequence[int], *, world_size: int, activation_bytes: int, uses: int, buckets: ZeroBuckets
 ) -> int:
-    """Return the largest number of bytes that one rank's device holds in a step at stage 3.
+    """Return the peak bytes on one rank's device in a step at stage 3.
 
     Args:
         sizes, world_size, activation_bytes, uses, buckets: See `flat_peak`.

@@ -124,7 +124,7 @@ class MappedFile:
                 raise CheckpointError(f"{self.path} cannot be read at byte {start + done}: {error}.") from error
             if count == 0:
                 self.check()
-                raise CheckpointError(f"{self.path} ends at byte {start + done}, before a weight that it holds.")
+                raise CheckpointError(f"{self.path} ends at byte {start + done}, before the end of a weight.")
             done += count
 
     def load(self, start: int, num_bytes: int) -> None:

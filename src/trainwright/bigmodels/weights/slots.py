@@ -21,7 +21,7 @@ _META = torch.device("meta")
 
 
 class _Origin(NamedTuple):
-    """The tensor that a placeholder replaces, if someone still holds it, and its device."""
+    """The device of the tensor that a placeholder replaces, and the tensor if it still exists."""
 
     device: torch.device
     tensor: TensorWeakRef | None = None
@@ -39,9 +39,9 @@ class Slot:
     Attributes:
         name: Within the hook's module: `path`, a dot, and `leaf`. The path is empty for the module's own tensors.
         placeholder: The meta tensor that replaced it.
-        origin: The tensor before, and its device.
-        former: The tensor before, if the weights map returns its memory.
-        is_shared: A module that is not offloaded has `former` too, so that its gradients are not dropped.
+        origin: The tensor that it replaced, and the tensor's device.
+        former: The tensor that it replaced, if the weights map returns the same memory.
+        is_shared: True if a module that is not offloaded has `former` too. Its gradients are then kept.
         kept: The tensor of the last forward, if it is a view of a file or of host memory and can be used again.
     """
 
@@ -94,8 +94,8 @@ class Slot:
 
         Args:
             shown: The meta tensor in the module.
-            value: On the device where it is used.
-            records: The use may be recorded for a backward.
+            value: The values, on the device of the forward.
+            records: Autograd may record the use for a backward.
             for_user: Keep gradients, because a user outside of a forward may read them.
         """
         former = self.former
@@ -128,8 +128,8 @@ class Slot:
         Args:
             module: The hook's.
             stored: The values.
-            copies: Copy them to the device where the tensor was. One that was on the meta device stays there. False:
-                the tensor gets the memory of `stored`.
+            copies: Copy them to the device where the tensor was; a tensor that was on the meta device is not restored.
+                If False, the tensor uses the memory of `stored`.
         """
         table = self.table(module)
         shown = table.get(self.leaf)
@@ -157,7 +157,7 @@ class Slot:
 
 
 def original_of(placeholder: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that a placeholder replaces, if someone still holds it."""
+    """Return the tensor that a placeholder replaces, if it still exists."""
     origin = _ORIGINS.get(placeholder)
     return None if origin is None or origin.tensor is None else origin.tensor()
 

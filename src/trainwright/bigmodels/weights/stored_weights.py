@@ -157,7 +157,7 @@ def _find(checkpoint: Path) -> Path:
     if checkpoint.is_file():
         return checkpoint
     if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint} is neither a file nor a folder; it cannot be loaded.")
+        raise CheckpointError(f"{checkpoint} is neither a file nor a folder. Check the path.")
     indexes = sorted(
         checkpoint.glob(f"*{_INDEX_SUFFIX}"), key=lambda path: (".safetensors." not in path.name, path.name)
     )
@@ -189,7 +189,9 @@ def _find(checkpoint: Path) -> Path:
             raise CheckpointError(f"{checkpoint} contains {names} and no index. Pass the path of the file to load.")
     if (checkpoint / "model").is_dir():  # a checkpoint of the Trainer
         return _find(checkpoint / "model")
-    raise CheckpointError(f"{checkpoint} holds no weights: no index and no {', '.join(_SUFFIXES)} file.")
+    raise CheckpointError(
+        f"{checkpoint} contains no weights: no index and no {', '.join(_SUFFIXES)} file. Pass another path."
+    )
 
 
 def _is_offload_index(path: Path) -> bool:

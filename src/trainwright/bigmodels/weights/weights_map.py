@@ -57,7 +57,7 @@ def offload_weight(
 
 
 def _write_beside(weight: torch.Tensor, name: str, folder: Path) -> tuple[Path, Path]:
-    """Write a tensor under a temporary name; return that and the final one."""
+    """Write a tensor to a temporary file. Return its path and the final one."""
     if weight.is_meta:
         raise CheckpointError(f"{name!r} is on the meta device: it has no values that could be written.")
     target = folder / (check_relative(name, "the model") + _SUFFIX)
@@ -82,7 +82,7 @@ def _write_bytes(target: Path, content: bytes | memoryview) -> Path:
 
 
 def _write_index_beside(index: Index, folder: Path) -> tuple[Path, Path]:
-    """Write an index under a temporary name; return that and the final one."""
+    """Write an index to a temporary file. Return its path and the final one."""
     return _write_bytes(folder / INDEX, json.dumps(index, indent=2).encode()), folder / INDEX
 
 
@@ -146,12 +146,12 @@ def offload_state_dict(
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     there = new_folders[-1].parent if new_folders else folder
     if not there.is_dir():
-        raise CheckpointError(f"weights cannot be offloaded to {folder}: {there} is a file. Name a folder.")
+        raise CheckpointError(f"weights cannot be offloaded to {folder}: {there} is a file. Pass a folder.")
     need = sum(tensor.nbytes for tensor in state_dict.values())
     if need > _free_bytes(there):
         raise CheckpointError(
-            f"offloading to {folder} needs {need} bytes and the disk has {_free_bytes(there)} free. Free some, name "
-            "another folder, or leave more of the model on the devices and the CPU."
+            f"offloading to {folder} needs {need} bytes and the disk has {_free_bytes(there)} free. Free space, use "
+            "another folder, or offload less of the model."
         )
     index = read_offload_index(folder)
     written: list[tuple[Path, Path]] = []
@@ -285,7 +285,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """A mapping with the names of one module: a look-up adds `prefix` to the name, and only such names are listed.
+    """A view of a mapping with the entries of one module. `prefix` is added to each name in a lookup.
 
     Args:
         dataset: The mapping of the full model.
