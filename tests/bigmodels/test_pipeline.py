@@ -62,8 +62,8 @@ UNLIKE_THE_EXAMPLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "a number": ((sequence(4), {"power": 3}), "called with 3 where the example had 2"),
     "a length": ((sequence(4, 5), {"power": 2}), r"\(batch, 5, 6\) where the example had torch.float32 \(batch, 7, 6"),
     "a dtype": ((sequence(4).double(), {"power": 2}), r"torch.float64 .* where the example had torch.float32"),
-    "a form": ((sequence(4), {"base": 2}), "another form"),
-    "too few": ((sequence(4),), "1 arguments .* the example had 2"),
+    "a structure": ((sequence(4), {"base": 2}), "another structure"),
+    "too few": ((sequence(4),), "1 positional arguments .* The example had 2"),
 }
 
 

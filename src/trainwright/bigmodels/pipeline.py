@@ -205,8 +205,8 @@ class _Pipeline:
         wanted, structure = pytree.tree_flatten(self.example)
         if set(kwargs) != set(self.names) or len(args) != len(self.example[0]):
             raise ConfigurationError(
-                f"called with {len(args)} positional arguments and the keywords {sorted(kwargs)}. Pass "
-                f"{len(self.example[0])} and {self.names}, as in the example."
+                f"called with {len(args)} positional arguments and the keywords {sorted(kwargs)}. The example had "
+                f"{len(self.example[0])} and {self.names}: pass the same."
             )
         try:
             found = structure.flatten_up_to((args, {name: kwargs[name] for name in self.names}))
