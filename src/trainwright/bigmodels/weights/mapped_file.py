@@ -87,7 +87,7 @@ class MappedFile:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if start < 0 or start + num_bytes > self.num_bytes:
             raise CheckpointError(
-                f"{self.path} is cut short: a tensor of {num_bytes} bytes begins at {start}, the file has "
+                f"{self.path} is truncated: a tensor of {num_bytes} bytes begins at {start}, the file has "
                 f"{self.num_bytes} bytes."
             )
         content = self._bytes[start : start + num_bytes]
@@ -177,7 +177,7 @@ def load_spans(spans: Iterable[FileSpan]) -> None:
 
 def _map(descriptor: int, num_bytes: int, path: Path) -> torch.Tensor:
     if num_bytes == 0:
-        raise CheckpointError(f"{path} is empty: it is cut short.")
+        raise CheckpointError(f"{path} is truncated: it is empty. Copy or download the file again.")
     try:
         if hasattr(mmap, "MAP_PRIVATE"):
             flags = mmap.MAP_PRIVATE | (_MAP_NORESERVE if hasattr(os, "posix_fadvise") else 0)
