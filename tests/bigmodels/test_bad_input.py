@@ -213,7 +213,7 @@ def test_values_of_the_model_s_own_that_would_have_to_be_written_ask_for_a_folde
     net = make_net()
     with torch.no_grad():
         net.blocks[0][0].bias += 1  # what the checkpoint would write over
-    with refused(net, safetensors.parent, ConfigurationError, r"'blocks\.1\.0\.weight'.*pass offload_folder"):
+    with refused(net, safetensors.parent, ConfigurationError, r"'blocks\.1\.0\.weight'.*Pass offload_folder"):
         load_checkpoint_and_dispatch(net, safetensors, {"": "cpu", "blocks": "disk"})
 
 

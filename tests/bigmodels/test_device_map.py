@@ -49,7 +49,7 @@ def _outline(tree: Tree, tied: list[tuple[int, int]]) -> Outline:
         return size
 
     read("", tree)
-    leaves = [index for index, is_whole in enumerate(whole) if is_whole]
+    leaves = [index for index, is_layer in enumerate(whole) if is_layer]
     groups = {tuple(sorted({leaves[a % len(leaves)], leaves[b % len(leaves)]})) for a, b in tied}
     return Outline(names, sizes, ends, whole, [group for group in groups if len(group) > 1])
 
@@ -67,18 +67,18 @@ def _placed(draw: st.DrawFn) -> tuple[Outline, dict[int | str, int | None], Plac
     budgets: dict[int | str, int | None] = dict(enumerate(accelerators))
     if host is not None:
         budgets["cpu"] = host
-    largest = max(size for size, is_whole in zip(outline.sizes_bytes, outline.whole, strict=True) if is_whole)
+    largest = max(size for size, is_layer in zip(outline.sizes_bytes, outline.is_layer, strict=True) if is_layer)
     if all(budget is not None and budget < largest for budget in budgets.values()):
         budgets["cpu"] = largest
     budgets["disk"] = None
     return outline, budgets, place(outline, budgets, fallback=draw(st.booleans()))
 
 
-def _device_of_whole_parts(outline: Outline, placement: Placement) -> dict[int, int | str]:
-    """Return the device of every whole part, wherever the placement names it."""
+def _device_of_layers(outline: Outline, placement: Placement) -> dict[int, int | str]:
+    """Return the device of every layer."""
     found = {}
     for part, device in outermost(outline, placement.device_of).items():
-        found.update({i: device for i in range(part, outline.ends[part]) if outline.whole[i]})
+        found.update({i: device for i in range(part, outline.ends[part]) if outline.is_layer[i]})
     return found
 
 
@@ -86,8 +86,8 @@ def _device_of_whole_parts(outline: Outline, placement: Placement) -> dict[int, 
 @_LAW
 def test_everything_is_placed(case: tuple[Outline, dict[int | str, int | None], Placement]) -> None:
     outline, _, placement = case
-    whole = {index for index, is_whole in enumerate(outline.whole) if is_whole}
-    assert set(_device_of_whole_parts(outline, placement)) == whole
+    layers = {index for index, is_layer in enumerate(outline.is_layer) if is_layer}
+    assert set(_device_of_layers(outline, placement)) == layers
 
 
 @given(_placed())
@@ -95,7 +95,7 @@ def test_everything_is_placed(case: tuple[Outline, dict[int | str, int | None], 
 def test_no_budget_is_exceeded_and_every_byte_is_counted(case: Any) -> None:
     outline, budgets, placement = case
     used = dict.fromkeys(budgets, 0)
-    for part, device in _device_of_whole_parts(outline, placement).items():
+    for part, device in _device_of_layers(outline, placement).items():
         used[device] += outline.sizes_bytes[part]
     assert used == placement.used_bytes
     assert all(budget is None or used[device] <= budget for device, budget in budgets.items())
@@ -105,7 +105,7 @@ def test_no_budget_is_exceeded_and_every_byte_is_counted(case: Any) -> None:
 @_LAW
 def test_parts_that_share_a_tensor_lie_together(case: Any) -> None:
     outline, _, placement = case
-    device_of = _device_of_whole_parts(outline, placement)
+    device_of = _device_of_layers(outline, placement)
     assert all(len({device_of[part] for part in group}) == 1 for group in outline.tied)
 
 
@@ -114,7 +114,7 @@ def test_parts_that_share_a_tensor_lie_together(case: Any) -> None:
 def test_the_order_of_the_model_is_the_order_of_the_devices(tree: Tree, given_budgets: Any) -> None:
     outline = _outline(tree, [])
     budgets: dict[int | str, int | None] = {**dict(enumerate(given_budgets[0])), "cpu": 60, "disk": None}
-    device_of = _device_of_whole_parts(outline, place(outline, budgets))
+    device_of = _device_of_layers(outline, place(outline, budgets))
     places = [list(budgets).index(device_of[part]) for part in sorted(device_of)]
     assert places == sorted(places)
 
@@ -125,7 +125,7 @@ def test_the_device_that_computes_has_room_for_whatever_lies_elsewhere(case: Any
     outline, budgets, placement = case
     elsewhere = [
         outline.sizes_bytes[part]
-        for part, device in _device_of_whole_parts(outline, placement).items()
+        for part, device in _device_of_layers(outline, placement).items()
         if not is_accelerator(device)
     ]
     first = next((d for d, used in placement.used_bytes.items() if used and is_accelerator(d)), None)
@@ -239,7 +239,7 @@ def test_no_device_for_the_largest_layer_is_an_error_that_says_how_much_is_neede
 
 
 def test_budgets_that_are_used_up_are_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="used up before '0'"):
+    with pytest.raises(ConfigurationError, match="no room for '0'"):
         infer_auto_device_map(layers(25, 25), {0: 150, "disk": 0})
 
 
@@ -324,10 +324,10 @@ def test_a_map_is_explained() -> None:
     assert report.total_bytes == 500
     assert [(share.device, share.used_bytes) for share in report.shares] == [(0, 100), ("cpu", 400), ("disk", 0)]
     text = str(report)
-    assert "Device 0 computes what lies on the host or on disk" in text
-    assert "Device 0 ends before 'blocks.0.a', which needs 100 B: 150 B are free, of which 100 B are kept" in text
-    assert "'head' lies on device 0, for it shares a tensor" in text
-    assert "With 250 B more on the last accelerator all would lie there." in text
+    assert "Device 0 computes the layers on the host and on disk" in text
+    assert "Device 0 has no room for 'blocks.0.a', which needs 100 B: 150 B are free, of which 100 B are" in text
+    assert "'head' is on device 0 because it shares a tensor" in text
+    assert "With 250 B more on the last accelerator, nothing would be offloaded." in text
 
 
 def test_with_what_is_missing_all_lies_on_accelerators() -> None:

@@ -239,8 +239,8 @@ def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("arguments", "complaint"),
     [
         (["no.such.module:Task"], "cannot be imported"),
-        (["{folder}"], "holds no safetensors file"),
-        (["{folder}/config.json"], "no JSON file"),
+        (["{folder}"], "contains no safetensors file"),
+        (["{folder}/config.json"], "not a JSON file"),
         ([f"{__name__}:LargeTask", "--dtypes", "flaot32"], "Did you mean 'float32'"),
         (["torch.nn:Linear"], "cannot be created without arguments: missing a required argument: 'in_features'"),
         (["torch.nn:functional"], "is not a callable object"),

@@ -291,7 +291,7 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monk
 
 
 def test_an_empty_folder_and_a_missing_one_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="contains no weights"):
         read_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="neither a file nor a folder"):
         read_checkpoint(tmp_path / "nowhere")
@@ -359,11 +359,11 @@ def test_weights_that_an_empty_model_lacks_are_told(device_map: Any, tmp_path: P
         save_file({name: values[name] for name in names}, tmp_path / f"{part}.safetensors")
     with init_empty_weights():
         first, second = net(), net()
-    with pytest.raises(CheckpointError, match=r"does not hold '0\.weight', and the model has no values"):
+    with pytest.raises(CheckpointError, match=r"does not contain '0\.weight', and the model has no values"):
         load_checkpoint_and_dispatch(first, tmp_path / "lacking.safetensors", device_map)
     assert all(parameter.is_meta for parameter in first.parameters())
     with pytest.warns(TrainwrightWarning, match=r"There are no values of '0\.weight', on the meta device"):
         load_checkpoint_in_model(second, tmp_path / "lacking.safetensors", device_map)
-    with pytest.warns(TrainwrightWarning, match="What is missing keeps its values"):
+    with pytest.warns(TrainwrightWarning, match="Missing weights keep their values"):
         load_checkpoint_in_model(second, tmp_path / "rest.safetensors", device_map)
     assert all(torch.equal(value, values[name]) for name, value in second.state_dict().items())

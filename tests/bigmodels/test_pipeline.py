@@ -62,8 +62,8 @@ UNLIKE_THE_EXAMPLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "a number": ((sequence(4), {"power": 3}), "called with 3 where the example had 2"),
     "a length": ((sequence(4, 5), {"power": 2}), r"\(batch, 5, 6\) where the example had torch.float32 \(batch, 7, 6"),
     "a dtype": ((sequence(4).double(), {"power": 2}), r"torch.float64 .* where the example had torch.float32"),
-    "a form": ((sequence(4), {"base": 2}), "another form"),
-    "too few": ((sequence(4),), "1 arguments .* the example had 2"),
+    "a structure": ((sequence(4), {"base": 2}), "another structure"),
+    "too few": ((sequence(4),), "1 positional arguments .* The example had 2"),
 }
 
 
@@ -95,7 +95,7 @@ def _run() -> dict[str, Any]:
         found["last"].append(last(*batch(size)) if rank == 0 else last())
         named = dict(zip(("inputs", "scale"), batch(size), strict=True))
         found["everywhere"].append(everywhere(**named))
-    elsewhere = "with what it cannot take"
+    elsewhere = "the first process of the pipeline are invalid"
     with pytest.raises(ConfigurationError, match=r"batches of \[2, 3\]" if rank == 0 else elsewhere):
         last(batch(2)[0], batch(3)[1])
     found["after an error"] = last(*batch(4))
@@ -202,5 +202,5 @@ def test_models_of_transformers_run_as_a_pipeline(transformed: list[list[Any]]) 
 def test_what_a_pipeline_cannot_be_made_of_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="example_args or example_kwargs"):
         prepare_pippy(make_net())
-    with pytest.raises(ConfigurationError, match="takes several processes"):
+    with pytest.raises(ConfigurationError, match="needs several processes"):
         prepare_pippy(make_net(), example_args=batch(4))

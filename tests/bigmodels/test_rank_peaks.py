@@ -17,7 +17,7 @@ from trainwright import TaskModule
 from trainwright.bigmodels.maps.estimates import count_activation_bytes
 from trainwright.bigmodels.maps.rank_peaks import (
     TrainingShape,
-    one_ranks_share,
+    model_of_one_rank,
     pipeline_peak,
     rank_peaks,
     ranks_that_fit,
@@ -228,10 +228,10 @@ def test_each_rank_of_a_split_model_needs_what_the_command_says(
 @pytest.mark.slow
 @pytest.mark.requires("transformers", reason="models by their configuration")
 def test_what_no_ready_plan_splits_has_no_share_for_a_rank() -> None:
-    assert one_ranks_share(torch.nn.Sequential(torch.nn.Linear(4, 4)), 2) is None
+    assert model_of_one_rank(torch.nn.Sequential(torch.nn.Linear(4, 4)), 2) is None
     llama = _model("llama")
-    assert one_ranks_share(llama, 3) is None  # it has four heads
-    half = one_ranks_share(llama, 2)
+    assert model_of_one_rank(llama, 3) is None  # it has four heads
+    half = model_of_one_rank(llama, 2)
     assert half is not None
     norms = sum(p.numel() for name, p in llama.named_parameters() if "norm" in name)
     assert training_shape(half).elements == (training_shape(llama).elements + norms) // 2

@@ -257,7 +257,7 @@ def _save_pieces(folder: Path) -> str:
 
 @pytest.mark.distributed
 def test_a_piece_of_a_model_is_not_saved_as_if_it_were_whole(tmp_path: Path) -> None:
-    assert "lies in pieces on several processes" in run_distributed(_save_pieces, 1, tmp_path)[0]
+    assert "is sharded over processes" in run_distributed(_save_pieces, 1, tmp_path)[0]
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     [("ten", "'10GB'"), ("-2GB", "'2GB'"), ("5 gigs", "'5GB'"), (1.5e9, "1500000000"), (None, "'10GB'"), (-1, "'1GB'")],
 )
 def test_a_size_that_is_none_is_refused_with_one_that_may_be_meant(size: Any, nearest: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=rf"max_shard_size={size!r} is no size.*: {nearest}\."):
+    with pytest.raises(ConfigurationError, match=rf"max_shard_size={size!r} is not a size.* as {nearest}\."):
         save_model(make_net(), tmp_path / "saved", size)
     assert not (tmp_path / "saved").exists()
 

@@ -18,7 +18,7 @@ from trainwright import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from trainwright.bigmodels.maps.placement import largest_whole
+from trainwright.bigmodels.maps.placement import largest_layer
 from trainwright.bigmodels.maps.sizes import read_outline
 from trainwright.checkpoint.format.model import write_model
 
@@ -132,7 +132,7 @@ def test_every_other_block_on_the_disk(saved: Saved) -> None:
 
 def test_every_budget_that_holds_the_largest_layer(saved: Saved) -> None:
     outline = read_outline(saved.model, no_split_module_classes=_no_split(saved.model))
-    total, (largest, _) = outline.sizes_bytes[0], largest_whole(outline)
+    total, (largest, _) = outline.sizes_bytes[0], largest_layer(outline)
     maps = set()
     for eighths in range(1, 10):
         budget = 2 * largest + (total - 2 * largest) * eighths // 8

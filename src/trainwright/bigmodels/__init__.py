@@ -1,4 +1,4 @@
-"""Models larger than the machine: empty construction, sizes, device maps, and weights that come when needed."""
+"""Models larger than a device: construction on the meta device, sizes, device maps, offloading and quantization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a model that is larger than a device on several: a stage in each process, and batches that flow in chunks."""
+"""Pipeline-parallel inference: each process runs one stage of the model, and batches are split into chunks."""
 
 from __future__ import annotations
 
@@ -27,37 +27,38 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:
-    """Make a model run as a pipeline for inference: one stage on each process, batches cut into chunks.
+    """Convert a model to a pipeline for inference, with one stage on each process and batches split into chunks.
 
-    The model is traced (`torch.distributed.pipelining.pipeline`), so that its path may not depend on values; a model
-    of transformers is traced without its cache of keys and values, as with `use_cache=False`. Every
-    process calls this with the same model, whose weights are on the CPU, and keeps its stage on its device.
+    Call it on every process with the same model, whose weights are on the CPU. Each process moves its stage to its
+    device. The model is traced (`torch.distributed.pipelining.pipeline`), so its control flow must not depend on values
+    of tensors. A transformers model is traced with `use_cache=False`.
 
-    Afterwards `model(*args)` takes batches of any size: the first process's arguments count, the others may leave them
-    out or pass the same. A batch that is no multiple of a chunk is filled up with its last sample, and the result cut.
-    The result is on the last process and None elsewhere, or with `gather_output` everywhere. Each forward is
-    collective.
+    Afterwards, `model(*args)` is collective and accepts batches of any size. Only the arguments of the first process
+    are used; the others may omit them. A batch that does not fill its last chunk is padded with its last sample, and
+    the padding is removed from the result. The last process returns the result, or every process with `gather_output`;
+    the others return None.
 
     Args:
-        model: in evaluation mode; is changed.
-        split_points: names of the modules that begin a stage, one fewer than there are processes; `"auto"` finds some
-            that give stages of equal size.
-        no_split_module_classes: names of classes that lie in one stage whole, for `"auto"`.
-        example_args: arguments as the model will get them, tensors with the batch first. Later batches have the same
-            shapes but for the batch.
-        example_kwargs: the same by name; every call then passes the same names.
-        num_chunks: how many chunks the example's batch is cut into, the number of processes unless given.
-        gather_output: send the result to all processes.
+        model: A model in evaluation mode, which is changed.
+        split_points: Names of the modules that begin a stage, one fewer than there are processes. `"auto"` chooses
+            stages of similar size.
+        no_split_module_classes: Names of classes that `"auto"` does not split.
+        example_args: Example arguments, with the batch in the first dimension of each tensor. Later calls may differ
+            only in the size of the batch.
+        example_kwargs: Example keyword arguments. Later calls must pass the same names.
+        num_chunks: Number of chunks that the example's batch is split into. Default: the number of processes.
+        gather_output: Send the result to all processes.
 
     Returns:
-        The model; its `hf_split_points` are the names that begin a stage.
+        The model. Its attribute `hf_split_points` contains the names of the modules that begin a stage.
 
     Raises:
-        ConfigurationError: no example, unknown modules, too few stages, or arguments that are no multiple of a batch.
+        ConfigurationError: There is no example, a module is unknown, the number of stages is wrong, or the tensors of
+            the example have no common batch size.
     """
     if not example_args and not example_kwargs:
-        raise ConfigurationError("prepare_pippy needs example_args or example_kwargs to trace the model with.")
-    _join()
+        raise ConfigurationError("prepare_pippy traces the model: pass example_args or example_kwargs.")
+    _init_process_group()
     world = dist.get_world_size()
     num_chunks = world if num_chunks is None else num_chunks
     if num_chunks < 1:
@@ -71,14 +72,14 @@ def prepare_pippy(
     return model
 
 
-def _join() -> None:
-    """Open a process group where the script has not: gloo for the CPU, the accelerator's own otherwise."""
+def _init_process_group() -> None:
+    """Initialize a process group if the script has not: gloo for the CPU, else the accelerator's backend."""
     if dist.is_initialized():
         return
     if PartialState().num_processes < 2:
         raise ConfigurationError(
-            "a pipeline takes several processes. Start the script with torchrun --nproc-per-node N, or use "
-            "dispatch_model, which runs a model over several devices in one process."
+            "a pipeline needs several processes. Start the script with torchrun --nproc-per-node N, or use "
+            "dispatch_model, which runs a model on several devices in one process."
         )
 
 
@@ -86,8 +87,8 @@ def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     sizes = {len(leaf) for leaf in pytree.tree_leaves((args, dict(kwargs))) if _has_batch(leaf)}
     if len(sizes) != 1:
         raise ConfigurationError(
-            f"the arguments have {'no tensors' if not sizes else f'batches of {sorted(sizes)}'}; a pipeline cuts all "
-            "of them along their first dimension, which must be the same."
+            f"the arguments have {'no tensors' if not sizes else f'batches of {sorted(sizes)}'}; a pipeline splits "
+            "all tensors along the first dimension. Pass tensors with the same batch size."
         )
     return int(sizes.pop())
 
@@ -97,7 +98,7 @@ def _has_batch(value: Any) -> bool:
 
 
 def _resized(values: Any, size: int) -> Any:
-    """Cut tensors to `size` samples, or fill them up with their last one."""
+    """Truncate tensors to `size` samples, or pad them with their last one."""
 
     def resize(value: Any) -> Any:
         if not _has_batch(value) or len(value) == size:
@@ -122,24 +123,24 @@ def _split_points(
             raise ConfigurationError(f"split_points: the model has no module {point!r}.{nearest(point, names)}")
     if len(points) != world - 1:
         raise ConfigurationError(
-            f"{len(points)} split points make {len(points) + 1} stages, and there are {world} processes: one each. "
-            + ("The model has too few modules to split." if names_given is None else f"Name {world - 1}.")
+            f"{len(points)} split points make {len(points) + 1} stages for {world} processes. "
+            + ("The model has too few modules: use fewer." if names_given is None else f"Pass {world - 1} names.")
         )
     return points
 
 
 def _even_points(model: nn.Module, no_split_module_classes: list[str] | None, world: int) -> list[str]:
-    """Return where each next stage begins, for stages as even as modules allow; fewer where there is no such place."""
+    """Return the modules that begin the stages, for stages of similar size. Fewer if the model has too few modules."""
     outline = read_outline(model, no_split_module_classes=no_split_module_classes)
     modules = dict(model.named_modules())
-    before: dict[str, int] = {}  # module that may begin a stage → bytes of all that comes before it
+    before: dict[str, int] = {}  # module that may begin a stage → bytes of the modules before it
     done, index = 0, 0
     while index < len(outline.names):
         module = modules.get(outline.names[index])
         is_called = module is not None and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         if done and is_called and outline.sizes_bytes[index]:
             before[outline.names[index]] = done
-        if outline.whole[index]:
+        if outline.is_layer[index]:
             done += outline.sizes_bytes[index]
             index = outline.ends[index]
         else:
@@ -148,13 +149,13 @@ def _even_points(model: nn.Module, no_split_module_classes: list[str] | None, wo
     for rank in range(1, world):
         reached = before[points[-1]] if points else 0
         later = [name for name, done_bytes in before.items() if reached < done_bytes < done]
-        if later:  # the outermost of those that begin at one place comes first
+        if later:  # min returns the outermost of the modules with the same bytes before them
             points.append(min(later, key=lambda name: abs(before[name] - done * rank / world)))
     return points
 
 
 class _Pipeline:
-    """What stands for the forward of a model that is run as a pipeline."""
+    """The forward of a model that runs as a pipeline."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class _Pipeline:
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch through all stages. Collective."""
-        size = self._agree_on_size(args, kwargs)
+        size = self._broadcast_size(args, kwargs)
         num_chunks = math.ceil(size / self.chunk_size)
         inputs: list[Any] = []
         if self.rank == 0:
@@ -188,39 +189,39 @@ class _Pipeline:
         chunks = [self.stage.run([_chunk(leaf, i, num_chunks) for leaf in inputs]) for i in range(num_chunks)]
         self.stage.finish()
         has_result = self.rank == self.world - 1
-        leaves = [self._joined(pieces, size) for pieces in zip(*chunks, strict=True)] if has_result else []
+        leaves = [self._concatenated(parts, size) for parts in zip(*chunks, strict=True)] if has_result else []
         if self.gather_output:
-            leaves = self._spread(leaves)
-        return self._restore(leaves) if has_result or self.gather_output else None
+            leaves = self._broadcast_result(leaves)
+        return self._unflatten(leaves) if has_result or self.gather_output else None
 
-    def _joined(self, pieces: Sequence[Any], size: int) -> Any:
-        """Return a part of the result for the whole batch, from those of its chunks."""
-        if not isinstance(pieces[0], torch.Tensor):
-            return pieces[0]
-        return torch.cat(list(pieces))[: size * (len(pieces[0]) // self.chunk_size)]
+    def _concatenated(self, parts: Sequence[Any], size: int) -> Any:
+        """Concatenate one leaf of the chunks' results, without the padding."""
+        if not isinstance(parts[0], torch.Tensor):
+            return parts[0]
+        return torch.cat(list(parts))[: size * (len(parts[0]) // self.chunk_size)]
 
     def _leaves_like_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return what is in the arguments, in the order of the example's, which they must be like but for the batch."""
+        """Return the leaves of the arguments. Raise if they differ from the example in more than the batch size."""
         wanted, structure = pytree.tree_flatten(self.example)
         if set(kwargs) != set(self.names) or len(args) != len(self.example[0]):
             raise ConfigurationError(
-                f"called with {len(args)} arguments and {sorted(kwargs)} by name, the example had "
-                f"{len(self.example[0])} and {self.names}."
+                f"called with {len(args)} positional arguments and the keywords {sorted(kwargs)}. The example had "
+                f"{len(self.example[0])} and {self.names}: pass the same."
             )
         try:
             found = structure.flatten_up_to((args, {name: kwargs[name] for name in self.names}))
         except ValueError as error:
-            raise ConfigurationError(f"called with arguments of another form than the example's: {error}") from error
+            raise ConfigurationError(f"the arguments have another structure than the example's: {error}") from error
         for value, like in zip(found, wanted, strict=True):
-            if (got := _kind(value)) != (expected := _kind(like)):
+            if (got := _signature(value)) != (expected := _signature(like)):
                 raise ConfigurationError(
-                    f"called with {got} where the example had {expected}: the pipeline was made for that. Only the "
-                    "batch may be of another size; for other arguments prepare another copy of the model."
+                    f"called with {got} where the example had {expected}. The pipeline was traced with the example; "
+                    "only the batch size may differ. Prepare another copy of the model for other arguments."
                 )
         return found
 
-    def _agree_on_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Tell all processes how many samples the first one was called with; an error there is one everywhere."""
+    def _broadcast_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return the batch size of the first process's arguments. Raises on every process if they are invalid."""
         size, error = 0, None
         if self.rank == 0:
             try:
@@ -228,45 +229,45 @@ class _Pipeline:
                 size = _batch_size(args, kwargs)
             except ConfigurationError as raised:
                 size, error = 0, raised
-        told = torch.tensor([size], device=self.device)
-        dist.broadcast(told, src=0)
+        sent_size = torch.tensor([size], device=self.device)
+        dist.broadcast(sent_size, src=0)
         if error is not None:
             raise error
-        if int(told) == 0:
+        if int(sent_size) == 0:
             raise ConfigurationError(
-                "the first process of the pipeline was called with what it cannot take; see its error."
+                "the arguments on the first process of the pipeline are invalid; see the error of that process."
             )
-        return int(told)
+        return int(sent_size)
 
-    def _spread(self, leaves: list[Any]) -> list[Any]:
+    def _broadcast_result(self, leaves: list[Any]) -> list[Any]:
         """Send a result from the last process to all. Collective."""
         last = self.world - 1
-        told: list[Any] = [[_told(leaf) for leaf in leaves]]
-        dist.broadcast_object_list(told, src=last, device=self.device)
+        headers: list[Any] = [[_header(leaf) for leaf in leaves]]
+        dist.broadcast_object_list(headers, src=last, device=self.device)
         found: list[Any] = []
-        for i, (is_tensor, *what) in enumerate(told[0]):
+        for i, (is_tensor, *content) in enumerate(headers[0]):
             if is_tensor:
-                shape, dtype = what
+                shape, dtype = content
                 at_last = self.rank == last
-                what = [leaves[i].contiguous() if at_last else torch.empty(shape, dtype=dtype, device=self.device)]
-                dist.broadcast(what[0], src=last)
-            found.append(what[0])
+                content = [leaves[i].contiguous() if at_last else torch.empty(shape, dtype=dtype, device=self.device)]
+                dist.broadcast(content[0], src=last)
+            found.append(content[0])
         return found
 
-    def _restore(self, leaves: list[Any]) -> Any:
-        """Return parts of a result as the model returns them."""
+    def _unflatten(self, leaves: list[Any]) -> Any:
+        """Return the leaves of a result in the structure that the model returns."""
         if len(leaves) == self.structure.num_leaves:
             return pytree.tree_unflatten(leaves, self.structure)
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 
 
-def _told(leaf: Any) -> tuple[Any, ...]:
-    """Return what other processes need to receive a part of a result: its shape and dtype, or itself."""
+def _header(leaf: Any) -> tuple[Any, ...]:
+    """Return a tensor's shape and dtype, with which other processes receive it, or the leaf if it is not a tensor."""
     return (True, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (False, leaf)
 
 
-def _kind(value: Any) -> str:
-    """Say what a traced graph takes for given: all of a tensor but its batch and values, and other values."""
+def _signature(value: Any) -> str:
+    """Return the properties of an argument that a traced graph depends on: dtype and shape, or the value."""
     if isinstance(value, torch.Tensor):
         shape = ", ".join(["batch", *map(str, value.shape[1:])]) if value.dim() else ""
         return f"{value.dtype} ({shape})"
@@ -274,13 +275,13 @@ def _kind(value: Any) -> str:
 
 
 def _check_result(leaves: Sequence[Any], chunk_size: int) -> None:
-    """Refuse a result that cannot be put together from those of chunks."""
+    """Raise if a result cannot be concatenated from the results of chunks."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and (not leaf.dim() or len(leaf) % chunk_size):
             raise ConfigurationError(
-                f"the model returns a tensor of shape {tuple(leaf.shape)} for {chunk_size} samples: it has no batch "
-                "in its first dimension, along which the results of chunks are joined. Return it by sample, as a loss "
-                "without its mean, or leave it out."
+                f"the model returns a tensor of shape {tuple(leaf.shape)} for {chunk_size} samples. The results of "
+                "chunks are concatenated along the first dimension, which must be the batch. Return a value per "
+                "sample, such as a loss without reduction, or do not return this tensor."
             )
 
 
@@ -289,12 +290,12 @@ def _chunk(value: Any, index: int, num_chunks: int) -> Any:
 
 
 class _Stage:
-    """One stage of a traced model: takes what earlier ones have for it and for later ones, and passes that on.
+    """One stage of a traced model. It receives all values that it or a later stage needs, and sends those still needed.
 
     Args:
-        traced: the graph of calls of all stages.
-        rank: which stage, and which process.
-        device: that it runs on.
+        traced: The graph that calls all stages.
+        rank: Index of the stage, and of its process.
+        device: The device that runs it.
     """
 
     def __init__(self, traced: torch.fx.GraphModule, rank: int, device: torch.device) -> None:
@@ -304,7 +305,7 @@ class _Stage:
         self.is_last = rank == len(calls) - 1
         self.module = traced.get_submodule(str(calls[rank].target)).to(device)
         self.call = calls[rank]
-        # Those that run here: the call, and what picks its results apart.
+        # The nodes of this stage: its call, and those that unpack its results.
         begin = nodes.index(self.call)
         end = len(nodes) if self.is_last else nodes.index(calls[rank + 1])
         self.inputs = [node for node in nodes if node.op == "placeholder"]
@@ -312,12 +313,12 @@ class _Stage:
         self.here = [node for node in nodes[begin:end] if node.op == "call_function"]
         self.receives = _needed_after(nodes, begin - 1)
         self.sends = _needed_after(nodes, end - 1)
-        self._received: list[Any] | None = None  # shape and dtype of each, once they are known
-        self._told = False
+        self._received: list[Any] | None = None  # shape and dtype of each received tensor, after the first chunk
+        self._sent_headers = False
         self._pending: list[Any] = []
 
     def run(self, inputs: list[Any]) -> list[torch.Tensor]:
-        """Run one chunk. `inputs` counts on the first stage; the result is there on the last one."""
+        """Run one chunk. Only the first stage uses `inputs`, and only the last one returns a result."""
         if self.rank == 0:
             moved = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), inputs)
             values: dict[Any, Any] = dict(zip(self.inputs, moved, strict=True))
@@ -332,40 +333,40 @@ class _Stage:
         return pytree.tree_leaves(torch.fx.node.map_arg(self.output.args, values.__getitem__))
 
     def finish(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all sends have completed."""
         for work, _ in self._pending:
             work.wait()
         self._pending.clear()
 
     def _receive(self) -> dict[Any, Any]:
         if self._received is None:
-            told: list[Any] = [None]
-            dist.recv_object_list(told, src=self.rank - 1, device=self.device)
-            self._received = told[0]
+            headers: list[Any] = [None]
+            dist.recv_object_list(headers, src=self.rank - 1, device=self.device)
+            self._received = headers[0]
         buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._received]
         for buffer in buffers:
             dist.recv(buffer, src=self.rank - 1)
         return dict(zip(self.receives, buffers, strict=True))
 
     def _send(self, values: list[torch.Tensor]) -> None:
-        if not self._told:
-            told = [[(tuple(value.shape), value.dtype) for value in values]]
-            dist.send_object_list(told, dst=self.rank + 1, device=self.device)
-            self._told = True
+        if not self._sent_headers:
+            headers = [[(tuple(value.shape), value.dtype) for value in values]]
+            dist.send_object_list(headers, dst=self.rank + 1, device=self.device)
+            self._sent_headers = True
         for value in values:
             sent = value.contiguous()
-            self._pending.append((dist.isend(sent, dst=self.rank + 1), sent))  # kept until it has left
+            self._pending.append((dist.isend(sent, dst=self.rank + 1), sent))  # the tensor must live until it is sent
 
 
 def _needed_after(nodes: list[torch.fx.Node], last: int) -> list[torch.fx.Node]:
-    """Return those of the first nodes, up to index `last`, that a later one uses, in order."""
+    """Return the nodes up to index `last` that a later node uses, in order."""
     later = set(nodes[last + 1 :])
     return [node for node in nodes[: last + 1] if later & set(node.users)]
 
 
 @contextlib.contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Have a model of transformers keep no keys and values: what a forward returns crosses processes as tensors."""
+    """Disable the KV cache of a transformers model, because stages can send only tensors."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
     for config in caching:
@@ -379,7 +380,7 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _recorded_result(model: nn.Module) -> Iterator[list[Any]]:
-    """Note what the model's forward returns while it is traced, in the list that is handed out."""
+    """Yield a list that receives the results of the model's forward."""
     own, forward = model.__dict__.get("forward"), model.forward
     found: list[Any] = []
 
@@ -388,7 +389,7 @@ def _recorded_result(model: nn.Module) -> Iterator[list[Any]]:
         found.append(result)
         return result
 
-    model.forward = functools.wraps(forward)(record)  # export reads its signature
+    model.forward = functools.wraps(forward)(record)  # torch.export reads the signature
     try:
         yield found
     finally:

@@ -1,4 +1,4 @@
-"""Save a model's weights for other programs and for `load_checkpoint_in_model`, wherever they lie while it rests."""
+"""Save a model's weights, offloaded ones included, for other programs and for `load_checkpoint_in_model`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainwright.bigmodels.quantization.quantized_layers import (
     unpack_4bit_weights,
 )
 from trainwright.bigmodels.weights.mapped_file import FileSpan
-from trainwright.bigmodels.weights.slots import stand_in
+from trainwright.bigmodels.weights.slots import existing_placeholder
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, hidden, rename
 from trainwright.checkpoint.disk.planned_file import Weight
 from trainwright.checkpoint.format.model import memory_key
@@ -47,30 +47,28 @@ def save_model(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """Write a model's weights into a folder, so that `load_checkpoint_in_model`, transformers and others read them.
+    """Write a model's weights to a folder that `load_checkpoint_in_model`, transformers and others can read.
 
-    One process calls it, and blocks until all is on the disk; it is no collective. Written are `model.safetensors`, or
-    `model-00001-of-00002.safetensors` and so on with `model.safetensors.index.json`. A former model of such names, or
-    of those of the other format, is replaced as a whole: whatever ends the process, the folder holds the former weights
-    or the new ones. Other files are left alone. Weights that hooks keep on the CPU or the disk are read from there, a
-    few megabytes at a time.
+    Call it on one process; it is not collective. Blocks until the files are on the disk. They are `model.safetensors`,
+    or `model-00001-of-00002.safetensors` and so on with `model.safetensors.index.json`. They replace an earlier model
+    in the folder, of either format, atomically: after a crash the folder contains the old weights or the new ones.
+    Other files are not changed. Offloaded weights are read a few megabytes at a time.
 
     Args:
-        model: any module. What DistributedDataParallel, DataParallel and `torch.compile` wrapped around it is not in
-            the names. Tied weights are written once, under their first name; buffers that are not persistent are left
-            out. Quantized layers are written in the pieces that `load_and_quantize_model` reads.
-        save_directory: a folder; made where it is missing.
-        max_shard_size: of the tensors in one file, in bytes or as `"5GB"`; a larger tensor gets a file of its own.
-        safe_serialization: False writes `pytorch_model.bin`, or shards and an index, as `torch.save` does: pickles,
-            which hold tensors alone, so that `torch.load(weights_only=True)` reads them, and all names of tied weights.
-            Whoever reads them otherwise executes what they say. A shard of weights that are offloaded or on a device
-            stands in host memory.
+        model: Any module. Names do not contain the wrappers DistributedDataParallel, DataParallel and `torch.compile`.
+            Tied weights are written once, under their first name. Non-persistent buffers are not written. Quantized
+            layers are written in the format of `load_and_quantize_model`.
+        save_directory: A folder; created if it does not exist.
+        max_shard_size: Largest size of a file, in bytes or as `"5GB"`. A larger tensor gets its own file.
+        safe_serialization: False writes `pytorch_model.bin`, or shards and an index, with `torch.save` and with all
+            names of tied weights. Load these files with `torch.load(weights_only=True)`: other readers of pickles may
+            execute code in them. Offloaded weights and those on a device are copied to host memory, a shard at a time.
 
     Raises:
-        ConfigurationError: `max_shard_size` is none.
-        CheckpointError: the folder is a file; weights have no values (they are on the meta device, and no hook keeps
-            them elsewhere), lie in pieces on several processes, or are no plain tensors; the disk is full. Files and
-            folders are as before.
+        ConfigurationError: `max_shard_size` is not a size.
+        CheckpointError: The folder is a file; weights have no values (they are on the meta device and not offloaded),
+            are sharded over processes, or have a type that cannot be saved; or the disk is full. Files and folders are
+            as before.
     """
     max_shard_bytes = _to_bytes(max_shard_size)
     found = _Collected()
@@ -87,7 +85,7 @@ def save_model(
 def save_object(
     obj: object, f: PathLike | IO[bytes], safe_serialization: bool = False, *, is_main: bool = True
 ) -> None:
-    """Write an object on the main process; the others check it alone. Not collective.
+    """Write an object on the main process. The other processes only check it. Not collective.
 
     Args:
         obj: An object that `torch.save` pickles; a dict of tensors with `safe_serialization`.
@@ -110,7 +108,7 @@ def save_object(
     if not isinstance(f, (str, os.PathLike)) or not isinstance(obj, Mapping):
         raise ConfigurationError(
             f"save(safe_serialization=True) writes a dict of tensors to a path; it received a {type(obj).__name__} "
-            f"and a {type(f).__name__}. Leave safe_serialization out, or pass those."
+            f"and a {type(f).__name__}. Pass a dict and a path, or safe_serialization=False."
         )
     if is_main:
         path = Path(f)
@@ -186,18 +184,18 @@ def save_quantized_model(model: nn.Module, save_directory: PathLike) -> Path:
     """Write a quantized model as `save_model` does, into a new folder.
 
     Args:
-        model: as `load_and_quantize_model` returned it.
-        save_directory: the folder to make.
+        model: The result of `load_and_quantize_model`.
+        save_directory: The folder to create.
 
     Returns:
-        The folder, which `load_and_quantize_model` reads with the same configuration.
+        The folder. `load_and_quantize_model` reads it with the same configuration.
 
     Raises:
-        CheckpointError: the folder exists; or see `save_model`.
+        CheckpointError: The folder exists, or `save_model` raises.
     """
     target = Path(save_directory)
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists; it is not replaced. Choose another name, or use save_model.")
+        raise CheckpointError(f"{target} exists and is not replaced. Choose another name, or use save_model.")
     save_model(model, target)
     return target
 
@@ -207,13 +205,13 @@ def _to_bytes(max_shard_size: int | str) -> int:
         return convert_file_size_to_int(max_shard_size)
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"max_shard_size={max_shard_size!r} is no size. Write whole bytes, or text with a unit: "
+            f"max_shard_size={max_shard_size!r} is not a size. Pass a number of bytes, or text with a unit, such as "
             f"{_nearest_size(max_shard_size)!r}."
         ) from error
 
 
 def _nearest_size(size: Any) -> int | str:
-    """Return a size that may have been meant."""
+    """Return a valid size that is similar to an invalid one."""
     if isinstance(size, float) and 1 <= size < 2**63:
         return int(size)
     found = re.search(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)", str(size), re.IGNORECASE)
@@ -224,15 +222,15 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
-        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):  # what torch.compile returns
+        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):  # the wrapper of torch.compile
             model = inner
         else:
             return model
 
 
 @dataclass(frozen=True, slots=True)
-class _Away:
-    """A weight that is not in the module: its value, where that lies in a file, and what the model sees it as."""
+class _Offloaded:
+    """An offloaded weight: its value, the location of that in a file, and its dtype and placeholder in the model."""
 
     value: torch.Tensor
     span: FileSpan | None
@@ -240,84 +238,90 @@ class _Away:
     placeholder: torch.Tensor | None = None
 
     def weight(self, buffer: torch.Tensor) -> Weight:
-        """Return it as one to be written; parts of files pass through `buffer`."""
+        """Return the weight to write. Files are read through `buffer`."""
         if self.span is None and self.value.dtype == self.dtype:
             return Weight.of(self.value)
         like = torch.empty(self.value.shape, dtype=self.dtype, device="meta")
-        return Weight(like, lambda: (piece.to(self.dtype) for piece in self._pieces(buffer)))
+        return Weight(like, lambda: (chunk.to(self.dtype) for chunk in self._chunks(buffer)))
 
-    def _pieces(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _chunks(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         if self.span is None:
             return Weight.of(self.value).read()
         return _read_span(self.span, self.value.dtype, buffer)
 
 
 def _read_span(span: FileSpan, dtype: torch.dtype, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a part of a file through a buffer, past the mapping, whose pages would count as this process's memory."""
+    """Yield the content of a part of a file in chunks that share `buffer`.
+
+    Does not use the mapping of the file, because its pages would count as memory of this process.
+    """
     for begin in range(0, span.num_bytes, buffer.numel()):
-        piece = buffer[: min(buffer.numel(), span.num_bytes - begin)]
-        span.read_into(piece, begin)
-        yield piece.view(dtype)
+        chunk = buffer[: min(buffer.numel(), span.num_bytes - begin)]
+        span.read_into(chunk, begin)
+        yield chunk.view(dtype)
 
 
 @dataclass(slots=True)
 class _Collected:
-    """What a model's state dict stands for, wherever it lies.
+    """The weights in a model's state dict, offloaded ones included.
 
     Attributes:
-        weights: by name, in the order of the state dict; nothing is read yet.
-        tied: other name → the name of the same tensor in `weights`.
+        weights: Name → weight, in the order of the state dict. They are read when they are written.
+        tied: Another name of a tensor → its name in `weights`.
     """
 
     weights: dict[str, Weight] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     _first: dict[Any, str] = field(default_factory=dict)
-    # One for all weights, which are read one after the other. Its pages are taken when something is read into them.
+    # Shared by all weights, which are read one after the other. Memory is allocated on first use.
     _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu"))
 
     def add_all(self, model: nn.Module) -> None:
         """Add every tensor of an unwrapped model."""
-        away = dict(_away(model))
+        all_offloaded = dict(_offloaded_weights(model))
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        _check_whole(parameters)
+        _check_not_sharded(parameters)
         unpack_4bit_weights(model)
         state = model.state_dict()
-        _check_whole(state)
+        _check_not_sharded(state)
         scales = {
             f"{path}.scale".lstrip(".") for path, module in model.named_modules() if isinstance(module, Int8Linear)
         }
         lost = []
         for name, value in flatten_quantized(state).items():
-            elsewhere = away.get(name)
+            offloaded = all_offloaded.get(name)
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(
-                    f"{name!r} of the state dict is a {type(value).__name__}, which no file of weights holds. Leave it "
-                    "out of the state dict, or save a checkpoint of the whole run."
+                    f"{name!r} in the state dict is a {type(value).__name__}, but a file of weights contains only "
+                    "tensors. Remove it from the state dict, or save a checkpoint of the Trainer."
                 )
-            if name in scales and (elsewhere is not None or _has_values(value)):
-                absmax = to_absmax(value if elsewhere is None else elsewhere.value)  # by the name that bitsandbytes has
+            if name in scales and (offloaded is not None or _has_values(value)):
+                absmax = to_absmax(value if offloaded is None else offloaded.value)  # under bitsandbytes' name
                 self._add(f"{name.removesuffix('scale')}SCB", absmax, Weight.of(absmax), None)
             elif _has_values(value):
                 own = parameters.get(name)
-                self._add(name, value, Weight.of(_plain(name, value)), None if own is None else stand_in(own))
-            elif elsewhere is not None:
-                _plain(name, elsewhere.value)
-                self._add(name, elsewhere.value, elsewhere.weight(self._buffer), elsewhere.placeholder)
+                placeholder = None if own is None else existing_placeholder(own)
+                self._add(name, value, Weight.of(_storable(name, value)), placeholder)
+            elif offloaded is not None:
+                _storable(name, offloaded.value)
+                self._add(name, offloaded.value, offloaded.weight(self._buffer), offloaded.placeholder)
             else:
                 lost.append(name)
         if lost:
             shown = ", ".join(map(repr, lost[:_SHOWN])) + (" …" if len(lost) > _SHOWN else "")
             raise CheckpointError(
-                f"{len(lost)} weights have no values that could be saved: {shown}. They are on the meta device and no "
-                "hook keeps them elsewhere, or their memory is given back between uses in a run. Load a checkpoint "
-                "first, or save when the run has ended."
+                f"{len(lost)} weights have no values to save: {shown}. They are on the meta device and not offloaded, "
+                "or a running training has freed their memory between uses. Load a checkpoint first, or save after "
+                "the training."
             )
 
     def _add(self, name: str, value: torch.Tensor, weight: Weight, placeholder: torch.Tensor | None) -> None:
-        """Add a weight, or, where its memory or what stands in its place has come already, another name of that."""
+        """Add a weight. If its memory or placeholder was added under another name, add only a tied name."""
         name = plain_name(name)
         if name in self.weights or name in self.tied:
-            raise CheckpointError(f"two entries of the state dict are called {name!r} without their wrappers.")
+            raise CheckpointError(
+                f"two entries of the state dict are called {name!r} without their wrappers. Rename one of them."
+            )
         keys: list[Any] = [(*memory_key(value, name), value.dtype, weight.like.dtype, value.is_conj())]
         if placeholder is not None:
             keys.append(id(placeholder))
@@ -336,8 +340,8 @@ def _has_values(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > 0
 
 
-def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor if it has plain bytes."""
+def _storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor if files can store it, and raise otherwise."""
     try:
         to_storable(tensor)
     except CheckpointError as error:
@@ -345,26 +349,26 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _check_whole(tensors: Mapping[str, Any]) -> None:
-    """Refuse what would be saved as this process's piece."""
+def _check_not_sharded(tensors: Mapping[str, Any]) -> None:
+    """Raise if a tensor is sharded, because only this process's shard would be saved."""
     for name, tensor in tensors.items():
-        in_pieces = type(tensor).__module__.startswith("torch.distributed")
-        if in_pieces or getattr(tensor, "ds_numel", None) not in (None, getattr(tensor, "numel", int)()):
+        is_sharded = type(tensor).__module__.startswith("torch.distributed")
+        if is_sharded or getattr(tensor, "ds_numel", None) not in (None, getattr(tensor, "numel", int)()):
             raise CheckpointError(
-                f"{name!r} lies in pieces on several processes, and this one would save its own. Save a checkpoint, "
-                "and write its weights with `trainwright checkpoint export`."
+                f"{name!r} is sharded over processes, and only the shard of this one would be saved. Save a "
+                "checkpoint, and write its weights with `trainwright checkpoint export`."
             )
 
 
-def _away(model: nn.Module) -> Iterator[tuple[str, _Away]]:
-    """Yield the weights that are not in a model's modules, by their names in its state dict."""
+def _offloaded_weights(model: nn.Module) -> Iterator[tuple[str, _Offloaded]]:
+    """Yield a model's offloaded weights by their names in its state dict."""
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     stored = left_on_disk(model)
     for name, tensor in state.items():
         if tensor.is_meta and name in stored:
-            yield name, _Away(stored[name], stored.locate(name), tensor.dtype, tensor)
+            yield name, _Offloaded(stored[name], stored.locate(name), tensor.dtype, tensor)
     for path, module in model.named_modules(remove_duplicate=False):
         for hook in offloading_hooks(module):
             for name, placeholder, value, span in hook.offloaded(module):
                 full = f"{path}.{name}" if path else name
-                yield full, _Away(value, span, placeholder.dtype, placeholder)
+                yield full, _Offloaded(value, span, placeholder.dtype, placeholder)

@@ -144,15 +144,15 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
 
 def _split_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
     """Return the peak of a rank under tensor parallelism, or why there is none."""
-    from trainwright.bigmodels.maps.rank_peaks import one_ranks_share, split_peak, training_shape
+    from trainwright.bigmodels.maps.rank_peaks import model_of_one_rank, split_peak, training_shape
 
     assert model.module is not None
-    share = one_ranks_share(model.module, wanted.devices)
+    share = model_of_one_rank(model.module, wanted.devices)
     if share is None:
         return f"no built-in plan splits this model over {wanted.devices} ranks"
     kept = logits = 0
     if wanted.batch_size is not None:
-        called = replace(model, module=one_ranks_share(model.module, wanted.devices, ends=False))
+        called = replace(model, module=model_of_one_rank(model.module, wanted.devices, ends=False))
         kept = _activation_bytes(called, wanted.batch_size, wanted.sequence_length, loss=True)
         logits = 4 * wanted.batch_size * wanted.sequence_length * (model.config or {}).get("vocab_size", 0)
     load = {"activation_bytes": kept, "logits_bytes": logits}

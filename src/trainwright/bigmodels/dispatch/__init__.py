@@ -1,1 +1,1 @@
-"""Models that are spread over devices, host and disk, and the hooks that bring their weights when they are needed."""
+"""Models that are distributed over devices, host memory and disk, and the hooks that load offloaded weights."""

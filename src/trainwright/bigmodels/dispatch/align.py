@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, hooks_of
-from trainwright.bigmodels.weights.away import guard, without_guard
 from trainwright.bigmodels.weights.mapped_file import FileSpan, MappedFile, load_spans
 from trainwright.bigmodels.weights.moving import Device, find_device, move_inputs, to_device
+from trainwright.bigmodels.weights.placeholders import guard, without_guard
 from trainwright.bigmodels.weights.slots import Slot, owner_of, place, put, tensors_of
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.core.errors import CheckpointError, ConfigurationError
@@ -74,10 +74,10 @@ class AlignDevicesHook(ModelHook):
         self.tensor_names = tensor_names
         self.num_bytes = 0
         self._slots: list[Slot] = []
-        # Table, name, shown, weight.
+        # Table of parameters or buffers, name, meta tensor in the module, weight.
         self._present: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
-        self._ready = self._present[:]  # the same of the last forward, if all its weights can be used again
-        self._took = False  # from the prefetcher
+        self._ready = self._present[:]  # those of the last forward, if all its weights can be used again
+        self._is_prefetched = False  # the loaded weights are from the prefetcher
         self._spans: dict[str, FileSpan] = {}
         self._files: tuple[MappedFile, ...] = ()
         self._number = -1
@@ -112,7 +112,7 @@ class AlignDevicesHook(ModelHook):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(
-            state, _lock=threading.RLock(), _users={}, _input_devices={}, _present=[], _ready=[], _took=False
+            state, _lock=threading.RLock(), _users={}, _input_devices={}, _present=[], _ready=[], _is_prefetched=False
         )
         if self.prefetcher is not None:
             self._number = self.prefetcher.add(self)
@@ -137,9 +137,9 @@ class AlignDevicesHook(ModelHook):
             device = self.execution_device = next((t.device for _, t, _ in tensors if not t.is_meta), _CPU)
         if self.offload:
             self._offload(module, tensors)
-        away = {slot.name for slot in self._slots}
+        offloaded = {slot.name for slot in self._slots}
         for name, tensor, _ in tensors:
-            if name not in away and not tensor.is_meta and device != _META:
+            if name not in offloaded and not tensor.is_meta and device != _META:
                 place(module, name, tensor, device)
         return module
 
@@ -148,7 +148,7 @@ class AlignDevicesHook(ModelHook):
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor, _ in kept}
         self._slots = [self._slot(name, tensor, is_buffer) for name, tensor, is_buffer in kept]
-        self._note_places()
+        self._locate_weights()
         for slot in self._slots:
             put(module, slot.name, slot.placeholder)
             guard(slot.placeholder, f"{slot.name!r} of {type(module).__name__}")
@@ -169,7 +169,8 @@ class AlignDevicesHook(ModelHook):
             )
         return Slot.of(name, tensor, is_buffer, value)
 
-    def _note_places(self) -> None:
+    def _locate_weights(self) -> None:
+        """Store the locations of the weights in files, and register the hook with the prefetcher."""
         locate = getattr(self.weights_map, "locate", None)
         for slot in self._slots:
             span = None if locate is None else locate(slot.name)
@@ -221,7 +222,7 @@ class AlignDevicesHook(ModelHook):
         if self.prefetcher is not None:
             self.prefetcher.forget()
         self._number = -1
-        self._note_places()
+        self._locate_weights()
 
     def release(self, module: nn.Module) -> StoredWeights:
         """Restore weights that are in memory, without a copy, and return those that are in files.
@@ -236,7 +237,7 @@ class AlignDevicesHook(ModelHook):
             if span is None:
                 slot.restore(module, value, copies=False)
             elif shown is not None and shown.is_meta:
-                slot.leave()
+                slot.keep_origin()
                 in_files.add(slot.name, value, span)
         return in_files
 
@@ -255,7 +256,7 @@ class AlignDevicesHook(ModelHook):
 
     @property
     def stays_on_host(self) -> bool:
-        """Whether weights are used on the CPU, without a copy."""
+        """True if the weights are used on the CPU, without a copy."""
         return self.execution_device == _CPU
 
     def fetch(self) -> Fetched:
@@ -322,13 +323,13 @@ class AlignDevicesHook(ModelHook):
             for table, leaf, _, weight in self._ready:
                 table[leaf] = weight
             return
-        target, by_hand = (self.execution_device, False) if device is None else (device, True)
+        target, for_user = (self.execution_device, False) if device is None else (device, True)
         assert target is not None
         assert self.weights_map is not None
-        away: list[tuple[Slot, dict[str, Any], torch.Tensor]] = []
-        weights: list[torch.Tensor | None] = []  # of the offloaded tensors, if kept
-        there: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        keeps, records = target == _CPU and not by_hand, torch.is_grad_enabled()
+        offloaded: list[tuple[Slot, dict[str, Any], torch.Tensor]] = []
+        weights: list[torch.Tensor | None] = []  # the kept weight of each offloaded tensor, or None
+        assigned: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # values that the user has put into the module
+        keeps, records = target == _CPU and not for_user, torch.is_grad_enabled()
         is_kept = keeps
         with without_guard():
             for slot in self._slots:
@@ -337,31 +338,35 @@ class AlignDevicesHook(ModelHook):
                 if shown is not None and shown.is_meta:
                     weight = slot.kept_as(shown) if keeps else None
                     is_kept = is_kept and weight is not None
-                    away.append((slot, table, shown))
+                    offloaded.append((slot, table, shown))
                     weights.append(weight)
                 elif shown is not None:  # None: the user has removed it
-                    there.append((table, slot.leaf, shown))
-        if away and not (is_kept and self._is_cached()):
+                    assigned.append((table, slot.leaf, shown))
+        if offloaded and not (is_kept and self._is_cached()):
             # Outside of inference mode, even if the forward runs in it: kept tensors are used in later calls.
             with torch.inference_mode(False), torch.no_grad():
-                tensors = self._take(target).use()
-                for number, (slot, _, shown) in enumerate(away):
+                tensors = self._fetched(target).use()
+                for number, (slot, _, shown) in enumerate(offloaded):
                     if weights[number] is None:
                         value = tensors.get(slot.name)
                         if value is None:  # the dtype or requires_grad changed since the weight was kept
                             value = self.weights_map[slot.name].to(target)
-                        weight = weights[number] = slot.weight(shown, value, records=keeps or records, by_hand=by_hand)
+                        weight = weights[number] = slot.weight(
+                            shown, value, records=keeps or records, for_user=for_user
+                        )
                         if keeps:
                             slot.keep(weight, self._is_lasting(slot, weight))
-        self._present += [(table, slot.leaf, shown, w) for (slot, table, shown), w in zip(away, weights, strict=True)]
-        may_stay = is_kept and not there and not any(slot.path for slot in self._slots)
+        self._present += [
+            (table, slot.leaf, shown, w) for (slot, table, shown), w in zip(offloaded, weights, strict=True)
+        ]
+        may_stay = is_kept and not assigned and not any(slot.path for slot in self._slots)
         self._ready = self._present[:] if may_stay else []
-        for table, leaf, shown in there:
-            # Values of the user, for example by functional_call. A move of them is recorded for the backward.
+        for table, leaf, shown in assigned:
+            # For example by functional_call. A move of them is recorded for the backward.
             if shown.device != target:
                 self._present.append((table, leaf, shown, shown.to(target)))
-        for table, leaf, _, brought in self._present:
-            table[leaf] = brought
+        for table, leaf, _, loaded in self._present:
+            table[leaf] = loaded
 
     def _is_still_ready(self) -> bool:
         """Return whether the module has the same meta tensors as in the last forward, unchanged."""
@@ -374,18 +379,19 @@ class AlignDevicesHook(ModelHook):
         return True
 
     def _is_cached(self) -> bool:
-        """Return whether the files of kept weights stay in the page cache, and check that they are whole."""
+        """Return whether the files of kept weights stay in the page cache, and check that none was truncated."""
         if self.prefetcher is not None and self.prefetcher.total_bytes > _STAYS_CACHED_BYTES:
             return False
         for file in self._files:
             file.check()
         return True
 
-    def _take(self, device: torch.device) -> Fetched:
+    def _fetched(self, device: torch.device) -> Fetched:
+        """Return the weights on a device, from the prefetcher if it loads to this device."""
         if self._number < 0 or self.prefetcher is None or device != self.execution_device:
             return self._fetch(device)
         fetched = self.prefetcher.take(self._number)
-        self._took = True
+        self._is_prefetched = True
         self.prefetcher.follow(self._number)
         return fetched
 
@@ -414,8 +420,8 @@ class AlignDevicesHook(ModelHook):
             if table.get(leaf) is weight:  # a value that a user has assigned stays
                 table[leaf] = shown
         self._present.clear()
-        if self._took and self.prefetcher is not None:
-            self._took = False
+        if self._is_prefetched and self.prefetcher is not None:
+            self._is_prefetched = False
             self.prefetcher.give_back()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -432,7 +438,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def offloading_hooks(module: nn.Module) -> list[AlignDevicesHook]:
-    """Return the hooks that offload a module's own weights: one, or one for each tensor with its own place."""
+    """Return the hooks that offload a module's own weights: one, or one for each tensor with its own map entry."""
     return [each for each in hooks_of(module) if isinstance(each, AlignDevicesHook) and each.offload]
 
 

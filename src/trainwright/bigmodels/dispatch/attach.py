@@ -49,7 +49,8 @@ def attach_execution_device_hook(
         module: Is changed. Its weights are moved to the device.
         execution_device: The device.
         skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes whose submodules get no hook. They run where the outer module does.
+        preload_module_classes: Names of classes whose submodules do not get hooks. They run on the device of the outer
+            module.
         tied_params_map: Accepted for compatibility; has no effect.
     """
     if "_hf_hook" not in module.__dict__ and _holds_tensors(module):
@@ -194,10 +195,10 @@ def check_first_forward(model: nn.Module) -> None:
     """
     for module in model.modules():
         if module._modules:
-            before_next_forward(module, _refuse_uninitialized)
+            before_next_forward(module, _check_initialized)
 
 
-def _refuse_uninitialized(module: nn.Module) -> None:
+def _check_initialized(module: nn.Module) -> None:
     known: set[tuple[int, str]] = set()
     for part in module.modules():
         for hook in offloading_hooks(part):

@@ -17,10 +17,10 @@ from trainwright.bigmodels.dispatch.attach import (
 )
 from trainwright.bigmodels.dispatch.model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
 from trainwright.bigmodels.dispatch.moves import left_on_disk, refuse_moves
-from trainwright.bigmodels.dispatch.undo import restored_on_failure, take_back
+from trainwright.bigmodels.dispatch.undo import remove_placement, restored_on_failure
 from trainwright.bigmodels.maps.device_map import check_device_map, resolve_device_map
 from trainwright.bigmodels.weights.filling import fill_empty, with_tied_names
-from trainwright.bigmodels.weights.moving import Device, check_present, default_device, present_device, to_device
+from trainwright.bigmodels.weights.moving import Device, check_available, checked_device, default_device, to_device
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict
 from trainwright.core.errors import CheckpointError, ConfigurationError
@@ -52,7 +52,7 @@ def dispatch_model(
             device must be on the disk, where a load has left them or in `offload_dir`, or in `state_dict`.
         device_map: Module name → device, `"cpu"` or `"disk"`, such as `{"": "disk"}`. It covers the model, except for
             the parameters in its `_no_placement_params`, which stay where they are. Or `"auto"`, `"balanced"`,
-            `"balanced_low_0"`, `"sequential"`: a map for the memory that is free now, which does not divide the
+            `"balanced_low_0"`, `"sequential"`: a map for the memory that is free now, which does not split the
             classes in the model's `_no_split_modules`. Default: `"auto"`.
         main_device: The device that runs parts on the CPU and the disk, and that gets an output if no input has a
             device. Default: the first accelerator of the map, or the CPU.
@@ -78,13 +78,13 @@ def dispatch_model(
     places = _places(model, device_map, offload_buffers, strict)
     main = _main_device(list(places.values()), main_device)
     needs_hooks = force_hooks or len(set(places.values())) > 1 or "disk" in places.values()
-    away = {"disk"} if properties(main.type).is_unified else {"cpu", "disk"}
+    offloaded = {"disk"} if properties(main.type).is_unified else {"cpu", "disk"}
     source = _Source(state_dict, offload_dir, offload_index, offload_buffers)
     with restored_on_failure(model):
         if needs_hooks:
-            _place(model, places, main, away, source, skip_keys, preload_module_classes, prefetch_bytes)
+            _place(model, places, main, offloaded, source, skip_keys, preload_module_classes, prefetch_bytes)
         else:
-            take_back(model)
+            remove_placement(model)
             _fill(model, places, set(), source.with_tied_names(model))
             model.to(to_device(next(iter(places.values()))))
     model.hf_device_map = places  # type: ignore[assignment]  # modules type attributes as tensors
@@ -113,35 +113,35 @@ def _place(
     model: nn.Module,
     places: Mapping[str, Device],
     main: torch.device,
-    away: set[str],
+    offloaded: set[str],
     source: _Source,
     skip_keys: str | list[str] | None,
     preload_module_classes: list[str] | None,
     prefetch_bytes: int | None,
 ) -> None:
-    """Add hooks to a model, and offload what the map puts in `away`. Call this inside `restored_on_failure`.
+    """Add hooks to a model, and offload weights. Call this inside `restored_on_failure`.
 
     Args:
         model: Is changed. Its previous placement is removed.
         places: Covers the model.
         main: The device where parts on the CPU and the disk run.
-        away: Places whose weights are offloaded: `"cpu"`, `"disk"`.
+        offloaded: Values of `places` whose weights are offloaded: `"cpu"`, `"disk"`.
         source: Values of weights.
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         prefetch_bytes: See `dispatch_model`.
     """
-    take_back(model)
+    remove_placement(model)
     source = source.with_tied_names(model)
-    _fill(model, places, away, source)
-    weights = _offloaded_weights(model, places, away, source)
+    _fill(model, places, offloaded, source)
+    weights = _offloaded_weights(model, places, offloaded, source)
     runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in places.items()}
     runs_on.setdefault("", main)
     _separate_tied(model, places, runs_on)
     attach_align_device_hook_on_blocks(
         model,
         execution_device=runs_on,
-        offload={name: device in away for name, device in places.items()},
+        offload={name: device in offloaded for name, device in places.items()},
         weights_map=weights,
         offload_buffers=source.offload_buffers,
         skip_keys=skip_keys,
@@ -158,28 +158,28 @@ def _places(
 ) -> dict[str, Device]:
     """Return a map that covers the model and whose devices are on this machine."""
     if device_map is None or isinstance(device_map, str):
-        kept_whole: Any = getattr(model, "_no_split_modules", None)
+        no_split: Any = getattr(model, "_no_split_modules", None)
         return resolve_device_map(
             model,
             "auto" if device_map is None else device_map,
-            no_split_module_classes=list(kept_whole or ()),
+            no_split_module_classes=list(no_split or ()),
             offload_buffers=offload_buffers,
         )
     unplaced: Any = getattr(model, "_no_placement_params", None)  # defined by models of transformers
     ends = tuple(unplaced or ())
     staying = {name: "cpu" for name, _ in model.named_parameters() if ends and name.endswith(ends)}
     check_device_map(model, staying | dict(device_map), strict=strict)
-    check_present(device_map)
+    check_available(device_map)
     return dict(device_map)
 
 
-def _fill(model: nn.Module, device_map: Mapping[str, Device], away: set[str], source: _Source) -> None:
+def _fill(model: nn.Module, device_map: Mapping[str, Device], offloaded: set[str], source: _Source) -> None:
     """Load tensors that are on the meta device, unless the map puts them on the disk or on the meta device."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
     saved = model.state_dict().keys() if source.offload_buffers else ()
     on_disk = {
-        name for name in _in_places(tensors, device_map, away & {"disk"}) if name not in buffers or name in saved
+        name for name in _in_places(tensors, device_map, offloaded & {"disk"}) if name not in buffers or name in saved
     }
     others = on_disk | _in_places(tensors, device_map, {"meta"}).keys()
     names = [name for name in tensors if name not in others]
@@ -187,12 +187,12 @@ def _fill(model: nn.Module, device_map: Mapping[str, Device], away: set[str], so
 
 
 def _offloaded_weights(
-    model: nn.Module, device_map: Mapping[str, Device], away: set[str], source: _Source
+    model: nn.Module, device_map: Mapping[str, Device], offloaded: set[str], source: _Source
 ) -> StoredWeights:
-    """Return the offloaded weights, after writing those that belong on the disk and are not there."""
+    """Return the offloaded weights, after writing missing ones to the disk."""
     weights, state = StoredWeights(), model.state_dict()
     values = state if source.state_dict is None else source.state_dict
-    for name, tensor in _in_places(values, device_map, away - {"disk"}).items():
+    for name, tensor in _in_places(values, device_map, offloaded - {"disk"}).items():
         weights.add(name, tensor.detach().to("cpu"))
     on_disk = _in_places(state, device_map, {"disk"})
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -227,8 +227,8 @@ def _write(tensors: Mapping[str, torch.Tensor], folder: PathLike | None, weights
     """Write tensors into the folder, each memory once, and add them to the offloaded weights."""
     if folder is None:
         raise ConfigurationError(
-            f"the device map puts {next(iter(tensors))!r} and {len(tensors) - 1} other weights on the disk, where they "
-            "are not yet: pass offload_dir, a folder to write them to."
+            f"the device map puts {next(iter(tensors))!r} and {len(tensors) - 1} other weights on the disk, but they "
+            "are only in memory. Pass offload_dir, a folder to write them to."
         )
     first: dict[tuple[Any, ...], str] = {}
     written: dict[str, str] = {}  # by name, the name that the memory is written under
@@ -243,7 +243,7 @@ def _write(tensors: Mapping[str, torch.Tensor], folder: PathLike | None, weights
 
 def _main_device(devices: list[Device], asked: Device | None) -> torch.device:
     if asked is not None:
-        return present_device(asked)
+        return checked_device(asked)
     first = next((device for device in devices if device not in ("cpu", "disk")), None)
     if first is not None:
         return to_device(first)
@@ -276,7 +276,7 @@ def _in_places(
 
 def _execution_device(model: nn.Module, asked: Device | None) -> torch.device:
     if asked is not None:
-        return present_device(asked)
+        return checked_device(asked)
     first = next(model.parameters(), None)
     return default_device() if first is None or first.device.type in ("cpu", "meta") else first.device
 
@@ -369,6 +369,6 @@ def cpu_offload_with_hook(
     Raises:
         ConfigurationError: The device is not on this machine.
     """
-    hook = CpuOffload(None if execution_device is None else present_device(execution_device), prev_module_hook)
+    hook = CpuOffload(None if execution_device is None else checked_device(execution_device), prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)

@@ -1,4 +1,4 @@
-"""Store a model's layers in a narrow dtype, and widen each for the time of its forward."""
+"""Store the weights of a model's layers in a smaller dtype, and convert those of each layer for its forward."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import nn
 
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, add_hook_to_module
 
-# Layers whose weights are most of a model and bear being rounded; norms and embeddings do not.
+# Layers with most of a model's weights, for which rounding is harmless. It is not for norms and embeddings.
 _LAYERS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Keep a module's weights in one dtype and run it in another.
+    """Store a module's weights in one dtype and compute in another.
 
     Args:
-        storage_dtype: between forwards; float8 types too.
-        compute_dtype: during one.
-        non_blocking: do not wait for the conversion.
+        storage_dtype: Dtype between forwards, such as a float8 type.
+        compute_dtype: Dtype during a forward.
+        non_blocking: Do not wait for the conversion.
     """
 
     runs_after_failure = True
@@ -33,21 +33,21 @@ class LayerwiseCastingHook(ModelHook):
         self.non_blocking = non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Narrow the weights."""
+        """Convert the weights to the storage dtype."""
         return _cast(module, self.storage_dtype, self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Widen the weights."""
+        """Convert the weights to the compute dtype."""
         _cast(module, self.compute_dtype, self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Narrow them again."""
+        """Convert the weights back to the storage dtype."""
         _cast(module, self.storage_dtype, self.non_blocking)
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Leave the weights wide; what narrowing lost stays lost."""
+        """Convert the weights to the compute dtype. They remain rounded."""
         return _cast(module, self.compute_dtype, self.non_blocking)
 
 
@@ -63,18 +63,16 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Have each linear and convolutional layer store its weights in one dtype and compute in another.
-
-    For inference: weights are rounded after every forward.
+    """Store the weights of linear and convolutional layers in one dtype and compute in another, for inference.
 
     Args:
-        module: is changed.
-        storage_dtype: between forwards; `torch.float8_e4m3fn` halves what bfloat16 takes.
-        compute_dtype: during one.
-        skip_modules_pattern: regular expressions; modules whose dotted name one matches somewhere stay as they are,
-            with all within.
-        skip_modules_classes: classes that stay as they are, with all within.
-        non_blocking: do not wait for the conversions.
+        module: The module, which is changed.
+        storage_dtype: Dtype between forwards. `torch.float8_e4m3fn` takes half the memory of bfloat16.
+        compute_dtype: Dtype during a forward.
+        skip_modules_pattern: Regular expressions. Modules whose dotted name contains a match are not changed, nor are
+            their submodules.
+        skip_modules_classes: Classes whose modules and their submodules are not changed.
+        non_blocking: Do not wait for the conversions.
     """
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
     _attach(
@@ -92,7 +90,7 @@ def _attach(
     if (classes and isinstance(module, classes)) or any(re.search(pattern, name) for pattern in patterns):
         return
     if isinstance(module, _LAYERS):
-        add_hook_to_module(module, hook, append=True)  # it keeps nothing of the module: one serves all
+        add_hook_to_module(module, hook, append=True)  # the hook has no state, so all layers share it
         return
     for child_name, child in module.named_children():
         _attach(child, f"{name}.{child_name}" if name else child_name, hook, patterns, classes)

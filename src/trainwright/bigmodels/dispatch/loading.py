@@ -1,4 +1,7 @@
-"""Load a checkpoint into a model that may be empty or larger than the memory: mapped, checked first, assigned last."""
+"""Load a checkpoint into a model that may be on the meta device or larger than the memory.
+
+The files are mapped, and everything is checked before the first weight changes.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from trainwright.bigmodels.dispatch.targets import (
     assign,
     fill,
     find_targets,
-    keep_away,
-    lies_in_a_file,
+    is_on_disk,
     new_value,
+    replace_offloaded,
 )
 from trainwright.bigmodels.dispatch.undo import restored_on_failure
 from trainwright.bigmodels.maps.device_map import check_devices, resolve_device_map
-from trainwright.bigmodels.weights.moving import Device, check_present, to_device
+from trainwright.bigmodels.weights.moving import Device, check_available, to_device
 from trainwright.bigmodels.weights.stored_weights import StoredWeights, read_checkpoint
 from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict, read_offload_index
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
@@ -38,7 +41,7 @@ _SHOWN = 10  # names in a message
 
 
 class LoadedKeys(NamedTuple):
-    """Which names a checkpoint and a model do not share; both empty when they fit."""
+    """Names that only a model or only a checkpoint has. Both lists are empty if all names match."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -51,7 +54,7 @@ class _Options(NamedTuple):
     offload_buffers: bool
     keep_in_fp32: tuple[str, ...]
     strict: bool = False
-    will_run: bool = False  # the model is used next: every weight needs values
+    needs_values: bool = False  # raise if a weight has no values afterwards
 
 
 def load_checkpoint_in_model(
@@ -67,37 +70,38 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> LoadedKeys:
-    """Load weights into a model, which may be on the meta device, each part where a map says.
+    """Load weights into a model, which may be on the meta device, and place them by a device map.
 
-    Everything is checked before the first weight changes. On the CPU, what was on the meta device becomes a view of a
-    safetensors file, read when it is first touched: the file may be replaced by another, and must not be written into;
-    writing to a weight does not reach it. What `torch.save` wrote is read into memory. Parts on the disk stay in a
-    safetensors file as they are; those of other files are written to `offload_folder`, once.
+    Everything is checked before the first weight changes. Meta tensors that are loaded to the CPU from safetensors
+    become views of the file, which are read on first access. The file may be replaced but not modified; writes to a
+    weight do not change it. Files of `torch.save` are read into memory. Weights on the disk are used in their
+    safetensors file; those of other formats are written to `offload_folder` once.
 
     Args:
-        model: is changed. Weights that are on their device already are written over in place; hooks that keep some
-            away keep the new ones.
-        checkpoint: a file of weights, an index, or a folder; see `read_checkpoint`.
-        device_map: module name → device, `"cpu"` or `"disk"`; unless given, weights stay where they are or are kept,
-            and those on the meta device come to the CPU.
-        offload_folder: for parts on the disk of a checkpoint that is not safetensors.
-        dtype: floating-point weights and buffers become this; the model's own dtype unless given.
-        offload_state_dict: is accepted and changes nothing: a state dict never stands in memory as a whole.
-        offload_buffers: leave buffers on the disk too.
-        keep_in_fp32_modules: names of modules (parts of dotted names) that stay float32 whatever `dtype`.
-        strict: raise where the checkpoint and the model do not have the same names. Otherwise a warning names them,
-            and weights of an empty model that have no values now: several loads may each bring a part.
-        full_state_dict: False for a model of DTensors whose ranks each read their own shard; changes nothing for
-            others, nor with a `device_map`.
-        broadcast_from_rank0: only rank 0 reads the file; every rank must call this. With a `device_map` each reads it.
+        model: The model, which is changed. Weights that are on their device already are overwritten in place. Offloaded
+            weights are replaced and stay offloaded.
+        checkpoint: A file of weights, an index, or a folder. See `read_checkpoint`.
+        device_map: Module name → device, `"cpu"` or `"disk"`. Default: weights keep their device, and those on the meta
+            device are loaded to the CPU.
+        offload_folder: Folder for weights on the disk. Required if the checkpoint is not safetensors.
+        dtype: Dtype of floating-point weights and buffers. Default: the model's.
+        offload_state_dict: Accepted for compatibility; has no effect, because the state dict is never in memory at
+            once.
+        offload_buffers: Offload buffers to the disk too.
+        keep_in_fp32_modules: Names of modules (parts of dotted names) that are loaded in float32.
+        strict: Raise if the checkpoint and the model do not have the same names. By default, a warning lists the names,
+            and the weights that have no values yet.
+        full_state_dict: False if each rank reads its own shard for a model of DTensors. No effect for other models or
+            with a `device_map`.
+        broadcast_from_rank0: Read the file only on rank 0; call this on every rank. No effect with a `device_map`.
 
     Returns:
-        The names that are missing in the checkpoint and those that the model has no use for.
+        The names that are missing in the checkpoint, and those that are not in the model.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged or cut short, or a shape or a kind of dtype differs; with
+        CheckpointError: The checkpoint is missing, damaged or truncated; a shape or a kind of dtype differs; or, with
             `strict`, names differ. The model and the files are as before.
-        ConfigurationError: an argument cannot be meant, or `offload_folder` is needed.
+        ConfigurationError: An argument is invalid, or `offload_folder` is required.
     """
     keep = tuple(keep_in_fp32_modules or ())
     options = _Options(device_map, offload_folder, to_dtype(dtype), offload_buffers, keep, strict)
@@ -116,7 +120,7 @@ def load_stored_weights(
     dtype: torch.dtype | None,
     keep_in_fp32_modules: list[str] | None,
 ) -> LoadedKeys:
-    """Load weights that are at hand by name, as `load_checkpoint_in_model` does; `origin` names them in messages."""
+    """Load weights that are already mapped or in memory. See `load_checkpoint_in_model`. Messages contain `origin`."""
     options = _Options(device_map, offload_folder, dtype, False, tuple(keep_in_fp32_modules or ()))
     return _load(model, stored, origin, options)
 
@@ -126,21 +130,21 @@ def _load(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options
     if options.device_map is not None:
         _check_map(targets, options.device_map)
     keys = _match(targets, stored)
-    if options.will_run:
-        _check_that_it_can_run(targets, checkpoint, options)
+    if options.needs_values:
+        _check_has_values(targets, checkpoint, options)
     _report(keys, _without_values(targets), checkpoint, options.strict)
     found = [target for target in targets if target.source is not None]
     for target in found:
-        _decide(target, options)
+        _choose_device_and_dtype(target, options)
     _compare(found, stored, checkpoint)
     on_disk = [target for target in found if target.device is None]
-    left = _keep_on_disk(on_disk, stored, options, checkpoint)
+    left = _offload_to_disk(on_disk, stored, options, checkpoint)
     values = {id(target): new_value(target, stored) for target in found if target.device is not None}
     for target in found:
         if target.device is None:
-            keep_away(model, target, left[target.names[0]], left.locate(target.names[0]))
-        elif (value := values[id(target)]) is not None and target.kept:
-            keep_away(model, target, value, None)
+            replace_offloaded(model, target, left[target.names[0]], left.locate(target.names[0]))
+        elif (value := values[id(target)]) is not None and target.offloaded:
+            replace_offloaded(model, target, value, None)
         elif value is not None:
             assign(model, target, value)
         else:
@@ -151,57 +155,59 @@ def _load(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options
 
 
 def to_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return a dtype of torch, which may be given by its name.
+    """Convert the name of a dtype to a `torch.dtype`.
 
     Raises:
-        ConfigurationError: torch has none of that name, or it is none of weights.
+        ConfigurationError: The dtype is unknown or is not a floating-point dtype.
     """
     if isinstance(dtype, str):
         found = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
-            raise ConfigurationError(f"dtype={dtype!r} is none of torch's. Examples: 'float32', 'bfloat16', 'float16'.")
+            raise ConfigurationError(
+                f"dtype={dtype!r} is not a dtype of torch. Examples: 'float32', 'bfloat16', 'float16'."
+            )
         dtype = found
     if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
         raise ConfigurationError(
-            f"dtype={dtype!r}, expected a floating-point dtype of torch, such as torch.bfloat16. Weights of fewer bits "
-            "are what load_and_quantize_model makes."
+            f"dtype={dtype!r}, expected a floating-point dtype of torch, such as torch.bfloat16. Use "
+            "load_and_quantize_model for weights in fewer bits."
         )
     return dtype
 
 
 def _is_for_torch(model: nn.Module, options: _Options, full_state_dict: bool, broadcast_from_rank0: bool) -> bool:
-    """Say whether torch has to cut or to send the weights. A map is for a model that each rank has as a whole."""
+    """Return whether torch has to shard or broadcast the weights. Models with a device map are never sharded."""
     if options.device_map is not None:
         return False
-    return broadcast_from_rank0 or (not full_state_dict and any(map(_is_cut, model.parameters())))
+    return broadcast_from_rank0 or (not full_state_dict and any(map(_is_sharded, model.parameters())))
 
 
-def _is_cut(tensor: torch.Tensor) -> bool:
+def _is_sharded(tensor: torch.Tensor) -> bool:
     return type(tensor).__module__.startswith("torch.distributed")
 
 
 def _load_distributed(
     model: nn.Module, checkpoint: Path, options: _Options, full_state_dict: bool, broadcast_from_rank0: bool
 ) -> LoadedKeys:
-    """Let torch cut the weights for a model of DTensors."""
+    """Load weights with torch, which shards them for a model of DTensors."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     targets = [target for target in find_targets(model) if target.tensor.is_floating_point()]
     for target in targets:
-        _decide(target, options)
+        _choose_device_and_dtype(target, options)
     other = [target for target in targets if target.dtype != target.tensor.dtype]
     if other:
         raise ConfigurationError(
             f"dtype={options.dtype}: {other[0].names[0]!r} and {len(other) - 1} other tensors are "
-            f"{other[0].tensor.dtype}, and torch loads sharded or broadcast weights into what is there. Convert the "
-            "model before it is sharded."
+            f"{other[0].tensor.dtype}, and torch loads sharded or broadcast weights into the existing tensors. Convert "
+            "the model before it is sharded."
         )
     reads = not broadcast_from_rank0 or dist.get_rank() == 0
     stored: dict[str, Any] = dict(read_checkpoint(checkpoint)) if reads else {}
-    how = StateDictOptions(
+    torch_options = StateDictOptions(
         full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=options.strict
     )
-    result = set_model_state_dict(model, stored, options=how)
+    result = set_model_state_dict(model, stored, options=torch_options)
     return LoadedKeys(list(result.missing_keys), list(result.unexpected_keys))
 
 
@@ -210,33 +216,35 @@ def _check_map(targets: list[Target], device_map: Mapping[str, Device]) -> None:
     lost = [name for target in targets for name in target.names if innermost(name, device_map) is None]
     if lost:
         raise ConfigurationError(
-            f"the device map does not say where these go: {_list(lost)}. Add their modules, or '' for all the rest."
+            f"the device map does not cover these tensors: {_list(lost)}. Add their modules, or '' for all the rest."
         )
-    check_present(device_map)
+    check_available(device_map)
 
 
-def _check_that_it_can_run(targets: list[Target], checkpoint: PathLike, options: _Options) -> None:
-    """Refuse what dispatching would refuse after weights have been written over."""
+def _check_has_values(targets: list[Target], checkpoint: PathLike, options: _Options) -> None:
+    """Raise if `dispatch_model` would raise because of missing values, before weights are overwritten."""
     left = [target for target in targets if target.source is None]
     if empty := _without_values(targets):
         raise CheckpointError(
-            f"{checkpoint} does not hold {_list(empty)}, and the model has no values for them either: they are on the "
-            "meta device. Name a checkpoint of this model, or give them values first."
+            f"{checkpoint} does not contain {_list(empty)}, and the model has no values for them: they are on the meta "
+            "device. Load a checkpoint that contains them, or initialize them first."
         )
     for target in left:
-        _decide(target, options)
-    to_write = [target.names[0] for target in left if target.device is None and not lies_in_a_file(target)]
+        _choose_device_and_dtype(target, options)
+    to_write = [target.names[0] for target in left if target.device is None and not is_on_disk(target)]
     if to_write and options.folder is None:
         raise ConfigurationError(
-            f"the map puts {_list(to_write)} on the disk, and {checkpoint} does not hold them: pass offload_folder, a "
-            "folder to write the model's own values to."
+            f"the map puts {_list(to_write)} on the disk, and {checkpoint} does not contain them. Pass offload_folder, "
+            "a folder to write the model's own values to."
         )
 
 
 def _without_values(targets: list[Target]) -> list[str]:
-    """Return the names of what the checkpoint does not hold and the model has no values for."""
+    """Return the names of tensors that have values neither in the checkpoint nor in the model."""
     return [
-        target.names[0] for target in targets if target.source is None and target.tensor.is_meta and not target.kept
+        target.names[0]
+        for target in targets
+        if target.source is None and target.tensor.is_meta and not target.offloaded
     ]
 
 
@@ -244,11 +252,11 @@ def _match(targets: list[Target], stored: StoredWeights) -> LoadedKeys:
     missing: list[str] = []
     known: set[str] = set()
     for target in targets:
-        # A compiled part's names are written without what torch.compile adds to them.
+        # Checkpoints do not contain the prefixes that torch.compile adds to names.
         names = [each for name in target.names for each in dict.fromkeys((name, plain_name(name)))]
         known.update(names)
         present = [name for name in names if name in stored]
-        # The last one, as load_state_dict: it copies each into the shared tensor, one after the other.
+        # The last name, as in load_state_dict, which copies the value of each name into the shared tensor.
         target.source = present[-1] if present else None
         if not present:
             missing.append(target.names[0])
@@ -265,14 +273,14 @@ def _report(keys: LoadedKeys, empty: list[str], checkpoint: PathLike, strict: bo
         parts.append(f"not in the model: {_list(keys.unexpected_keys)}")
     message = f"{checkpoint} does not have the names of the model; {'; '.join(parts)}."
     if strict:
-        raise CheckpointError(f"{message} Load it with strict=False if that is meant.")
-    left = "What is missing keeps its values."
+        raise CheckpointError(f"{message} Pass strict=False to load the others.")
+    consequence = "Missing weights keep their values."
     if empty:
-        left = (
+        consequence = (
             f"There are no values of {_list(empty)}, on the meta device: load them before the model is used, or it "
-            "computes with whatever lies in memory."
+            "computes with uninitialized memory."
         )
-    warnings.warn(f"{message} {left}", TrainwrightWarning, stacklevel=4)
+    warnings.warn(f"{message} {consequence}", TrainwrightWarning, stacklevel=4)
 
 
 def _list(names: list[str]) -> str:
@@ -280,21 +288,20 @@ def _list(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names[:_SHOWN]) + more
 
 
-def _decide(target: Target, options: _Options) -> None:
-    """Find a target's device and dtype."""
+def _choose_device_and_dtype(target: Target, options: _Options) -> None:
     target.dtype = target.tensor.dtype
     if target.tensor.is_floating_point() and options.dtype is not None:
         target.dtype = options.dtype
     if target.tensor.is_floating_point() and any(_within(name, options.keep_in_fp32) for name in target.names):
         target.dtype = torch.float32
-    if options.device_map is None and target.kept:
-        target.device = None if lies_in_a_file(target) else target.kept[0].value.device
+    if options.device_map is None and target.offloaded:
+        target.device = None if is_on_disk(target) else target.offloaded[0].value.device
         return
     if options.device_map is None:
         target.device = torch.device("cpu") if target.tensor.is_meta else target.tensor.device
         return
     devices = [options.device_map[innermost(name, options.device_map) or ""] for name in target.names]
-    # A tensor of several modules is where the first of them is that is not on the disk.
+    # A shared tensor goes to the device of its first module that is not on the disk.
     device = next((device for device in devices if device != "disk"), "disk")
     if device == "disk":
         target.device = torch.device("cpu") if target.is_buffer and not options.offload_buffers else None
@@ -317,29 +324,29 @@ def _compare(targets: list[Target], stored: StoredWeights, checkpoint: PathLike)
             wrong.append(f"{target.source!r} is {value.dtype}, expected {target.tensor.dtype}")
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise CheckpointError(f"{checkpoint} does not fit the model: {'; '.join(wrong[:_SHOWN])}{more}.")
+        raise CheckpointError(f"{checkpoint} does not match the model: {'; '.join(wrong[:_SHOWN])}{more}.")
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """Return what a dtype may not be turned into another of without saying so."""
-    return "complex" if tensor.is_complex() else "floating" if tensor.is_floating_point() else "whole"
+    """Return the kind of a tensor's dtype. Loading converts only between dtypes of one kind."""
+    return "complex" if tensor.is_complex() else "floating" if tensor.is_floating_point() else "integer"
 
 
-def _keep_on_disk(
+def _offload_to_disk(
     targets: list[Target], stored: StoredWeights, options: _Options, checkpoint: PathLike
 ) -> StoredWeights:
-    """Return where the weights of parts on the disk lie: in place, or in files that they are written to now."""
+    """Return the weights on the disk: those in safetensors files, and the others after writing them to files."""
     left = StoredWeights()
-    loose: dict[str, torch.Tensor] = {}
+    to_write: dict[str, torch.Tensor] = {}
     for target in targets:
         assert target.source is not None
         if stored.locate(target.source) is None:
-            loose[target.names[0]] = stored[target.source]
-    written = _write_once(loose, options.folder, checkpoint) if loose else None
+            to_write[target.names[0]] = stored[target.source]
+    written = _write_once(to_write, options.folder, checkpoint) if to_write else None
     for target in targets:
         assert target.source is not None
         name = target.names[0]
-        if written is not None and name in loose:
+        if written is not None and name in to_write:
             left.add(name, *written.on_disk(name))
         else:
             left.add(name, stored[target.source], stored.locate(target.source))
@@ -351,11 +358,11 @@ def _keep_on_disk(
 def _write_once(
     tensors: Mapping[str, torch.Tensor], folder: PathLike | None, checkpoint: PathLike
 ) -> OffloadedWeightsLoader:
-    """Write tensors that cannot be used in place, unless the folder holds them already from the same checkpoint."""
+    """Write tensors to the folder, unless it already contains them from the same checkpoint."""
     if folder is None:
         raise ConfigurationError(
-            f"parts of the model are on the disk, and {checkpoint} is not safetensors, which could be used in place: "
-            "pass offload_folder, a folder to write them to."
+            f"parts of the model are on the disk, and {checkpoint} is not safetensors, which would be used directly. "
+            "Pass offload_folder, a folder to write them to."
         )
     origin = _origin(Path(checkpoint))
     index = read_offload_index(folder)
@@ -366,7 +373,7 @@ def _write_once(
 
 
 def _origin(checkpoint: Path) -> str:
-    """Return what tells a checkpoint from another, or from itself after a change, without reading it."""
+    """Identify the content of a checkpoint by the names, sizes and times of its files."""
     files = [checkpoint] if checkpoint.is_file() else sorted(path for path in checkpoint.iterdir() if path.is_file())
     stats = [(path.name, path.stat()) for path in files]
     facts = " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
@@ -393,35 +400,31 @@ def load_checkpoint_and_dispatch(
     keep_in_fp32_modules: list[str] | None = None,
     prefetch_bytes: int | None = None,
 ) -> nn.Module:
-    """Load a checkpoint into a model that is probably empty, and spread it over the devices as a map says.
+    """Load a checkpoint into a model, which is usually on the meta device, and dispatch the model over devices.
 
     Args:
-        model: is changed.
-        checkpoint: see `load_checkpoint_in_model`.
-        device_map: module name → device, `"cpu"` or `"disk"`; or `"auto"`, `"balanced"`, `"balanced_low_0"`,
-            `"sequential"` for one that `infer_auto_device_map` makes. None loads, and dispatches nothing.
-        max_memory: for such a map: bytes by device, as numbers or `"10GiB"`; what is free unless given.
-        no_split_module_classes: for such a map: names of classes that stay in one place.
-        offload_folder: see `load_checkpoint_in_model`; not needed for safetensors.
-        offload_buffers: offload buffers too.
-        dtype: see `load_checkpoint_in_model`.
-        offload_state_dict: is accepted and changes nothing.
-        skip_keys: see `dispatch_model`.
-        preload_module_classes: see `dispatch_model`.
-        force_hooks: see `dispatch_model`.
-        strict: see `load_checkpoint_in_model`.
-        full_state_dict: see `load_checkpoint_in_model`.
-        broadcast_from_rank0: see `load_checkpoint_in_model`.
-        keep_in_fp32_modules: see `load_checkpoint_in_model`.
-        prefetch_bytes: see `dispatch_model`.
+        model: The model, which is changed.
+        checkpoint: See `load_checkpoint_in_model`.
+        device_map: Module name → device, `"cpu"` or `"disk"`; or `"auto"`, `"balanced"`, `"balanced_low_0"` or
+            `"sequential"` to compute a map with `infer_auto_device_map`. None loads without dispatching.
+        max_memory: Bytes per device for a computed map, as numbers or `"10GiB"`. Default: the free memory.
+        no_split_module_classes: Names of classes that a computed map does not split.
+        offload_folder: See `load_checkpoint_in_model`. Not needed for safetensors.
+        offload_buffers: Offload buffers too.
+        dtype: See `load_checkpoint_in_model`.
+        offload_state_dict: Accepted for compatibility; has no effect.
+        skip_keys, preload_module_classes, force_hooks: See `dispatch_model`.
+        strict, full_state_dict, broadcast_from_rank0, keep_in_fp32_modules: See `load_checkpoint_in_model`.
+        prefetch_bytes: See `dispatch_model`.
 
     Returns:
-        The model, with `hf_device_map` where it was dispatched.
+        The model. If it was dispatched, it has the attribute `hf_device_map`.
 
     Raises:
-        CheckpointError: see `load_checkpoint_in_model`; or weights of an empty model are not in the checkpoint.
-        ConfigurationError: the map is not known, does not cover the model or names a device that is not here. The
-            model and the files are as before.
+        CheckpointError: `load_checkpoint_in_model` raises, or a weight has values neither in the checkpoint nor in the
+            model.
+        ConfigurationError: The map is unknown, does not cover the model, or contains a device that is not on this
+            machine. The model and the files are as before.
     """
     places: Mapping[str, Device] | None
     if device_map is not None:
@@ -436,7 +439,7 @@ def load_checkpoint_and_dispatch(
     else:
         places = None
     keep = tuple(keep_in_fp32_modules or ())
-    options = _Options(places, offload_folder, to_dtype(dtype), offload_buffers, keep, strict, will_run=True)
+    options = _Options(places, offload_folder, to_dtype(dtype), offload_buffers, keep, strict, needs_values=True)
     with restored_on_failure(model):
         if _is_for_torch(model, options, full_state_dict, broadcast_from_rank0):
             _load_distributed(model, Path(checkpoint), options, full_state_dict, broadcast_from_rank0)
@@ -459,15 +462,15 @@ def load_checkpoint_and_dispatch(
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: PathLike
 ) -> None:
-    """Put weights that were offloaded to a folder back into a model, on the CPU, mapped from their files.
+    """Load weights from an offload folder into a model, on the CPU and mapped from their files.
 
     Args:
-        model: is changed where the index names a parameter or buffer of it.
-        index: the entries by name, as in the folder's `index.json`; nothing is done for an empty one.
-        offload_folder: that `offload_state_dict` wrote.
+        model: The model. Its parameters and buffers that are in the index are replaced.
+        index: The entries by name, as in the folder's `index.json`. May be empty.
+        offload_folder: A folder that `offload_state_dict` wrote.
 
     Raises:
-        CheckpointError: a file is missing or too short.
+        CheckpointError: A file is missing or too short.
     """
     if not index:
         return

@@ -141,9 +141,9 @@ class _Once:
 
 
 def before_next_forward(module: nn.Module, act: Callable[[nn.Module], None]) -> None:
-    """Call a function with the module before its next forward and before all hooks, until it raises no error.
+    """Call a function with the module before each forward and before all hooks, until it returns without an error.
 
-    It is removed then, or with the module's hooks.
+    `remove_hook_from_module` removes it too.
     """
     _forget_once(module)
     module.register_forward_pre_hook(_Once(act), prepend=True)

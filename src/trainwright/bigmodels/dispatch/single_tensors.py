@@ -1,4 +1,4 @@
-"""Tensors of a model one at a time: put one somewhere else, or read those of a file onto devices."""
+"""Move or replace a single tensor of a model, and load the tensors of a file to devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.bigmodels.dispatch.align import TiedParams
 from trainwright.bigmodels.dispatch.attach import innermost
 from trainwright.bigmodels.dispatch.loading import PathLike, to_dtype
 from trainwright.bigmodels.maps.device_map import check_devices
-from trainwright.bigmodels.weights.moving import Device, check_present, present_device
+from trainwright.bigmodels.weights.moving import Device, check_available, checked_device
 from trainwright.bigmodels.weights.slots import like, put
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.core.errors import ConfigurationError, nearest
@@ -30,25 +30,26 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put one parameter or buffer on a device, with other values or in another dtype on request.
+    """Move a parameter or buffer to a device, optionally with new values or another dtype.
 
-    A new tensor stands in its place afterwards, of the same class and attributes. Other modules that share it keep the
-    one that they have: `retie_parameters`.
+    Replaces the tensor by a new one with the same class and attributes. Other modules that share it keep the former
+    tensor; tie them with `retie_parameters`.
 
     Args:
-        module: is changed.
-        tensor_name: of a parameter or buffer in it, dotted where it belongs to a module within.
-        device: where it goes.
-        value: of the tensor's shape; its present values unless given.
-        dtype: of what stands there afterwards; the tensor's own unless given.
-        fp16_statistics: scales of the rows of a weight of bitsandbytes in int8.
-        tied_params_map: by the address of a weight's memory, its copies on devices: one that is there is taken.
-        non_blocking: do not wait for the copy.
-        clear_cache: hand an accelerator's memory that is not used any more back.
+        module: The module, which is changed.
+        tensor_name: Dotted name of a parameter or buffer.
+        device: The target.
+        value: New values, with the tensor's shape. Default: its current values.
+        dtype: The new dtype. Default: the tensor's.
+        fp16_statistics: Row scales of an int8 weight of bitsandbytes.
+        tied_params_map: Address of a weight's memory → its copies by device. An existing copy is used, and a new one
+            is added.
+        non_blocking: Do not wait for the copy.
+        clear_cache: Release the accelerator's cached memory afterwards.
 
     Raises:
-        ConfigurationError: there is no such tensor, the device is not here, the shape differs, or a tensor on the meta
-            device would need values. The module is as before.
+        ConfigurationError: There is no such tensor, the device is not on this machine, the shape differs, or a meta
+            tensor is moved without `value`. The module is as before.
     """
     path, _, leaf = tensor_name.rpartition(".")
     modules = dict(module.named_modules())
@@ -58,12 +59,12 @@ def set_module_tensor_to_device(
     if former is None:
         known = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
         raise ConfigurationError(f"{type(module).__name__} has no tensor {tensor_name!r}.{nearest(tensor_name, known)}")
-    target = present_device(device)
+    target = checked_device(device)
     if value is None and former.is_meta and target.type != "meta":
-        raise ConfigurationError(f"{tensor_name!r} is on the meta device: pass the value that it has on {target}.")
+        raise ConfigurationError(f"{tensor_name!r} is on the meta device. Pass its value on {target}.")
     if value is not None and value.shape != former.shape:
         raise ConfigurationError(
-            f"{tensor_name!r} has shape {tuple(former.shape)}, and the value given has {tuple(value.shape)}."
+            f"{tensor_name!r} has shape {tuple(former.shape)}. Pass a value with this shape, not {tuple(value.shape)}."
         )
     source = (former if value is None else value).detach()
     copies = None if tied_params_map is None else tied_params_map.get(source.data_ptr())
@@ -86,26 +87,25 @@ def load_state_dict(
     """Return the tensors of one file by name.
 
     Args:
-        checkpoint_file: `.safetensors`, or what `torch.save` wrote; nothing that it says is executed.
-        device_map: module name → device. Tensors on the CPU and the disk are views of a safetensors file, read when
-            they are touched; so is everything without a map. Those of other files are read into memory. `""` stands for
-            all the rest, the CPU unless given.
+        checkpoint_file: A file of safetensors or `torch.save`. No code in it is executed.
+        device_map: Module name → device; `""` for all other tensors. Default: the CPU. Tensors on the CPU and the disk
+            are views of a safetensors file, which are read on first access. Other formats are read into memory.
 
     Raises:
-        CheckpointError: the file is missing, damaged or cut short.
-        ConfigurationError: a device is none, or not here.
+        CheckpointError: The file is missing, damaged or truncated.
+        ConfigurationError: A device is unknown or not on this machine.
     """
     places = dict(device_map or {})
     check_devices(places)
-    check_present(places)
+    check_available(places)
     path, stored = Path(checkpoint_file), StoredWeights()
     if path.suffix == ".safetensors":
         stored.add_safetensors(path)
     else:
-        stored.add_torch_file(path, mapped=False)  # torch.save to the same path would cut what is mapped
+        stored.add_torch_file(path, mapped=False)  # torch.save to the same path would truncate a mapped file
     found: dict[str, torch.Tensor] = {}
     for name, tensor in stored.items():
         entry = innermost(name, places)
         device = "cpu" if entry is None or places[entry] == "disk" else places[entry]
-        found[name] = tensor.to(present_device(device))
+        found[name] = tensor.to(checked_device(device))
     return found

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model as a checkpoint fills them: in modules, or where hooks keep them away."""
+"""The parameters and buffers that a checkpoint is loaded into: in modules, or offloaded by hooks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook, offloading_hooks
 from trainwright.bigmodels.weights.mapped_file import FileSpan
-from trainwright.bigmodels.weights.slots import like, put, stand_in
+from trainwright.bigmodels.weights.slots import existing_placeholder, like, put
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 
 
-class Kept(NamedTuple):
-    """A weight that a hook keeps away: its name in the hook's module, its value, and where that lies in a file."""
+class OffloadedValue(NamedTuple):
+    """A weight that a hook offloads: its name in the hook's module, its value, and the value's location in a file."""
 
     hook: AlignDevicesHook
     module: nn.Module
@@ -26,23 +26,23 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True)
 class Target:
-    """A parameter or buffer to be filled: its names in the model (several where modules share it) and what is there."""
+    """A parameter or buffer to load."""
 
     tensor: torch.Tensor
     is_buffer: bool
-    names: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # in the model; several if modules share it
     source: str | None = None  # its name in the checkpoint
     device: torch.device | None = None  # None: on the disk
     dtype: torch.dtype = torch.float32
-    kept: list[Kept] = field(default_factory=list)  # where no module has it at hand
+    offloaded: list[OffloadedValue] = field(default_factory=list)  # its values in hooks
 
 
 def find_targets(model: nn.Module) -> list[Target]:
     """Return the model's parameters and persistent buffers, each once, with all its names."""
     found: dict[int, Target] = {}
-    same: dict[int, torch.Tensor] = {}  # by the id of what stands in a parameter's place in some modules
+    same: dict[int, torch.Tensor] = {}  # id of a placeholder → the parameter that it replaces in some modules
     for parameter in model.parameters():
-        if not parameter.is_meta and (placeholder := stand_in(parameter)) is not None:
+        if not parameter.is_meta and (placeholder := existing_placeholder(parameter)) is not None:
             same[id(placeholder)] = parameter
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -57,37 +57,37 @@ def find_targets(model: nn.Module) -> list[Target]:
         for hook in offloading_hooks(module):
             for name, shown, value, span in hook.offloaded(module):
                 if (target := found.get(id(shown))) is not None and shown.is_meta:
-                    target.kept.append(Kept(hook, module, name, value, span))
+                    target.offloaded.append(OffloadedValue(hook, module, name, value, span))
     return list(found.values())
 
 
-def lies_in_a_file(target: Target) -> bool:
-    """Say whether a target is kept away on the disk."""
-    return any(kept.span is not None for kept in target.kept)
+def is_on_disk(target: Target) -> bool:
+    """Return whether a target is offloaded to the disk."""
+    return any(each.span is not None for each in target.offloaded)
 
 
 def new_value(target: Target, stored: StoredWeights) -> torch.Tensor | None:
-    """Return a new value for a target; None where its own memory is written over instead."""
+    """Return the tensor that replaces a target, or None if the target is overwritten in place."""
     assert target.source is not None
     assert target.device is not None
-    if is_written_over(target):
+    if _is_overwritten(target):
         return None
     value = stored[target.source]
-    # safetensors files are replaced when they are written; torch.save cuts the file that it writes to, and touching a
-    # view of a file beyond its end kills the process.
-    is_of_torch = stored.locate(target.source) is None
-    return value.to(target.device, target.dtype, copy=is_of_torch and value.device == target.device)
+    # Copy from files of torch.save, because writing such a file truncates it first, and access to a view beyond the end
+    # of a file kills the process. Writers of safetensors replace the file.
+    is_torch_file = stored.locate(target.source) is None
+    return value.to(target.device, target.dtype, copy=is_torch_file and value.device == target.device)
 
 
-def is_written_over(target: Target) -> bool:
-    """Say whether a target has memory of its own where it belongs."""
-    tensors = [kept.value for kept in target.kept] or [target.tensor]
-    here = all(each.device == target.device and each.dtype == target.dtype for each in tensors)
-    return here and not lies_in_a_file(target)
+def _is_overwritten(target: Target) -> bool:
+    """Return whether a target has memory on its device and in its dtype already."""
+    tensors = [each.value for each in target.offloaded] or [target.tensor]
+    fits = all(each.device == target.device and each.dtype == target.dtype for each in tensors)
+    return fits and not is_on_disk(target)
 
 
 def assign(model: nn.Module, target: Target, value: torch.Tensor) -> None:
-    """Put a new value into all of a target's places."""
+    """Replace a target by a new value under all its names."""
     new = like(target.tensor, value)
     for name in target.names:
         put(model, name, new)
@@ -95,27 +95,27 @@ def assign(model: nn.Module, target: Target, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, target: Target, stored: StoredWeights) -> None:
-    """Write over the memory of a target."""
+    """Overwrite a target in place."""
     assert target.source is not None
-    for value in {id(kept.value): kept.value for kept in target.kept}.values():
+    for value in {id(each.value): each.value for each in target.offloaded}.values():
         value.copy_(stored[target.source])
-    for kept in target.kept:
-        kept.hook.forget()
-    if not target.kept:
+    for each in target.offloaded:
+        each.hook.forget()
+    if not target.offloaded:
         target.tensor.copy_(stored[target.source])
-        for name in target.names:  # also where it was kept away: hooks use what stands there
+        for name in target.names:  # also in modules that have a placeholder: their hooks then use the tensor
             put(model, name, target.tensor)
 
 
-def keep_away(model: nn.Module, target: Target, value: torch.Tensor, span: FileSpan | None) -> None:
-    """Put placeholders into all of a target's places, and have hooks that keep it away keep a new value.
+def replace_offloaded(model: nn.Module, target: Target, value: torch.Tensor, span: FileSpan | None) -> None:
+    """Replace a target by placeholders under all its names, and its values in hooks by a new value.
 
     Args:
-        model: the target's.
-        target: on the disk, or kept away.
-        value: as it is stored.
-        span: where it lies in a file, for one on the disk.
+        model: The model.
+        target: A target that is offloaded or on the disk.
+        value: The new value.
+        span: The location of the value in a file, if it is on the disk.
     """
     assign(model, target, torch.empty(target.tensor.shape, dtype=target.dtype, device="meta"))
-    for kept in target.kept:
-        kept.hook.replace(kept.module, kept.name, value, span)
+    for each in target.offloaded:
+        each.hook.replace(each.module, each.name, value, span)

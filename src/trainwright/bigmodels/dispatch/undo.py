@@ -67,7 +67,7 @@ def _refill(table: dict[str, Any], former: dict[str, Any]) -> None:
     table.update(former)
 
 
-def take_back(model: nn.Module) -> None:
+def remove_placement(model: nn.Module) -> None:
     """Remove the hooks that align devices from a model, without reading or copying weights. Other hooks stay.
 
     Weights that hooks kept in memory are in the modules again. Weights in files stay on the meta device, and are

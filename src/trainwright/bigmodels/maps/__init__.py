@@ -1,1 +1,1 @@
-"""Where the parts of a model go: sizes, device maps, and estimates of what a training needs."""
+"""Module sizes, device maps, and estimates of the memory that training needs."""

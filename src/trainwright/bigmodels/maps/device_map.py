@@ -18,7 +18,7 @@ from trainwright.bigmodels.maps.placement import (
     Placement,
     collapse,
     is_accelerator,
-    largest_whole,
+    largest_layer,
     outermost,
     place,
 )
@@ -55,31 +55,30 @@ def infer_auto_device_map(
     of them. Modules that share a tensor go to one device. Nothing is moved or allocated.
 
     Args:
-        model: on any device; on the meta device too.
-        max_memory: see `get_max_memory`. What fits nowhere lies on `"disk"`.
-        no_split_module_classes: names of classes whose modules stay on one device, such as blocks with a residual
+        model: A model on any device, the meta device included.
+        max_memory: See `get_max_memory`. Modules that fit no device go to `"disk"`.
+        no_split_module_classes: Names of classes whose modules stay on one device, such as blocks with a residual
             connection.
-        dtype: that the weights will be loaded in, see `compute_module_sizes`.
-        special_dtypes: name of a tensor → its own dtype.
-        verbose: print what went where, why, and what would fit if, see `explain_device_map`.
-        clean_result: name a module instead of all the modules in it, where these lie on one device.
-        offload_buffers: buffers of modules on the host or on disk lie there too. Without it they stay on the device
-            that computes; a warning says where they do not fit.
-        fallback_allocation: where the next module does not fit a device that is still empty, put the first later one
-            there that does, rather than leave it empty.
+        dtype: Dtype that the weights will be loaded in. See `compute_module_sizes`.
+        special_dtypes: Name of a tensor → its own dtype.
+        verbose: Print a report. See `explain_device_map`.
+        clean_result: Name a module instead of its children if all of them are on one device.
+        offload_buffers: Offload the buffers of offloaded modules too. By default they stay on the device that computes
+            these modules, and a warning says if they do not fit.
+        fallback_allocation: If the next module does not fit an empty device, place the first later module that fits.
 
     Returns:
-        Module or tensor name → device, in the model's order; `{"": device}` where all lies on one.
+        Module or tensor name → device, in the model's order. `{"": device}` if the model is on one device.
 
     Raises:
-        ConfigurationError: an unknown device, size or dtype; or no device can hold the largest layer.
+        ConfigurationError: A device, size or dtype is unknown, or no device can hold the largest layer.
     """
     outline = read_outline(
         model, no_split_module_classes=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes
     )
     budgets = _with_disk(memory_budgets(max_memory))
     placement = place(outline, budgets, fallback=fallback_allocation)
-    _warn_of_devices_passed_over(outline, placement, budgets)
+    _warn_of_skipped_devices(outline, placement, budgets)
     chosen = outermost(outline, placement.device_of)
     device_map = {outline.names[part]: device for part, device in chosen.items()}
     if not offload_buffers and placement.runs_on is not None:
@@ -103,13 +102,7 @@ def explain_device_map(
 ) -> DeviceMapReport:
     """Report which device `infer_auto_device_map` would choose for each module, why, and how much memory is missing.
 
-    Args: see `infer_auto_device_map`.
-
-    Returns:
-        A report to print, or to read field by field.
-
-    Raises:
-        ConfigurationError: as there.
+    The arguments and errors are those of `infer_auto_device_map`. The report can be printed.
     """
     from trainwright.bigmodels.maps.explain import explain
 
@@ -133,17 +126,14 @@ def resolve_device_map(
     """Return the device map for a word such as `"auto"`, or check a given map and return it.
 
     Args:
-        model: on any device.
-        device_map: `"auto"` or `"balanced"` (as even as possible over the accelerators), `"balanced_low_0"` (the same,
-            with as little as possible on the first), `"sequential"` (each one filled before the next), or a map.
-        max_memory: see `get_max_memory`; for words only, as are the arguments below.
-        no_split_module_classes: see `infer_auto_device_map`.
-        dtype: as there.
-        special_dtypes: as there.
-        offload_buffers: as there.
+        model: A model on any device.
+        device_map: `"auto"` or `"balanced"` (spread evenly over the accelerators), `"balanced_low_0"` (the same with as
+            little as possible on the first one), `"sequential"` (fill each device before the next), or a map.
+        max_memory: See `get_max_memory`. A map ignores this argument and those below.
+        no_split_module_classes, dtype, special_dtypes, offload_buffers: See `infer_auto_device_map`.
 
     Raises:
-        ConfigurationError: another word, or a map that `check_device_map` refuses.
+        ConfigurationError: The word is unknown, or `check_device_map` rejects the map.
     """
     if not isinstance(device_map, str):
         unknown = _check(model, device_map, strict=False)
@@ -183,19 +173,18 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Lower the accelerators' budgets so that filling them one after the other spreads a model evenly.
 
-    Each gets its share of the model and a quarter more than the largest undivided block (or, if that is more, than
-    the mean module), for modules end where they end; the last one keeps its budget.
+    Each budget becomes an equal share of the model plus an allowance, because a module is not split at the exact end of
+    a share. The allowance is 1.25 times the largest block of `no_split_module_classes`, or 1.25 times the mean module
+    if that is more. The last accelerator keeps its budget.
 
     Args:
-        model: on any device.
-        max_memory: see `get_max_memory`. Where it is None and there is one accelerator, a tenth of it is left free.
-        no_split_module_classes: see `infer_auto_device_map`.
-        dtype: as there.
-        special_dtypes: as there.
-        low_zero: leave the first accelerator only what the others have no room for.
+        model: A model on any device.
+        max_memory: See `get_max_memory`. If it is None and there is one accelerator, 10 % of its memory stay free.
+        no_split_module_classes, dtype, special_dtypes: See `infer_auto_device_map`.
+        low_zero: Place on the first accelerator only the modules that do not fit the others.
 
     Raises:
-        ConfigurationError: an unknown device, size or dtype.
+        ConfigurationError: A device, size or dtype is unknown.
     """
     budgets = memory_budgets(max_memory)
     used = [device for device, budget in budgets.items() if is_accelerator(device) and budget > 0]
@@ -216,8 +205,8 @@ def get_balanced_memory(
 
 
 def _allowance(model: nn.Module, outline: Outline, no_split_module_classes: Sequence[str] | str | None) -> int:
-    """Return the bytes by which a share may be exceeded, so that a block across two shares goes to the first."""
-    kept_whole = class_names(no_split_module_classes)
+    """Return the bytes by which a device may exceed its share. See `get_balanced_memory`."""
+    no_split = class_names(no_split_module_classes)
     sizes = dict(zip(outline.names, outline.sizes_bytes, strict=True))
     layers, blocks = list[int](), list[int]()
     for name, module in model.named_modules():
@@ -225,7 +214,7 @@ def _allowance(model: nn.Module, outline: Outline, no_split_module_classes: Sequ
             continue
         if not any(True for _ in module.children()):
             layers.append(sizes[name])
-        if type(module).__name__ in kept_whole:
+        if type(module).__name__ in no_split:
             blocks.append(sizes[name])
     mean = sum(layers) // max(1, len(layers))
     return int(1.25 * max(mean, max(blocks, default=0)))
@@ -234,16 +223,16 @@ def _allowance(model: nn.Module, outline: Outline, no_split_module_classes: Sequ
 def check_device_map(
     model: nn.Module, device_map: Mapping[str, Device | torch.device], *, strict: bool = False
 ) -> None:
-    """Check that a device map covers every parameter and every buffer that is saved, and names devices.
+    """Check that a device map covers every parameter and every persistent buffer, and that its devices are valid.
 
     Args:
-        model: on any device.
-        device_map: name of a module, parameter or buffer (`""` for all) → device.
-        strict: raise for names that the model does not have. Otherwise a warning names them.
+        model: A model on any device.
+        device_map: Name of a module, parameter or buffer (`""` for all) → device.
+        strict: Raise for names that the model does not have. By default a warning names them.
 
     Raises:
-        ConfigurationError: parameters or buffers are not covered, all of which the message names; a device that is
-            none; with `strict`, a name of nothing.
+        ConfigurationError: The map does not cover a parameter or persistent buffer (the message lists all of them), a
+            device is invalid, or, with `strict`, the model does not have a name.
     """
     _check(model, device_map, strict)
 
@@ -280,16 +269,16 @@ def _check(model: nn.Module, device_map: Mapping[str, Device | torch.device], st
 
 
 def check_devices(device_map: Mapping[str, Device | torch.device]) -> None:
-    """Check that a device map names devices. This machine need not have them.
+    """Check that a device map is a map from names to devices. This machine need not have the devices.
 
     Raises:
-        ConfigurationError: a value is not a device, or `device_map` is not a map from names.
+        ConfigurationError: It is not.
     """
     if not isinstance(device_map, Mapping):
         raise ConfigurationError(
-            f"device_map={device_map!r}, expected a map from names of modules to devices, such as {{'': 'cpu'}}. Words "
-            f"({', '.join(DEVICE_MAPS)}) are taken by load_checkpoint_and_dispatch and dispatch_model, and "
-            "infer_auto_device_map makes a map."
+            f"device_map={device_map!r}, expected a map from names of modules to devices, such as {{'': 'cpu'}}. Call "
+            "infer_auto_device_map to compute one. Only load_checkpoint_and_dispatch and dispatch_model accept a word "
+            f"({', '.join(DEVICE_MAPS)})."
         )
     for name, device in device_map.items():
         if not isinstance(name, str):
@@ -317,8 +306,8 @@ def clean_device_map(
     """Replace the entries of a module's children by one entry for the module, if all are on one device.
 
     Args:
-        device_map: changed in place, in the order of its names. No name may be inside another one.
-        module_name: change only this module and the modules in it.
+        device_map: The map, which is changed in place and keeps its order. No name may be inside another one.
+        module_name: Change only the entries in this module.
 
     Returns:
         The same map.
@@ -341,20 +330,20 @@ def clean_device_map(
 
 
 def _with_disk(max_memory: Mapping[Device, int]) -> dict[Device, int | None]:
-    """Return budgets with the disk, which is without limit unless told, as the last one."""
+    """Add the disk to the budgets, as the last device. Default: unlimited."""
     budgets: dict[Device, int | None] = dict(max_memory)
     budgets.setdefault("disk", None)
     return budgets
 
 
-def _warn_of_devices_passed_over(outline: Outline, placement: Placement, budgets: Mapping[Device, int | None]) -> None:
-    if not placement.passed_over:
+def _warn_of_skipped_devices(outline: Outline, placement: Placement, budgets: Mapping[Device, int | None]) -> None:
+    if not placement.skipped:
         return
-    needed, name = largest_whole(outline)
-    given = ", ".join(f"{device!r}: {format_bytes(budgets[device] or 0)}" for device in placement.passed_over)
+    needed, name = largest_layer(outline)
+    given = ", ".join(f"{device!r}: {format_bytes(budgets[device] or 0)}" for device in placement.skipped)
     warnings.warn(
-        f"nothing is placed on {{{given}}}: the first accelerator in use also computes the layers that lie elsewhere, "
-        f"and {name!r}, the largest one, needs {format_bytes(needed)}.",
+        f"nothing is placed on {{{given}}}: the first accelerator in use also computes the offloaded layers, and "
+        f"{name!r}, the largest one, needs {format_bytes(needed)}.",
         TrainwrightWarning,
         stacklevel=3,
     )
@@ -385,14 +374,14 @@ def _warn_of_buffers(
     for index, device in placement.device_of.items():
         for part in range(index, outline.ends[index]) if not is_accelerator(device) else ():
             name = outline.names[part]
-            if outline.whole[part] and name not in buffers:
+            if outline.is_layer[part] and name not in buffers:
                 streamed = max(streamed, outline.sizes_bytes[part] - buffer_bytes(name))
     free = budget - placement.used_bytes[runs_on] - streamed
     if needed > free:
         warnings.warn(
-            f"the buffers of modules that are offloaded take {format_bytes(needed)} and stay on device {runs_on!r}, "
-            f"where {format_bytes(max(free, 0))} are free beside the largest layer that comes and goes "
-            f"({format_bytes(streamed)}). If memory runs out, use offload_buffers=True.",
+            f"the buffers of offloaded modules take {format_bytes(needed)} and stay on device {runs_on!r}, which has "
+            f"{format_bytes(max(free, 0))} free beside the largest offloaded layer ({format_bytes(streamed)}). If "
+            "memory runs out, use offload_buffers=True.",
             TrainwrightWarning,
             stacklevel=3,
         )

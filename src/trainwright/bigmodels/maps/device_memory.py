@@ -1,4 +1,4 @@
-"""Names and budgets of the devices that weights may lie on."""
+"""Names and memory budgets of the devices of a device map."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _WORDS = ("cpu", "disk", "mps", "meta")
 
 
 def parse_device(device: Device | torch.device) -> Device:
-    """Return a device as a map writes it: an index, `"cpu"`, `"disk"`, `"meta"`, or an accelerator such as `"xpu:1"`.
+    """Return the name of a device in device maps: an index, `"cpu"`, `"disk"`, `"meta"`, or a name like `"xpu:1"`.
 
-    An index in text becomes a number. Whether this machine has the device is not looked at.
+    Converts an index in text to a number. Does not check that this machine has the device.
 
     Raises:
-        ConfigurationError: torch knows no such device.
+        ConfigurationError: torch does not know the device.
     """
     if isinstance(device, torch.device):
         return str(device)
@@ -47,13 +47,13 @@ def get_max_memory(
     """Return bytes per device in the order in which devices are filled: accelerators, then `"cpu"`, then `"disk"`.
 
     Args:
-        max_memory: device → bytes (a fraction is cut off), or text such as `"10GiB"`. A device that is left out is not
-            used, except that what fits nowhere else goes to disk. None takes what is free now on every accelerator and
-            of the host's memory (which waits for the devices and initialises them). Text in a dict is replaced by its
-            number of bytes, as in Accelerate: transformers reads the dict afterwards.
+        max_memory: Device → bytes (rounded down), or text such as `"10GiB"`. Other devices are not used, except the
+            disk for modules that fit no other device. None uses the free memory of every accelerator and of the host;
+            measuring it initializes the accelerators and waits for them. As in Accelerate, text in a dict is replaced
+            by its number of bytes, because transformers reads the dict afterwards.
 
     Raises:
-        ConfigurationError: an unknown device, a device twice, or an amount that is none.
+        ConfigurationError: A device is unknown or named twice, or an amount of memory is invalid.
     """
     budgets = memory_budgets(max_memory)
     if isinstance(max_memory, MutableMapping):
@@ -96,5 +96,5 @@ def _free_memory() -> dict[Device, int]:
     module = torch.get_device_module(kind)
     if kind is not None and hasattr(module, "mem_get_info"):
         return {**{i: int(module.mem_get_info(i)[0]) for i in range(torch.accelerator.device_count())}, "cpu": host}
-    # Apple's accelerator shares the host's memory, which must not be given away twice.
+    # Apple's accelerator shares the host's memory, which must not be counted twice.
     return {kind.type: host} if kind is not None and properties(kind.type).is_unified else {"cpu": host}

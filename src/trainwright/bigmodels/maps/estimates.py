@@ -27,14 +27,14 @@ _FLOATING = ("F", "BF", "C")  # first letters of the floating and complex dtypes
 
 @dataclass(frozen=True, slots=True)
 class WeightCount:
-    """How many elements a model has, from which its bytes in any dtype follow.
+    """Number of elements in a model, to compute its bytes in any dtype.
 
     Attributes:
-        elements: floating elements of parameters and buffers, a shared tensor counted once.
-        fixed_bytes: of counters and masks, whose dtype does not change.
-        largest_layer: name of the largest module that is not divided.
-        largest_elements: floating elements of that module.
-        largest_fixed_bytes: of the counters and masks in that module.
+        elements: Floating-point elements of parameters and buffers. Shared tensors count once.
+        fixed_bytes: Bytes of counters and masks, which are never converted to another dtype.
+        largest_layer: Name of the largest layer.
+        largest_elements: Floating-point elements of that layer.
+        largest_fixed_bytes: Bytes of the counters and masks in that layer.
     """
 
     elements: int
@@ -52,21 +52,20 @@ class WeightCount:
         return math.ceil(self.largest_elements * dtype_byte_size(dtype)) + self.largest_fixed_bytes
 
     def training_bytes(self, dtype: DType) -> int:
-        """Return the bytes of weights, gradients and both averages of Adam, all in one dtype, without activations."""
+        """Return the bytes of weights, gradients and Adam's two averages in one dtype, without activations."""
         return ADAM_COPIES * self.total_bytes(dtype)
 
 
 def count_weights(model: nn.Module) -> WeightCount:
-    """Count a model's elements; classes in its `_no_split_modules` (as transformers has them) count as one layer.
+    """Count the elements of a model on any device, the meta device included.
 
-    Args:
-        model: on any device, the meta device included.
+    Modules of the classes in its `_no_split_modules` (an attribute of transformers models) count as one layer.
     """
     outline = read_outline(model, no_split_module_classes=getattr(model, "_no_split_modules", None), dtype="int8")
     layers = [
         (size - fixed, fixed, name)  # an element takes one byte here, except in counters and masks
-        for size, name, is_whole in zip(outline.sizes_bytes, outline.names, outline.whole, strict=True)
-        if is_whole
+        for size, name, is_layer in zip(outline.sizes_bytes, outline.names, outline.is_layer, strict=True)
+        if is_layer
         for fixed in (min(size, _fixed_bytes(model, name)),)
     ]
     elements, layer_bytes, layer_name = max(layers, key=lambda layer: layer[0], default=(0, 0, ""))
@@ -75,7 +74,7 @@ def count_weights(model: nn.Module) -> WeightCount:
 
 
 def _fixed_bytes(model: nn.Module, name: str) -> int:
-    """Return the bytes of the counters and masks in a module, or of one of them."""
+    """Return the bytes of the counters and masks in the module, parameter or buffer called `name`."""
     part: Any = functools.reduce(getattr, name.split("."), model) if name else model
     tensors = [part] if isinstance(part, torch.Tensor) else [*part.parameters(), *part.buffers()]
     return sum(
@@ -84,16 +83,16 @@ def _fixed_bytes(model: nn.Module, name: str) -> int:
 
 
 def count_stored_weights(path: Path) -> WeightCount:
-    """Count the elements in a safetensors file, a folder of such files or one with an index, reading only headers.
+    """Count the elements in a safetensors file or a folder of them. Reads only the headers.
 
-    A layer is a numbered block (`"model.layers.0"`), or what stands before a tensor's own name.
+    A layer is a numbered block (`"model.layers.0"`) or, outside the blocks, the module that contains a tensor.
 
     Raises:
-        CheckpointError: there is no such file, or one is damaged.
+        CheckpointError: There is no such file, or a file is damaged.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
-        raise CheckpointError(f"{path} holds no safetensors file.")
+        raise CheckpointError(f"{path} contains no safetensors file.")
     layers: defaultdict[str, int] = defaultdict(int)
     fixed: defaultdict[str, int] = defaultdict(int)
     for file in files:
@@ -112,14 +111,14 @@ def count_stored_weights(path: Path) -> WeightCount:
 
 
 def count_activation_bytes(forward: Callable[[], Any], model: nn.Module) -> int:
-    """Return the bytes that autograd keeps from a forward for its backward, without the model's own tensors.
+    """Return the bytes that autograd saves in a forward, without the model's parameters and buffers.
 
     The forward may use fake tensors (`torch._subclasses.FakeTensorMode`), which take no memory. Activation
-    checkpointing in a module is taken into account.
+    checkpointing reduces the result.
 
     Args:
-        forward: calls the model; gradients are on.
-        model: its parameters and buffers are not counted.
+        forward: Calls the model. It runs with gradients enabled.
+        model: Its parameters and buffers are not counted.
     """
     return sum(count_stage_bytes(forward, model, [])[0])
 
@@ -127,14 +126,14 @@ def count_activation_bytes(forward: Callable[[], Any], model: nn.Module) -> int:
 def count_stage_bytes(
     forward: Callable[[], Any], model: nn.Module, stages: Sequence[Sequence[nn.Module]]
 ) -> tuple[list[int], list[int]]:
-    """Return the bytes that autograd keeps in each stage of a pipeline, and the bytes that each sends to the next.
+    """Return the bytes that autograd saves in each stage of a pipeline, and the bytes that each sends to the next.
 
-    A stage ends with the call of its last module. What two stages use is counted in both.
+    A stage ends with the call of its last module. Tensors that two stages save are counted in both.
 
     Args:
         forward: See `count_activation_bytes`.
         model: Its parameters and buffers are not counted.
-        stages: The modules of each stage, in the order of their calls; none: the model is one stage.
+        stages: The modules of each stage, in the order of their calls. If empty, the model is one stage.
     """
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     kept: list[dict[int, torch.UntypedStorage]] = [{}]
@@ -162,7 +161,7 @@ def count_stage_bytes(
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The shape of a product of experts' weights with rows sorted by expert, and what autograd keeps for it."""
+    """A replacement of `torch._grouped_mm` that returns the right shape and saves the same tensors for the backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -182,17 +181,17 @@ class FakeGroupedProducts(TorchFunctionMode):
 
 
 def kv_cache_bytes(config: Mapping[str, Any], *, batch_size: int, sequence_length: int, dtype: DType) -> int | None:
-    """Return the bytes of the keys and values that generating text keeps; None where a model has no such cache.
+    """Return the bytes of a model's KV cache in text generation, or None if the model has no such cache.
 
-    Layers with sliding windows keep the tokens in the window. A decoder is assumed to keep as many tokens of its
-    encoder as of its own. Latent attention keeps the compressed vectors.
+    Layers with sliding windows cache the tokens in the window. A decoder is assumed to cache as many tokens of the
+    encoder as of its own. Latent attention caches the compressed vectors.
 
     Args:
-        config: of a transformers model, by the names that its family has for layers, heads and widths. Of a model of
-            texts and images, its `text_config` counts.
-        batch_size: sequences at once.
-        sequence_length: tokens of each, those of the prompt included.
-        dtype: of the cache.
+        config: A configuration of transformers. The names of its settings may be those of any model family. For models
+            of text and images, `text_config` is used.
+        batch_size: Number of sequences.
+        sequence_length: Tokens per sequence, including the prompt.
+        dtype: Dtype of the cache.
     """
     text = config.get("text_config")
     config = text if isinstance(text, Mapping) else config
@@ -208,7 +207,7 @@ def kv_cache_bytes(config: Mapping[str, Any], *, batch_size: int, sequence_lengt
         per_token = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     else:
         head_dim = _first(config, "head_dim", "d_kv") or width // heads
-        is_single = config.get("multi_query") and not config.get("new_decoder_architecture")  # as Falcon's first ones
+        is_single = config.get("multi_query") and not config.get("new_decoder_architecture")  # such as Falcon 7B
         per_token = 2 * head_dim * (1 if is_single else config.get("num_key_value_heads") or heads)
     tokens = 2 * layers * sequence_length if is_decoder else _kept_tokens(config, layers, sequence_length)
     cache_bytes: float = tokens * per_token * batch_size * dtype_byte_size(dtype)
@@ -216,34 +215,34 @@ def kv_cache_bytes(config: Mapping[str, Any], *, batch_size: int, sequence_lengt
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
-    """Return the first of some settings that a configuration has; 0 without any."""
+    """Return the first of the named settings that the configuration has, or 0."""
     return next((int(config[name]) for name in names if isinstance(config.get(name), int) and config[name]), 0)
 
 
 def _kept_tokens(config: Mapping[str, Any], layers: int, sequence_length: int) -> int:
-    """Return how many tokens all layers together keep of a sequence."""
+    """Return the number of tokens of a sequence that all layers together cache."""
     window = _first(config, "sliding_window", "attention_chunk_size")
     kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
-    shared = _first(config, "num_kv_shared_layers")  # the last ones use what earlier ones keep
+    shared = _first(config, "num_kv_shared_layers")  # the last layers use the cache of earlier ones
     kept = 0
     for kind in kinds[: len(kinds) - shared]:
         if kind in ("sliding_attention", "chunked_attention") and window:
-            kept += min(sequence_length, window - 1)  # the newest token brings its own
+            kept += min(sequence_length, window - 1)  # the newest token is not cached yet
         elif kind.endswith("attention") and kind != "linear_attention":
             kept += sequence_length
     return kept
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a transformers configuration from its JSON file.
+    """Read a transformers configuration from its JSON file.
 
     Raises:
-        ConfigurationError: the file is no JSON object, or does not say which kind of model it is.
+        ConfigurationError: The file is not a JSON object with a `model_type`.
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is no JSON file: {error}.") from error
+        raise ConfigurationError(f"{path} is not a JSON file: {error}.") from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ConfigurationError(f"{path} is no configuration of a transformers model: it has no model_type.")
+        raise ConfigurationError(f"{path} is not a configuration of a transformers model: it has no model_type.")
     return config

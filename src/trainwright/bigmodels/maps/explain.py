@@ -1,4 +1,4 @@
-"""A device map in words: what went where, why, and what would have to change for all of it to be fast."""
+"""A report of a device map: the modules on each device, the reasons, and the memory missing on the accelerators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainwright.bigmodels.maps.placement import (
     collapse,
     is_accelerator,
     is_fast,
-    largest_whole,
+    largest_layer,
     outermost,
     place,
 )
@@ -22,13 +22,13 @@ from trainwright.core.host.byte_sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What one device holds.
+    """The modules on one device.
 
     Attributes:
-        device: an accelerator's index or name, `"cpu"` or `"disk"`.
-        budget_bytes: that it was given; None is without limit.
-        used_bytes: by the modules on it.
-        modules: their names, in order, the outermost where all of one lies here.
+        device: An accelerator's index or name, `"cpu"` or `"disk"`.
+        budget_bytes: Its budget. None means unlimited.
+        used_bytes: Bytes of the modules on it.
+        modules: Their names, in order. A module that is completely on the device is named instead of its children.
     """
 
     device: Device
@@ -39,15 +39,15 @@ class DeviceShare:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMapReport:
-    """What went where, and why; `print` shows it.
+    """The device of each module, and the reasons. `print` shows the report.
 
     Attributes:
-        total_bytes: of the model, a shared tensor counted once.
-        shares: of the devices, in the order in which they were filled.
-        reasons: sentences: why each device was left, what lies where it does because it shares a tensor, and which
-            device computes what lies elsewhere.
-        missing_bytes: by which the last accelerator's budget would have to be larger for everything to lie on
-            accelerators; 0 where it does, None without an accelerator.
+        total_bytes: Bytes of the model. Shared tensors count once.
+        shares: The devices in the order in which they were filled.
+        reasons: Sentences that say which device computes offloaded layers, which layer did not fit each full device,
+            and which modules follow a module that they share a tensor with.
+        missing_bytes: The bytes that the last accelerator's budget lacks to keep the model on accelerators. 0 if
+            nothing is offloaded, None without an accelerator.
     """
 
     total_bytes: int
@@ -62,7 +62,9 @@ class DeviceMapReport:
             lines.append(f"  {share.device!s:>6}  {format_bytes(share.used_bytes):>10} {budget:<14} {_span(share)}")
         lines += [f"- {reason}" for reason in self.reasons]
         if self.missing_bytes:
-            lines.append(f"- With {format_bytes(self.missing_bytes)} more on the last accelerator all would lie there.")
+            lines.append(
+                f"- With {format_bytes(self.missing_bytes)} more on the last accelerator, nothing would be offloaded."
+            )
         return "\n".join(lines)
 
 
@@ -70,9 +72,9 @@ def explain(outline: Outline, budgets: Mapping[Device, int | None], placement: P
     """Return a report of a placement; see `DeviceMapReport`.
 
     Args:
-        outline: that was placed.
-        budgets: as they were given to `place`.
-        placement: what `place` returned.
+        outline: The outline that was passed to `place`.
+        budgets: The budgets that were passed to `place`.
+        placement: The result of `place`.
     """
     names: dict[Device, list[str]] = {device: [] for device in budgets}
     for part, device in collapse(outline, outermost(outline, placement.device_of)).items():
@@ -97,34 +99,34 @@ def _span(share: DeviceShare) -> str:
 
 def _reasons(outline: Outline, placement: Placement) -> list[str]:
     reasons = []
-    needed, name = largest_whole(outline)
+    needed, name = largest_layer(outline)
     if placement.runs_on is not None and not is_fast(placement):
         reasons.append(
-            f"Device {placement.runs_on!r} computes what lies on the host or on disk, and keeps room for it."
+            f"Device {placement.runs_on!r} computes the layers on the host and on disk, and reserves memory for them."
         )
     reasons += [
-        f"Device {device!r} is passed over: {name!r}, the largest layer, needs {format_bytes(needed)}."
-        for device in placement.passed_over
+        f"Device {device!r} is not used: {name!r}, the largest layer, needs {format_bytes(needed)}."
+        for device in placement.skipped
     ]
-    for move in placement.moves:
-        if move.device in placement.passed_over:
+    for full in placement.full:
+        if full.device in placement.skipped:
             continue
-        kept = f", of which {format_bytes(move.kept_bytes)} are kept for the largest layer to come"
+        reserved = f", of which {format_bytes(full.reserved_bytes)} are reserved for the largest remaining layer"
         reasons.append(
-            f"Device {move.device!r} ends before {outline.names[move.part] or 'the model'!r}, which needs "
-            f"{format_bytes(move.needed_bytes)}: {format_bytes(move.free_bytes)} are free"
-            f"{kept if move.kept_bytes else ''}."
+            f"Device {full.device!r} has no room for {outline.names[full.part] or 'the model'!r}, which needs "
+            f"{format_bytes(full.needed_bytes)}: {format_bytes(full.free_bytes)} are free"
+            f"{reserved if full.reserved_bytes else ''}."
         )
     reasons += [
-        f"{outline.names[part]!r} lies on device {placement.device_of[part]!r}, for it shares a tensor with an earlier "
-        "module there."
+        f"{outline.names[part]!r} is on device {placement.device_of[part]!r} because it shares a tensor with an "
+        "earlier module there."
         for part in placement.pulled
     ]
     return reasons
 
 
 def _missing_bytes(outline: Outline, budgets: dict[Device, int | None], placement: Placement) -> int | None:
-    """Find the least addition to the last accelerator's budget with which nothing lies elsewhere."""
+    """Return the smallest addition to the last accelerator's budget with which nothing is offloaded."""
     accelerators = [device for device, budget in budgets.items() if is_accelerator(device) and budget != 0]
     if not accelerators:
         return None

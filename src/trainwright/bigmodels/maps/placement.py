@@ -18,67 +18,70 @@ from typing import NamedTuple, TypeAlias
 from trainwright.core.errors import ConfigurationError
 
 Device: TypeAlias = int | str
-"""Where a part lies: the index of an accelerator, `"cpu"`, `"disk"`, or an accelerator by name (`"mps"`, `"xpu:1"`)."""
+"""Device of a part: the index of an accelerator, `"cpu"`, `"disk"`, or a named accelerator (`"mps"`, `"xpu:1"`)."""
 
 _SLOW = ("cpu", "disk")
 
 
 class Outline(NamedTuple):
-    """A model as a list of parts in pre-order: a part stands before what it consists of. All lists have one length.
+    """The parts (modules and tensors) of a model in pre-order: a module comes before its parts.
+
+    A layer is a part that is never split over devices. The lists have the same length.
 
     Attributes:
-        names: dotted names; the first is `""`, the model itself.
-        sizes_bytes: of everything below; a tensor that several parts share counts where it is named first.
-        ends: index after the last part below, so that `range(i + 1, ends[i])` are the parts of part `i`.
-        whole: True for what is never divided; such a part has none below it.
-        tied: groups of indices of whole parts that share a tensor and must stay on one device.
+        names: Dotted names. The first is `""`, the model itself.
+        sizes_bytes: Bytes of each part. A tensor that several parts share counts in the first one.
+        ends: Index after the last part of each part: `range(i + 1, ends[i])` are the parts of part `i`.
+        is_layer: True for layers. They have no parts.
+        tied: Groups of indices of layers that share a tensor and must be on one device.
     """
 
     names: Sequence[str]
     sizes_bytes: Sequence[int]
     ends: Sequence[int]
-    whole: Sequence[bool]
+    is_layer: Sequence[bool]
     tied: Sequence[Sequence[int]] = ()
 
 
-class Move(NamedTuple):
-    """Why the filling of a device ended: this part did not fit any more.
+class FullDevice(NamedTuple):
+    """A device that had no room for the next layer.
 
     Attributes:
-        device: that was left.
-        part: index of the first part that did not fit and could not be divided.
-        needed_bytes: by it, with what is tied to it.
-        free_bytes: on the device, without what is kept for layers that come and go.
-        kept_bytes: of the device's memory, for such layers.
+        device: The device.
+        part: Index of the layer that did not fit.
+        needed_bytes: Bytes of that layer and of the parts tied to it.
+        free_bytes: Bytes that were free on the device, including `reserved_bytes`.
+        reserved_bytes: Bytes that are reserved for offloaded layers.
     """
 
     device: Device
     part: int
     needed_bytes: int
     free_bytes: int
-    kept_bytes: int
+    reserved_bytes: int
 
 
 @dataclass(slots=True)
 class Placement:
-    """Where every part lies, and why.
+    """The device of each part, and the reasons.
 
     Attributes:
-        device_of: index of a part → device. A part is covered by itself or by one that it is in.
-        used_bytes: device → bytes of the parts on it.
-        runs_on: the device that computes what lies on the host or on disk, and keeps room for it; None without one.
-        passed_over: accelerators that stay empty because they cannot hold the largest layer, which the first
-            accelerator in use must be able to compute.
-        moves: in the order in which devices were filled up.
-        pulled: parts that lie where they do because they share a tensor with an earlier part.
-        visited: parts that were looked at, a measure of the work.
+        device_of: Index of a part → device. The entry of a module also covers its parts.
+        used_bytes: Device → bytes of the parts on it.
+        runs_on: The accelerator that computes the layers on the host and on disk, and reserves memory for them. None
+            without an accelerator.
+        skipped: Accelerators that are not used because they cannot hold the largest layer. The first accelerator in
+            use must be able to compute it.
+        full: The devices that were filled up, in order.
+        pulled: Parts that were placed on the device of an earlier part because they share a tensor with it.
+        visited: Number of visited parts, a measure of the work.
     """
 
     device_of: dict[int, Device]
     used_bytes: dict[Device, int]
     runs_on: Device | None = None
-    passed_over: list[Device] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
+    skipped: list[Device] = field(default_factory=list)
+    full: list[FullDevice] = field(default_factory=list)
     pulled: list[int] = field(default_factory=list)
     visited: int = 0
 
@@ -91,48 +94,46 @@ def is_accelerator(device: Device) -> bool:
 def place(outline: Outline, budgets: dict[Device, int | None], *, fallback: bool = False) -> Placement:
     """Assign a device to every part of a model.
 
-    Parts that share a tensor are on one device, whole parts are not divided, and no budget is exceeded. A later part is
-    on the same device or on a later one, unless it shares a tensor with an earlier part or `fallback` is True.
+    Parts that share a tensor are on one device, layers are not split, and no budget is exceeded. A later part is on the
+    same device or on a later one, unless it shares a tensor with an earlier part or `fallback` is True.
 
     Args:
-        outline: the model.
-        budgets: bytes per device, in the order in which they are filled; None is without limit. A budget of 0 means
-            that the device is not used.
-        fallback: if the next part does not fit an empty device, use the first later part that does, trying modules
-            before their children.
+        outline: The model.
+        budgets: Bytes per device, in the order in which they are filled. None means unlimited, 0 disables the device.
+        fallback: If the next part does not fit an empty device, place the first later part that fits. Modules are
+            tried before their children.
 
     Raises:
-        ConfigurationError: no device but the disk holds the largest whole part, or the budgets are used up before
-            everything is placed.
+        ConfigurationError: Only the disk can hold the largest layer, or the budgets are too small for the model.
     """
-    _refuse_too_small(outline, budgets)
-    filling = _Filling(outline, budgets, fallback=fallback, keep=True)
+    _check_largest_layer(outline, budgets)
+    filling = _Filling(outline, budgets, fallback=fallback, reserve=True)
     filling.run()
-    if filling.stuck_at is not None or not is_fast(filling.result) or filling.result.passed_over:
-        # Room for layers that come and go is needless where none does: see whether everything fits without it.
-        alone = _Filling(outline, budgets, fallback=fallback, keep=False)
-        alone.run()
-        alone.result.visited += filling.result.visited
-        if alone.stuck_at is None and is_fast(alone.result):
-            return alone.result
-        filling.result.visited = alone.result.visited
+    if filling.stuck_at is not None or not is_fast(filling.result) or filling.result.skipped:
+        # Nothing has to be reserved if no layer is offloaded: try to place everything without a reserve.
+        unreserved = _Filling(outline, budgets, fallback=fallback, reserve=False)
+        unreserved.run()
+        unreserved.result.visited += filling.result.visited
+        if unreserved.stuck_at is None and is_fast(unreserved.result):
+            return unreserved.result
+        filling.result.visited = unreserved.result.visited
     if filling.stuck_at is not None:
         used = ", ".join(f"{device!r}: {bytes_}" for device, bytes_ in filling.result.used_bytes.items())
         raise ConfigurationError(
-            f"max_memory is used up before {outline.names[filling.stuck_at] or 'the model'!r} is placed: {{{used}}} of "
-            f"{outline.sizes_bytes[0]} bytes are, and {_largest_from(outline)[filling.stuck_at]} are kept free for "
-            "layers that come and go. Raise a budget, or give 'disk' none."
+            f"max_memory has no room for {outline.names[filling.stuck_at] or 'the model'!r}: {{{used}}} of "
+            f"{outline.sizes_bytes[0]} bytes are placed, and {_largest_from(outline)[filling.stuck_at]} bytes are "
+            "reserved for offloaded layers. Increase a budget, or remove the limit of 'disk'."
         )
     return filling.result
 
 
 def is_fast(placement: Placement) -> bool:
-    """Return whether everything that takes memory is on accelerators."""
+    """Return whether all parts with tensors are on accelerators."""
     return all(is_accelerator(device) for device, used in placement.used_bytes.items() if used)
 
 
 def collapse(outline: Outline, device_of: dict[int, Device]) -> dict[int, Device]:
-    """Replace the entries of a part's children by one entry if all are on one device; in the outline's order."""
+    """Replace the entries of a part's children by one entry if all are on one device. Keep the outline's order."""
     below = (
         {device_of[part] for part in range(index, end) if part in device_of} for index, end in enumerate(outline.ends)
     )
@@ -140,7 +141,7 @@ def collapse(outline: Outline, device_of: dict[int, Device]) -> dict[int, Device
 
 
 def outermost(outline: Outline, device_of: dict[int, Device]) -> dict[int, Device]:
-    """Drop parts inside another part that has a device; in the outline's order."""
+    """Remove the entries of parts inside another part that has a device. Keep the outline's order."""
     found: dict[int, Device] = {}
     end = 0
     for index in range(len(outline.names)):
@@ -149,34 +150,34 @@ def outermost(outline: Outline, device_of: dict[int, Device]) -> dict[int, Devic
     return found
 
 
-def _refuse_too_small(outline: Outline, budgets: dict[Device, int | None]) -> None:
+def _check_largest_layer(outline: Outline, budgets: dict[Device, int | None]) -> None:
     """Raise if no memory budget can hold the largest layer."""
     memory = {device: budget for device, budget in budgets.items() if device != "disk" and budget != 0}
-    needed, name = largest_whole(outline)
+    needed, name = largest_layer(outline)
     if memory and all(budget is not None and budget < needed for budget in memory.values()):
         given = ", ".join(f"{device!r}: {budget}" for device, budget in memory.items())
         raise ConfigurationError(
-            f"no device can hold {name or 'the model'!r}, the largest layer, which is not divided: it needs {needed} "
+            f"no device can hold {name or 'the model'!r}, the largest layer, which is not split: it needs {needed} "
             f"bytes to run and max_memory is {{{given}}}. Give one device at least {needed} bytes, use a smaller "
-            "dtype, or name fewer no_split_module_classes. (A budget of 0 leaves a device out.)"
+            "dtype, or name fewer no_split_module_classes. (A budget of 0 disables a device.)"
         )
 
 
-def largest_whole(outline: Outline) -> tuple[int, str]:
-    """Return the bytes and the name of the largest part that is never divided; (0, "") for a model without any."""
-    parts = zip(outline.sizes_bytes, outline.names, outline.whole, strict=True)
-    return max(((size, name) for size, name, whole in parts if whole), key=lambda part: part[0], default=(0, ""))
+def largest_layer(outline: Outline) -> tuple[int, str]:
+    """Return the bytes and the name of the largest layer, or (0, "") without layers."""
+    parts = zip(outline.sizes_bytes, outline.names, outline.is_layer, strict=True)
+    return max(((size, name) for size, name, is_layer in parts if is_layer), key=lambda part: part[0], default=(0, ""))
 
 
 def _largest_from(outline: Outline) -> list[int]:
-    """Return for each index the bytes of the largest whole part that begins there or later; 0 after the last."""
-    parts = zip(reversed(outline.whole), reversed(outline.sizes_bytes), strict=True)
-    largest = itertools.accumulate((size if is_whole else 0 for is_whole, size in parts), max, initial=0)
+    """Return for each index the bytes of the largest layer from there on. The last entry, after all parts, is 0."""
+    parts = zip(reversed(outline.is_layer), reversed(outline.sizes_bytes), strict=True)
+    largest = itertools.accumulate((size if is_layer else 0 for is_layer, size in parts), max, initial=0)
     return [*largest][::-1]
 
 
 class _Ties:
-    """Groups of whole parts that share tensors, directly or through other parts, and must be on one device."""
+    """Groups of layers that share tensors, directly or through other layers, and must be on one device."""
 
     def __init__(self, outline: Outline) -> None:
         self._ends = outline.ends
@@ -187,12 +188,12 @@ class _Ties:
         self._parts = sorted(self._group_of)
 
     def outside(self, index: int) -> list[int]:
-        """Return the parts that must lie where part `index` lies and are not in it, in order."""
+        """Return the parts outside part `index` that must be on its device, in order."""
         groups = {id(group): group for group in (self._group_of[part] for part in self.inside(index))}
         return sorted(part for group in groups.values() for part in group if not index <= part < self._ends[index])
 
     def inside(self, index: int) -> list[int]:
-        """Return the parts in part `index`, or itself, that share a tensor with any other part."""
+        """Return the parts in part `index`, itself included, that share a tensor with any other part."""
         first = bisect.bisect_left(self._parts, index)
         return self._parts[first : bisect.bisect_left(self._parts, self._ends[index])]
 
@@ -200,40 +201,40 @@ class _Ties:
 class _Filling:
     """One pass over the parts, filling one device after the other."""
 
-    def __init__(self, outline: Outline, budgets: dict[Device, int | None], *, fallback: bool, keep: bool) -> None:
+    def __init__(self, outline: Outline, budgets: dict[Device, int | None], *, fallback: bool, reserve: bool) -> None:
         self.outline = outline
         self.devices = list(budgets)
         self.fallback = fallback
         self.free: dict[Device, float] = {d: float("inf") if b is None else b for d, b in budgets.items()}
         self.ties = _Ties(outline)
-        self.rest_max = _largest_from(outline)
-        self.keeps: set[Device] = set()
+        self.largest_from = _largest_from(outline)
+        self.reserving: set[Device] = set()  # devices that reserve memory for offloaded layers
         self.result = Placement({}, dict.fromkeys(budgets, 0))
-        self.stuck_at: int | None = None  # the part that fits nowhere any more
-        self.settled: set[int] = set()  # parts that share a tensor and have a device, by themselves or in another
-        self.ahead: list[int] = []  # parts placed before their turn, sorted; none is in another
-        self.weightless: list[int] = []  # parts without memory that wait for the first one with some
-        self.keep = keep
-        if keep:
-            self._keep_room(0)
+        self.stuck_at: int | None = None  # the part that no remaining device can hold
+        self.settled: set[int] = set()  # parts that share a tensor and have a device, directly or through a module
+        self.ahead: list[int] = []  # parts placed before their turn, sorted; none is inside another one
+        self.weightless: list[int] = []  # parts without tensors, which go to the device of the next part with tensors
+        self.reserve = reserve
+        if reserve:
+            self._reserve(0)
 
-    def _keep_room(self, start: int) -> None:
-        """Choose the first accelerator that can hold the largest layer. Those before it stay empty."""
-        self.keeps = {device for device in self.devices if device == "cpu"}
+    def _reserve(self, start: int) -> None:
+        """Choose the first accelerator that can hold the largest layer, and disable those before it."""
+        self.reserving = {device for device in self.devices if device == "cpu"}
         self.result.runs_on = None
         for device in self.devices[start:]:
             if not is_accelerator(device) or self.free[device] == 0:
                 continue
-            if self.free[device] >= self.rest_max[0]:
+            if self.free[device] >= self.largest_from[0]:
                 self.result.runs_on = device
-                self.keeps.add(device)
+                self.reserving.add(device)
                 return
-            # It would be the first accelerator of the map, where layers from the host and from disk are computed.
+            # The first accelerator of the map computes the offloaded layers, and this one cannot hold them.
             self.free[device] = 0
-            self.result.passed_over.append(device)
+            self.result.skipped.append(device)
 
     def run(self) -> None:
-        """Walk over the parts, dividing those that do not fit; `result` says where they are then."""
+        """Place the parts in order, and split modules that do not fit. Stores the devices in `result`."""
         outline, result = self.outline, self.result
         index, position = 0, 0
         while index < len(outline.names):
@@ -245,37 +246,37 @@ class _Filling:
                 self.stuck_at = index
                 return
             device = self.devices[position]
-            needed, outside, divided = self._look_at(index, device)
-            kept = self.rest_max[outline.ends[index]] if device in self.keeps else 0
+            needed, outside, is_split = self._requirements(index, device)
+            reserved = self.largest_from[outline.ends[index]] if device in self.reserving else 0
             if not outline.sizes_bytes[index] and not result.used_bytes[device] and not self.ties.inside(index):
                 self.weightless.append(index)  # a Dropout alone must not make its device the first of the map
                 index = outline.ends[index]
-            elif not divided and needed + kept <= self.free[device]:
+            elif not is_split and needed + reserved <= self.free[device]:
                 self._put(index, device, needed, outside)
                 index = outline.ends[index]
-            elif not outline.whole[index]:
+            elif not outline.is_layer[index]:
                 index += 1
             else:
-                result.moves.append(Move(device, index, needed, int(self.free[device]), kept))
+                result.full.append(FullDevice(device, index, needed, int(self.free[device]), reserved))
                 if self.fallback and not result.used_bytes[device]:
-                    self._put_another(index, device)
+                    self._put_later_part(index, device)
                 position += 1
-                if self.keep and device == result.runs_on and not result.used_bytes[device]:
-                    self._keep_room(position)  # it holds nothing, so that another one is the first of the map
+                if self.reserve and device == result.runs_on and not result.used_bytes[device]:
+                    self._reserve(position)  # the device is empty, so a later one is the first of the map
         for part in self.weightless:
             result.device_of[part] = self.devices[min(position, len(self.devices) - 1)]
 
-    def _look_at(self, index: int, device: Device) -> tuple[int, list[int], bool]:
-        """Return the bytes that a part still needs, what must come with it, and whether pieces lie elsewhere."""
-        needed, divided = self.outline.sizes_bytes[index], False
+    def _requirements(self, index: int, device: Device) -> tuple[int, list[int], bool]:
+        """Return the bytes that a part still needs, its tied parts, and whether a part of it is on another device."""
+        needed, is_split = self.outline.sizes_bytes[index], False
         first = bisect.bisect_left(self.ahead, index)
         last = bisect.bisect_left(self.ahead, self.outline.ends[index])
         for part in self.ahead[first:last]:
             needed -= self.outline.sizes_bytes[part]
-            divided = divided or self.result.device_of[part] != device
+            is_split = is_split or self.result.device_of[part] != device
         outside = [part for part in self.ties.outside(index) if part not in self.settled]
         needed += sum(self.outline.sizes_bytes[part] for part in outside)
-        return needed, outside, divided
+        return needed, outside, is_split
 
     def _put(self, index: int, device: Device, needed: int, outside: list[int]) -> None:
         result = self.result
@@ -292,27 +293,27 @@ class _Filling:
             result.pulled.append(part)
             bisect.insort(self.ahead, part)
 
-    def _put_another(self, start: int, device: Device) -> None:
-        """Put the first part after `start` that fits onto a device that would stay empty, breadth first."""
+    def _put_later_part(self, start: int, device: Device) -> None:
+        """Place the first part after `start` that fits on an empty device. The search is breadth-first."""
         outline = self.outline
-        queue = deque(self._one_after_another(start, len(outline.names)))
+        queue = deque(self._siblings(start, len(outline.names)))
         while queue:
             index = queue.popleft()
             self.result.visited += 1
             if index in self.result.device_of:
                 continue
-            needed, outside, divided = self._look_at(index, device)
-            kept = self.rest_max[start] if device in self.keeps else 0
-            if not divided and needed > 0 and needed + kept <= self.free[device]:
+            needed, outside, is_split = self._requirements(index, device)
+            reserved = self.largest_from[start] if device in self.reserving else 0
+            if not is_split and needed > 0 and needed + reserved <= self.free[device]:
                 self.ahead = [part for part in self.ahead if not index <= part < outline.ends[index]]
                 self._put(index, device, needed, outside)
                 bisect.insort(self.ahead, index)
                 return
-            if not outline.whole[index]:
-                queue.extend(self._one_after_another(index + 1, outline.ends[index]))
+            if not outline.is_layer[index]:
+                queue.extend(self._siblings(index + 1, outline.ends[index]))
 
-    def _one_after_another(self, start: int, end: int) -> list[int]:
-        """Return the outermost parts that begin at `start` or later and before `end`."""
+    def _siblings(self, start: int, end: int) -> list[int]:
+        """Return the outermost parts from index `start` up to `end`."""
         found = []
         while start < end:
             found.append(start)

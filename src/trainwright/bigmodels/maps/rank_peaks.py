@@ -25,20 +25,20 @@ from trainwright.strategies.fsdp.layers.ready import PlannedMesh, ready_plan
 from trainwright.strategies.megatron.stages import find_stages
 
 _BYTES, _STATES = 4, 8  # of a weight or gradient in float32, and of Adam's two averages
-_TEMPORARIES = 2  # tensors of a parameter's size that Adam computes its update with
+_TEMPORARIES = 2  # temporary tensors of a parameter's size in Adam's update
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingShape:
-    """A model as strategies see it, in elements.
+    """Numbers of elements in a model.
 
     Attributes:
-        sizes: of the parameters in the order of the model, a shared one once.
-        unit: of the largest numbered block, which strategies gather or move by itself.
-        outside: in no block: embeddings, heads, norms between.
-        uses: names that the largest tensor has: each use makes a gradient, which waits for the others.
-        together: of all blocks that take one tensor, as a decoder's do of its encoder: none of them is done in the
-            backward before all are.
+        sizes: Elements of each parameter, in the model's order. Shared parameters count once.
+        unit: Elements of the largest numbered block. Strategies gather or move one block at a time.
+        outside: Elements outside the blocks: embeddings, heads and norms.
+        uses: Number of names of the largest parameter. Each use makes a gradient, which is held until the last one.
+        together: Elements of all blocks that use the same input tensor, such as a decoder's blocks that use the
+            encoder's output. The backward finishes all of them at the same time.
     """
 
     sizes: tuple[int, ...]
@@ -49,12 +49,12 @@ class TrainingShape:
 
     @property
     def elements(self) -> int:
-        """Of all parameters."""
+        """Elements of all parameters."""
         return sum(self.sizes)
 
     @property
     def tensor(self) -> int:
-        """Of the largest parameter."""
+        """Elements of the largest parameter."""
         return max(self.sizes, default=0)
 
 
@@ -86,13 +86,13 @@ def shape_of(sizes: Mapping[str, int]) -> TrainingShape:
 def rank_peaks(
     shape: TrainingShape, *, world_size: int, activation_bytes: int, buckets: ZeroBuckets | None = None
 ) -> dict[str, int]:
-    """Return the largest number of bytes that one rank's device holds in a step, by strategy.
+    """Return the peak bytes on one rank's device in a step, by strategy.
 
     Args:
-        shape: of the model.
-        world_size: ranks; each has the same activations.
-        activation_bytes: that autograd keeps of one rank's forward, see `count_activation_bytes`.
-        buckets: sizes of DeepSpeed's buffers; those of `DeepSpeedStrategy` unless given.
+        shape: Shape of the model.
+        world_size: Number of ranks. All have the same activations.
+        activation_bytes: Bytes that autograd saves in one rank's forward. See `count_activation_bytes`.
+        buckets: Sizes of DeepSpeed's buffers. Default: those of `DeepSpeedStrategy`.
     """
     ranks, kept = world_size, activation_bytes
     weights = gradients = _BYTES * shape.elements
@@ -101,11 +101,11 @@ def rank_peaks(
     stepping = gradients + _TEMPORARIES * largest
     peaks = {
         "single": weights + states + max(stepping, kept + largest),
-        # Gradients live in buckets that are there all the time.
+        # Gradients are views of buckets that DDP never frees.
         "ddp": weights + states + gradients + max(_TEMPORARIES * largest, kept + largest),
-        # A unit and the next one are gathered; its gradients are whole and laid out once more to be sent in pieces,
-        # while those of the one before are sent. What is in no unit is whole for all of the step. Pieces of gradients
-        # come as activations go.
+        # Five units: the current and the next one are gathered; the current one has full gradients and a copy of them
+        # for the reduce-scatter, while the previous unit's are reduced. Parameters outside the units stay gathered for
+        # the step. Gradient shards replace activations.
         "fsdp": (weights + states) // ranks
         + max(stepping // ranks, max(kept, gradients // ranks) + 3 * outside + shape.uses * largest + 5 * unit),
         "offload": outside + max(kept + largest, _streaming(shape, kept)),
@@ -120,14 +120,14 @@ def rank_peaks(
 
 
 def split_peak(share: TrainingShape, *, world_size: int, activation_bytes: int, logits_bytes: int) -> int:
-    """Return the largest number of bytes that one rank's device holds in a step under `tp`.
+    """Return the peak bytes on one rank's device in a step under `tp`.
 
     Args:
-        share: of the layers as they are on one rank, see `one_ranks_share`.
-        world_size: ranks over which layers are split.
-        activation_bytes: that autograd keeps of one rank's forward.
-        logits_bytes: of the whole logits. The loss' backward makes two gradients of their size, when the rank's own
-            part and what was gathered of all may still be held by the communication.
+        share: Shape of one rank's shards. See `model_of_one_rank`.
+        world_size: Number of ranks that the layers are split over.
+        activation_bytes: Bytes that autograd saves in one rank's forward.
+        logits_bytes: Bytes of the full logits. The loss's backward makes two gradients of this size. Collectives may
+            still hold the rank's own logits and the gathered ones at that time.
     """
     alone = rank_peaks(share, world_size=1, activation_bytes=activation_bytes)["single"]
     loss = activation_bytes + 3 * logits_bytes + logits_bytes // world_size
@@ -141,14 +141,14 @@ def pipeline_peak(
     activation_bytes: Sequence[int],
     sent_bytes: Sequence[int],
 ) -> int:
-    """Return the largest number of bytes that one rank's device holds in a step of a pipeline with schedule `1f1b`.
+    """Return the peak bytes on one rank's device in a step of a pipeline with schedule `1f1b`.
 
     Args:
-        stages: of the model, one on each rank, see `stage_shapes`.
-        num_micro_batches: in a step.
-        activation_bytes: that autograd keeps in each stage of one micro-batch, see `count_stage_bytes`.
-        sent_bytes: that each stage but the last one sends to the next for one micro-batch. Torch receives each
-            micro-batch's activations and gradients in a buffer of its own, and keeps all buffers.
+        stages: Shape of each rank's stage. See `stage_shapes`.
+        num_micro_batches: Micro-batches per step.
+        activation_bytes: Bytes that autograd saves in each stage for one micro-batch. See `count_stage_bytes`.
+        sent_bytes: Bytes that each stage except the last sends to the next one per micro-batch. torch receives the
+            activations and gradients of each micro-batch in a separate buffer, and keeps all buffers.
     """
     found = []
     for i, (shape, kept) in enumerate(zip(stages, activation_bytes, strict=True)):
@@ -156,7 +156,7 @@ def pipeline_peak(
         weights = gradients = _BYTES * shape.elements
         largest = _BYTES * shape.tensor
         buffers = num_micro_batches * sum(sent_bytes[max(i - 1, 0) : i + 1])
-        earlier = gradients if num_micro_batches > in_flight else 0  # of micro-batches that are done
+        earlier = gradients if num_micro_batches > in_flight else 0  # accumulated in finished micro-batches
         moments = (
             gradients + _TEMPORARIES * largest,
             in_flight * kept + largest + earlier,
@@ -167,9 +167,9 @@ def pipeline_peak(
 
 
 def stage_shapes(model: nn.Module, pp: int) -> list[TrainingShape] | None:
-    """Return the shape of each stage of a pipeline; None if the model cannot be divided into so many.
+    """Return the shape of each stage of a pipeline, or None if the model cannot be split into `pp` stages.
 
-    A weight that several stages use is in each of them.
+    A weight that several stages use counts in each of them.
     """
     try:
         stages = find_stages(model, pp, None)
@@ -179,24 +179,25 @@ def stage_shapes(model: nn.Module, pp: int) -> list[TrainingShape] | None:
 
 
 def _streaming(shape: TrainingShape, activation_bytes: int) -> int:
-    """Return the most that visits the device under `offload` while the backward goes from one unit to the next.
+    """Return the peak bytes of streamed units, gradients and activations under `offload`.
 
-    Then the one before is still there, and the next one is copied ahead. Its activations are gone.
+    The backward reaches the peak between two units: the previous one is still on the device, and the next one is
+    prefetched. The activations of the previous unit are already freed.
     """
     inside = shape.elements - shape.outside
     largest = _BYTES * shape.tensor
     if shape.together:
-        left, waiting = inside - shape.together, 3 * largest  # two gradients of a tied weight, and their sum
+        remaining, tied_gradients = inside - shape.together, 3 * largest  # two gradients, and their sum
     else:
-        left, waiting = inside - shape.unit, largest * (shape.uses > 1)
-    visiting = _BYTES * (shape.together + shape.unit if shape.together else min(3 * shape.unit, inside))
-    return visiting + waiting + activation_bytes * left // max(inside, 1)
+        remaining, tied_gradients = inside - shape.unit, largest * (shape.uses > 1)
+    streamed = _BYTES * (shape.together + shape.unit if shape.together else min(3 * shape.unit, inside))
+    return streamed + tied_gradients + activation_bytes * remaining // max(inside, 1)
 
 
 def ranks_that_fit(
     shape: TrainingShape, device_bytes: int, *, activation_bytes: int, buckets: ZeroBuckets | None = None
 ) -> dict[str, int | None]:
-    """Return on how many devices of a size each strategy can train a model, the fewest up to 4,096; None: on none."""
+    """Return the smallest number of devices on which each strategy can train a model, or None above 4,096."""
     by_count = {
         ranks: rank_peaks(shape, world_size=ranks, activation_bytes=activation_bytes, buckets=buckets)
         for ranks in (2**power for power in range(13))
@@ -208,27 +209,27 @@ def ranks_that_fit(
     return found
 
 
-_ENDS = ("embedding", "colwise_gathered")  # styles of layers that are called with whole tensors, or make such
+_ENDS = ("embedding", "colwise_gathered")  # styles of layers whose input or output is a full tensor
 
 
-def one_ranks_share(model: nn.Module, tp: int, *, ends: bool = True) -> nn.Module | None:
-    """Return a copy of a model whose layers are as narrow as on one rank, by the model's ready plan.
+def model_of_one_rank(model: nn.Module, tp: int, *, ends: bool = True) -> nn.Module | None:
+    """Return a copy of a model whose layers have the shapes of one rank's shards, by the model's known plan.
 
     Args:
-        model: on the meta device; of the copy only shapes are right.
-        tp: ranks over which layers are split.
-        ends: False leaves the embedding and the layer that makes logits whole: then the copy can be called, and
-            autograd keeps of it what it keeps on a rank.
+        model: A model on the meta device. Only the shapes of the copy are meaningful.
+        tp: Number of ranks that the layers are split over.
+        ends: False does not split the embedding and the output layer. The copy can then be called, and autograd saves
+            the same bytes as on one rank.
 
     Returns:
-        None if there is no known plan, or if it cannot split the model over this number of ranks.
+        The copy, or None if the model has no known plan or the plan cannot split it over `tp` ranks.
     """
     share = copy.deepcopy(model)
-    task: Any = share  # of a task, names of modules are all that is asked
+    task: Any = share  # SplitLayers reads only the module names of a task
     mesh: Any = PlannedMesh({"tp": tp})
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a vocabulary that stays whole: then it does in the copy too
+            warnings.simplefilter("ignore")  # ready_plan warns about a vocabulary that it does not split
             plan = ready_plan(share, tp)
         layers = SplitLayers(task, {name: style for name, style in plan.items() if ends or style not in _ENDS}, mesh)
     except ConfigurationError:

@@ -18,7 +18,7 @@ from trainwright.core.errors import ConfigurationError, nearest
 
 
 class CustomDtype(enum.Enum):
-    """Widths of weights that torch has no dtype for, or none that counts its bytes."""
+    """Dtypes of weights for which torch has no dtype, or one without an element size."""
 
     FP8 = "fp8"
     INT8 = "int8"
@@ -39,17 +39,17 @@ _SHORT = {
 }  # fmt: skip
 _SUB_BYTE = {"int4": 0.5, "uint4": 0.5, "fp4": 0.5, "nf4": 0.5, "int2": 0.25, "uint2": 0.25, "int1": 0.125}
 
-_WITHOUT_SIZE = {f"{sign}int{bits}" for sign in ("", "u") for bits in (1, 2, 3, 4, 5, 6, 7)}  # torch has only the names
+_WITHOUT_SIZE = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}  # torch stores a byte per element
 
 
 def dtype_byte_size(dtype: DType) -> float:
     """Return the bytes of one element: 4 for `torch.float32` or `"float32"`, 0.5 for `"int4"`.
 
     Args:
-        dtype: of torch, by its name (`"bfloat16"`, `"bf16"`, `"int8"`, `"float8"`), or a `CustomDtype`.
+        dtype: A torch dtype, its name (`"bfloat16"`, `"bf16"`, `"int8"`, `"float8"`), or a `CustomDtype`.
 
     Raises:
-        ConfigurationError: no such dtype.
+        ConfigurationError: The dtype is unknown.
     """
     if isinstance(dtype, torch.dtype):
         return _SUB_BYTE.get(str(dtype).removeprefix("torch."), float(dtype.itemsize))
@@ -64,7 +64,7 @@ def dtype_byte_size(dtype: DType) -> float:
 
 
 def _measure(dtype: DType | None, special_dtypes: Mapping[str, DType] | None) -> Callable[[str, torch.Tensor], int]:
-    """Return the function that measures a tensor in bytes, as it is or in another dtype."""
+    """Return a function that returns the bytes of a tensor, converted to `dtype` where that is smaller."""
     target = None if dtype is None else dtype_byte_size(dtype)
     special = {name: dtype_byte_size(own) for name, own in (special_dtypes or {}).items()}
 
@@ -80,7 +80,7 @@ def _measure(dtype: DType | None, special_dtypes: Mapping[str, DType] | None) ->
 
 
 def is_floating(tensor: torch.Tensor) -> bool:
-    """Return whether loading a model in another dtype converts this tensor; counters and masks keep theirs."""
+    """Return whether a model in another dtype converts this tensor. Counters and masks keep their dtype."""
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
@@ -95,15 +95,15 @@ def named_module_tensors(
     """Yield a module's parameters and then its buffers by name, each tensor once.
 
     Args:
-        module: whose.
-        include_buffers: also yield buffers.
-        recurse: also those of the modules in it.
-        remove_non_persistent: leave out buffers that `state_dict` leaves out.
+        module: The module.
+        include_buffers: Also yield buffers.
+        recurse: Also yield the tensors of its submodules.
+        remove_non_persistent: Skip buffers that are not in the state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
-        left_out = _non_persistent(module, recurse=recurse) if remove_non_persistent else set()
-        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in left_out)
+        skipped = _non_persistent(module, recurse=recurse) if remove_non_persistent else set()
+        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in skipped)
 
 
 def _non_persistent(module: nn.Module, *, recurse: bool) -> set[str]:
@@ -117,20 +117,19 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, DType] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes of every module, parameter and buffer by dotted name; `""` is the whole model.
+    """Return the bytes of every module, parameter and buffer by dotted name. `""` is the model.
 
-    A tensor with several names counts at its first one. Modules without any tensor are not listed; looking one up gives
-    0.
+    A tensor with several names counts at the first one. Modules without tensors are not listed; the dict returns 0 for
+    them.
 
     Args:
-        model: on any device, the meta device included.
-        dtype: count floating tensors as if they were loaded in it, where that makes them smaller: a torch dtype, its
-            name, or one without a torch dtype such as `"int4"`.
-        special_dtypes: name of a tensor → its own dtype, whatever it has now.
-        buffers_only: leave parameters out.
+        model: A model on any device, the meta device included.
+        dtype: Count floating-point tensors in this dtype if that makes them smaller. See `dtype_byte_size`.
+        special_dtypes: Name of a tensor → dtype to count it in.
+        buffers_only: Skip parameters.
 
     Raises:
-        ConfigurationError: an unknown dtype.
+        ConfigurationError: A dtype is unknown.
     """
     measure = _measure(dtype, special_dtypes)
     sizes: defaultdict[str, int] = defaultdict(int)
@@ -156,19 +155,20 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     """Return the bytes of the largest layer and the names of all layers of that size, in order.
 
-    A layer is what lies on one device: a module without modules in it, one of `no_split_module_classes`, or a tensor.
+    A layer is never split over devices: a module without submodules, a module of `no_split_module_classes`, or a tensor
+    that belongs directly to another module.
 
     Args:
-        modules: names and modules (or parameters) to look into.
-        module_sizes: from `compute_module_sizes`.
-        no_split_module_classes: names of classes that are never divided.
+        modules: Names and modules (or parameters) to search.
+        module_sizes: The result of `compute_module_sizes`.
+        no_split_module_classes: Names of classes that are never split.
     """
-    kept_whole = class_names(no_split_module_classes)
+    no_split = class_names(no_split_module_classes)
     largest, names = 0, list[str]()
     waiting = list(reversed(modules))
     while waiting:
         name, module = waiting.pop()
-        if isinstance(module, nn.Module) and type(module).__name__ not in kept_whole:
+        if isinstance(module, nn.Module) and type(module).__name__ not in no_split:
             children = list(module.named_children())
             waiting.extend((f"{name}.{child}", inner) for child, inner in reversed(children))
             if children:
@@ -183,16 +183,16 @@ def get_max_layer_size(
 
 
 def class_names(no_split_module_classes: Collection[str] | str | None) -> frozenset[str]:
-    """Return class names as a set, from one, several or None.
+    """Convert one class name, several or None to a set.
 
     Raises:
-        ConfigurationError: a class, or anything else that is not a name.
+        ConfigurationError: A name is not a string.
     """
     given = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes or ()
     for name in given:
         if not isinstance(name, str):
             raise ConfigurationError(
-                f"no_split_module_classes={no_split_module_classes!r}: write names of classes, such as 'Block'."
+                f"no_split_module_classes={no_split_module_classes!r}: pass names of classes, such as 'Block'."
             )
     return frozenset(given)
 
@@ -200,25 +200,25 @@ def class_names(no_split_module_classes: Collection[str] | str | None) -> frozen
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
     """Return the bytes of a model, and of its largest layer with the names of all layers of that size.
 
-    Classes in the model's `_no_split_modules` (as those of transformers have) count as one layer.
+    Modules of the classes in its `_no_split_modules` (an attribute of transformers models) count as one layer.
     """
     sizes = compute_module_sizes(model)
-    kept_whole: Any = getattr(model, "_no_split_modules", None)
-    return sizes[""], get_max_layer_size(list(model.named_children()), sizes, list(kept_whole or ()))
+    no_split: Any = getattr(model, "_no_split_modules", None)
+    return sizes[""], get_max_layer_size(list(model.named_children()), sizes, list(no_split or ()))
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return the names of shared parameters, sorted: one list per parameter object.
 
     Args:
-        model: on any device.
-        kwargs: for Accelerate's signature; must be empty.
+        model: A model on any device.
+        kwargs: Must be empty; part of Accelerate's signature.
 
     Raises:
         TypeError: `kwargs` is not empty.
     """
     if kwargs:
-        raise TypeError(f"find_tied_parameters() takes a model alone, got {', '.join(map(repr, kwargs))} too.")
+        raise TypeError(f"find_tied_parameters() accepts only a model. Remove {', '.join(map(repr, kwargs))}.")
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -226,15 +226,15 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make parameters one object again, after loading has replaced some of them.
+    """Tie parameters again after loading has replaced some of them.
 
     Args:
-        model: changed in place.
-        tied_params: groups of names from `find_tied_parameters`. Each group shares its first parameter that is not on
-            the meta device, or its first one if all are.
+        model: The model, which is changed in place.
+        tied_params: Groups of names from `find_tied_parameters`. Each group shares its first parameter that is not on
+            the meta device, or the first one if all are.
 
     Raises:
-        AttributeError: the model has no such parameter. Nothing is changed.
+        AttributeError: The model has no such parameter. Nothing is changed.
     """
     groups = []
     for names in tied_params:
@@ -256,19 +256,19 @@ def read_outline(
     dtype: DType | None = None,
     special_dtypes: Mapping[str, DType] | None = None,
 ) -> Outline:
-    """Return a model's parts with their sizes, in the order in which it names them, visiting each module once.
+    """Return a model's parts with their sizes, in the order of registration. Visits each module once.
 
-    Parts that are never divided are modules without children, modules of `no_split_module_classes`, and tensors that
-    belong directly to a module which may be divided: its parameters come before its children, its buffers after them.
+    Layers are modules without children, modules of `no_split_module_classes`, and tensors that belong directly to
+    another module. The parameters of such a module come before its children, its buffers after them.
 
     Raises:
-        ConfigurationError: an unknown dtype.
+        ConfigurationError: A dtype is unknown.
     """
-    kept_whole, measure = class_names(no_split_module_classes), _measure(dtype, special_dtypes)
-    names, sizes, ends, whole = list[str](), list[int](), list[int](), list[bool]()
-    parts_of: dict[int, set[int]] = {}  # id of a tensor → whole parts that hold it
+    no_split, measure = class_names(no_split_module_classes), _measure(dtype, special_dtypes)
+    names, sizes, ends, layers = list[str](), list[int](), list[int](), list[bool]()
+    parts_of: dict[int, set[int]] = {}  # id of a tensor → layers that contain it
 
-    def append(name: str, tensors: Iterable[tuple[str, torch.Tensor]], is_whole: bool = True) -> int:
+    def append(name: str, tensors: Iterable[tuple[str, torch.Tensor]], is_layer: bool = True) -> int:
         index, size = len(names), 0
         for own, tensor in tensors:
             if id(tensor) not in parts_of:
@@ -277,16 +277,16 @@ def read_outline(
         names.append(name)
         sizes.append(size)
         ends.append(index + 1)
-        whole.append(is_whole)
+        layers.append(is_layer)
         return size
 
     def read(name: str, module: nn.Module) -> int:
         children = [(own, child) for own, child in module._modules.items() if child is not None]
-        if not children or type(module).__name__ in kept_whole:
+        if not children or type(module).__name__ in no_split:
             parts = module.named_modules(prefix=name) if children else [(name, module)]
             return append(name, (one for path, part in parts for one in _named(path, part._parameters, part._buffers)))
         index = len(names)
-        append(name, (), is_whole=False)
+        append(name, (), is_layer=False)
         size = sum(append(own, [(own, found)]) for own, found in _named(name, module._parameters))
         size += sum(read(f"{name}.{own}" if name else own, child) for own, child in children)
         size += sum(append(own, [(own, found)]) for own, found in _named(name, module._buffers))
@@ -295,7 +295,7 @@ def read_outline(
 
     read("", model)
     ties = {tuple(sorted(parts)) for parts in parts_of.values() if len(parts) > 1}
-    return Outline(names, sizes, ends, whole, sorted(ties))
+    return Outline(names, sizes, ends, layers, sorted(ties))
 
 
 def _named(path: str, *groups: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:

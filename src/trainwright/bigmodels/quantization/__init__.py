@@ -1,1 +1,1 @@
-"""Models whose weights are kept in fewer bits."""
+"""Models with weights quantized to 8 or 4 bits."""

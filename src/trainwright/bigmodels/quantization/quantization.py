@@ -1,4 +1,4 @@
-"""Load a model with the weights of its linear layers in 8 or 4 bits: bitsandbytes or torchao, one layer at a time."""
+"""Load a model and quantize its linear layers to 8 or 4 bits with bitsandbytes or torchao."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainwright.bigmodels.quantization.quantized_layers import (
     plain_linear,
     unpack_4bit_weights,
 )
-from trainwright.bigmodels.weights.moving import Device, check_present, default_device, to_device
+from trainwright.bigmodels.weights.moving import Device, check_available, default_device, to_device
 from trainwright.bigmodels.weights.stored_weights import StoredWeights, read_checkpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError, nearest
 from trainwright.core.host.device_types import properties
@@ -37,23 +37,23 @@ _COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.b
 
 @dataclass
 class BnbQuantizationConfig:
-    """How bitsandbytes quantizes a model; one of the first two must be True.
+    """Quantization with bitsandbytes. Set either `load_in_8bit` or `load_in_4bit` to True.
 
     Attributes:
-        load_in_8bit: int8 weights with a scale per row; activations beyond the threshold are computed in `torch_dtype`.
-        llm_int8_threshold: that threshold.
-        load_in_4bit: 4-bit weights with a scale per block of 64.
-        bnb_4bit_quant_type: `"fp4"` or `"nf4"` (NormalFloat, the better one for weights of a normal distribution).
-        bnb_4bit_use_double_quant: quantize the scales too.
-        bnb_4bit_compute_dtype: of the multiplication: `"fp16"`, `"bf16"`, `"fp32"`, or a dtype of torch.
-        torch_dtype: of everything that is not quantized, written as the compute dtype is; float16 for 8 bits, the
-            compute dtype for 4 bits unless given.
-        skip_modules: names of modules (parts of dotted names) that are not quantized; unless given, the last module and
+        load_in_8bit: Use int8 weights with a scale per row.
+        llm_int8_threshold: Activations above this threshold are computed in `torch_dtype`, for 8 bits.
+        load_in_4bit: Use 4-bit weights with a scale per block of 64.
+        bnb_4bit_quant_type: `"fp4"`, or `"nf4"` (NormalFloat), which is better for normally distributed weights.
+        bnb_4bit_use_double_quant: Quantize the scales too.
+        bnb_4bit_compute_dtype: Dtype of the multiplication: `"fp16"`, `"bf16"`, `"fp32"`, or a torch dtype.
+        torch_dtype: Dtype of tensors that are not quantized, in the same form. Default: float16 for 8 bits, the compute
+            dtype for 4 bits.
+        skip_modules: Names of modules (parts of dotted names) that are not quantized. Default: the last module and
             those with tied weights. `[]` skips none.
-        keep_in_fp32_modules: names of modules that are not quantized and stay float32.
+        keep_in_fp32_modules: Names of modules that are not quantized and stay float32.
 
     Raises:
-        ConfigurationError: both or neither width, or a type or dtype that there is not.
+        ConfigurationError: Both or neither of the two are True, or a type or dtype is unknown.
     """
 
     load_in_8bit: bool = False
@@ -83,7 +83,7 @@ class BnbQuantizationConfig:
         _check_names(self)
 
     def layers(self) -> QuantizedLayers:
-        """Return what makes the quantized layers."""
+        """Return the factory of quantized layers."""
         if self.load_in_8bit:
             return Bnb8Bit(self.llm_int8_threshold)
         assert isinstance(self.bnb_4bit_compute_dtype, torch.dtype)
@@ -92,19 +92,18 @@ class BnbQuantizationConfig:
 
 @dataclass
 class TorchaoQuantizationConfig:
-    """How torchao quantizes a model.
+    """Quantization with torchao.
 
     Attributes:
-        quant_type: `"int8_weight_only"`, `"int8_dynamic"` (activations too, by row, as they come),
-            `"float8_weight_only"`, or `"int4_weight_only"` (on accelerators that torchao has kernels for).
-        group_size: weights that share a scale, for int4; the width of a layer must be a multiple.
-        torch_dtype: of everything that is not quantized, and of what is computed, of torch or as `"bf16"`; the model's
-            own unless given.
-        skip_modules: see `BnbQuantizationConfig`.
-        keep_in_fp32_modules: as there.
+        quant_type: `"int8_weight_only"`, `"int8_dynamic"` (also quantizes the activations of each row in the forward),
+            `"float8_weight_only"`, or `"int4_weight_only"` (on accelerators for which torchao has kernels).
+        group_size: Number of int4 weights that share a scale. The input width of a layer must be a multiple of it.
+        torch_dtype: Dtype of tensors that are not quantized and of computations: a torch dtype, or a name such as
+            `"bf16"`. Default: the model's.
+        skip_modules, keep_in_fp32_modules: See `BnbQuantizationConfig`.
 
     Raises:
-        ConfigurationError: a type or dtype that there is not.
+        ConfigurationError: A type or dtype is unknown.
     """
 
     quant_type: Literal["int8_weight_only", "int8_dynamic", "float8_weight_only", "int4_weight_only"] = (
@@ -126,7 +125,7 @@ class TorchaoQuantizationConfig:
         _check_names(self)
 
     def layers(self) -> QuantizedLayers:
-        """Return what makes the quantized layers."""
+        """Return the factory of quantized layers."""
         return Torchao(self.quant_type, self.group_size)
 
 
@@ -162,48 +161,47 @@ def load_and_quantize_model(
     offload_folder: PathLike | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Quantize a model's linear layers while its weights are loaded: at most one stands there unquantized at a time.
+    """Load a model's weights and quantize its linear layers one at a time.
 
-    Layers that the map puts on the CPU or the disk and that run elsewhere are int8 with a scale per row (8 bits), or
-    stay as they are in `torch_dtype` (4 bits, torchao).
+    Layers that are offloaded to the CPU or the disk are int8 with a scale per row if the configuration is 8-bit
+    bitsandbytes. Otherwise they are not quantized and have `torch_dtype`.
 
     Args:
-        model: is changed. On the meta device if `weights_location` is given, or quantized by an earlier call; else its
-            own weights are quantized.
-        bnb_quantization_config: which layers and how; `TorchaoQuantizationConfig` is taken too.
-        weights_location: see `load_checkpoint_in_model`; also what `save_model` wrote of such a model, with
-            the same configuration: quantized layers are taken as they are.
-        device_map: see `load_checkpoint_and_dispatch`; unless given, all is on the present device.
-        no_split_module_classes: as there.
-        max_memory: as there.
-        offload_folder: for int8 layers on the disk, and as there.
-        offload_state_dict: is accepted and changes nothing.
+        model: The model, which is changed. With `weights_location`, it may be on the meta device or quantized by an
+            earlier call. Otherwise its own weights are quantized.
+        bnb_quantization_config: A `BnbQuantizationConfig` or `TorchaoQuantizationConfig`.
+        weights_location: See `load_checkpoint_in_model`. May be a quantized model that `save_model` wrote with the same
+            configuration; its layers are not quantized again.
+        device_map: See `load_checkpoint_and_dispatch`. Default: the model's accelerator, or the current device.
+        no_split_module_classes, max_memory: See `load_checkpoint_and_dispatch`.
+        offload_folder: See `load_checkpoint_and_dispatch`. Also required for int8 layers on the disk.
+        offload_state_dict: Accepted for compatibility; has no effect.
 
     Returns:
         The model.
 
     Raises:
-        ConfigurationError: the backend cannot do this on the device, or no layer is quantized.
-        CheckpointError: weights are missing, or do not fit the model. The model is as before.
+        ConfigurationError: The backend does not support the device, or no layer is quantized.
+        CheckpointError: Weights are missing, or do not match the model. The model is as before.
         MissingPackageError: bitsandbytes or torchao is not installed.
     """
     config = bnb_quantization_config
     layers = config.layers()
     dtype = config.torch_dtype
-    assert not isinstance(dtype, str)  # it is a dtype since the configuration was made
+    assert not isinstance(dtype, str)  # __post_init__ has converted it
     stored = _stored_weights(model, weights_location)
     linears = _linears_to_quantize(model, config, may_be_quantized=weights_location is not None)
     places = _resolve_map(model, config, linears, layers, device_map, no_split_module_classes, max_memory)
-    check_present(places)
+    check_available(places)
     runs_on = _main_device(places)
     layers.check(runs_on)
     new: dict[str, nn.Module] = {}
     for name, linear in linears.items():
         device = places[innermost(name, places) or ""]
-        away = device == "disk" or (device == "cpu" and not properties(runs_on.type).is_unified)
+        is_offloaded = device == "disk" or (device == "cpu" and not properties(runs_on.type).is_unified)
         parts = _parts(name, stored, layers)
         try:
-            if away:
+            if is_offloaded:
                 made = layers.make_offloaded(linear, parts)
             else:
                 made = layers.make(linear, parts, to_device(device), dtype)
@@ -211,11 +209,10 @@ def load_and_quantize_model(
             raise CheckpointError(f"{name}.weight: {error}") from error
         if made is not None:
             new[name] = made
-        elif any(key in parts for key in layers.pieces):
+        elif any(key in parts for key in layers.extra_keys):
             raise ConfigurationError(
-                f"{name} is quantized in {weights_location}, and the map puts it on {device!r}, where only int8 of "
-                "bitsandbytes can lie: other layers are not quantized there. Give it another place, or load the "
-                "original weights."
+                f"{name} is quantized in {weights_location}, and the map puts it on {device!r}, which only supports "
+                "int8 layers of bitsandbytes. Map it to an accelerator, or load the original weights."
             )
     with restored_on_failure(model):
         _load_rest(model, config, dtype, stored, new, places, weights_location, offload_folder)
@@ -228,8 +225,8 @@ def _stored_weights(model: nn.Module, weights_location: PathLike | None) -> Stor
     empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if empty:
         raise ConfigurationError(
-            f"{len(empty)} tensors of the model are on the meta device, {empty[0]!r} first, and no weights_location "
-            "says where their values are. Name a file or folder of weights."
+            f"{len(empty)} tensors of the model are on the meta device, {empty[0]!r} first. Pass weights_location, a "
+            "file or folder with their values."
         )
     stored = StoredWeights()
     for name, tensor in model.state_dict().items():
@@ -240,15 +237,15 @@ def _stored_weights(model: nn.Module, weights_location: PathLike | None) -> Stor
 def _linears_to_quantize(
     model: nn.Module, config: QuantizationConfig, *, may_be_quantized: bool
 ) -> dict[str, nn.Linear]:
-    """Return the linear layers that the configuration does not leave out, by name.
+    """Return the linear layers to quantize, by name.
 
-    Layers that an earlier call has quantized count too where their weights come from elsewhere, as empty plain ones.
+    With `may_be_quantized`, layers that an earlier call quantized are included, as empty linear layers.
     """
     skip = default_skip_modules(model) if config.skip_modules is None else config.skip_modules
-    left_out = [*skip, *(config.keep_in_fp32_modules or ())]
+    skipped = [*skip, *(config.keep_in_fp32_modules or ())]
     found: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
-        if any(f".{each}." in f".{name}." for each in left_out):
+        if any(f".{each}." in f".{name}." for each in skipped):
             continue
         if type(module) is nn.Linear:
             found[name] = module
@@ -256,13 +253,13 @@ def _linears_to_quantize(
             found[name] = plain_linear(module)
     if not found:
         raise ConfigurationError(
-            f"nothing is left to quantize: the model has no nn.Linear outside of {left_out}. Name fewer skip_modules."
+            f"there is no layer to quantize: the model has no nn.Linear outside of {skipped}. Pass fewer skip_modules."
         )
     return found
 
 
 def default_skip_modules(model: nn.Module) -> list[str]:
-    """Return the modules that lose most by being quantized: the last one (the output), and those with tied weights."""
+    """Return the modules that are most sensitive to quantization: the last one (the output) and tied ones."""
     tied = {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
     last = [name for name, _ in model.named_children()][-1:]
     return sorted(tied | set(last))
@@ -279,8 +276,8 @@ def _resolve_map(
 ) -> dict[str, Device]:
     if device_map is None:
         first = next(model.parameters(), None)
-        at_hand = first is not None and first.device.type not in ("cpu", "meta")
-        return {"": first.device if first is not None and at_hand else default_device()}
+        is_placed = first is not None and first.device.type not in ("cpu", "meta")
+        return {"": first.device if first is not None and is_placed else default_device()}
     special: dict[str, DType] = {f"{name}.weight": layers.width for name in linears}
     for name, _ in model.named_parameters():
         if any(f".{each}." in f".{name}" for each in config.keep_in_fp32_modules or ()):
@@ -304,13 +301,13 @@ def _main_device(places: Mapping[str, Device]) -> torch.device:
 
 
 def _parts(name: str, stored: StoredWeights, layers: QuantizedLayers) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint holds of a linear layer: `"weight"`, `"bias"`, and pieces of a quantized weight."""
+    """Return the tensors of a linear layer in a checkpoint: `"weight"`, `"bias"`, and parts of a quantized weight."""
     prefix = f"{name}."
     found = {key: stored[prefix + key] for key in ("weight", "bias") if prefix + key in stored}
-    for key in layers.pieces:
+    for key in layers.extra_keys:
         if prefix + key in stored:
             found[key] = stored[prefix + key]
-    if "weight" not in found and not any(key in found for key in layers.pieces):
+    if "weight" not in found and not any(key in found for key in layers.extra_keys):
         raise CheckpointError(f"{prefix}weight, which is to be quantized, is not in the checkpoint.")
     return found
 
@@ -325,7 +322,7 @@ def _load_rest(
     weights_location: PathLike | None,
     offload_folder: PathLike | None,
 ) -> None:
-    """Load what is not quantized, then put the quantized layers in."""
+    """Load the weights that are not quantized, then insert the quantized layers."""
     rest = StoredWeights()
     for name, tensor in stored.items():
         if not any(name.startswith(f"{module}.") for module in new):
@@ -353,9 +350,10 @@ def _swap(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 
 def quantized_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of a quantized model as plain tensors, which any format takes.
+    """Return the state dict of a quantized model with plain tensors, which can be saved in any format.
 
-    A torchao weight is in pieces (`"weight.qdata"`, `"weight.scale"`, …); bitsandbytes has its own pieces already.
+    The tensors of a torchao weight get names of their own (`"weight.qdata"`, `"weight.scale"`, …), as bitsandbytes does
+    for its weights.
     """
     unpack_4bit_weights(model)
     return flatten_quantized(model.state_dict())

@@ -1,4 +1,4 @@
-"""The layers that stand for `nn.Linear` in a quantized model, made from a weight or from the pieces of a saved one."""
+"""Quantized replacements of `nn.Linear`, created from a weight or from the tensors of a saved quantized weight."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from trainwright.core.errors import CheckpointError, ConfigurationError, load_to
 TORCHAO_TYPES = ("int8_weight_only", "int8_dynamic", "float8_weight_only", "int4_weight_only")
 
 Parts = Mapping[str, torch.Tensor]
-"""`"weight"` and `"bias"` of a layer as a checkpoint has them, and the pieces of a weight that is quantized there."""
+"""A layer's tensors in a checkpoint by name: `"weight"`, `"bias"`, and the tensors of a quantized weight."""
 
 
 class QuantizedLayers(Protocol):
-    """One way to quantize linear layers.
+    """A factory of quantized linear layers.
 
     Attributes:
-        width: of a weight's element, for sizes.
-        pieces: what a saved layer has beside `"weight"` and `"bias"`.
+        width: Dtype of a weight, to compute sizes.
+        extra_keys: Names of the tensors that a saved layer has in addition to `"weight"` and `"bias"`.
     """
 
     width: DType
-    pieces: tuple[str, ...]
+    extra_keys: tuple[str, ...]
 
     def check(self, device: torch.device) -> None:
-        """Raise ConfigurationError where this cannot run on a device."""
+        """Raise ConfigurationError if the layers cannot run on a device."""
 
     def make(self, linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-        """Return the layer for `linear`, which is not changed, with its weights on `device`; blocks."""
+        """Return a quantized copy of `linear` on `device`. Blocks."""
 
     def make_offloaded(self, linear: nn.Linear, parts: Parts) -> nn.Module | None:
-        """Return a layer that may be brought to a device for each forward; None to leave it as it is."""
+        """Return a quantized copy of `linear` that supports offloading, or None if there is none."""
 
 
 def _check_shape(linear: nn.Linear, weight: torch.Tensor) -> torch.Tensor:
@@ -53,16 +53,16 @@ def _bias(linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dt
     if "bias" not in linear._parameters or linear._parameters["bias"] is None:
         return None
     if "bias" not in parts:
-        raise CheckpointError("the checkpoint has the weight of a layer and not its bias.")
+        raise CheckpointError("the checkpoint contains the weight of this layer but not its bias.")
     bias = parts["bias"].to(device, dtype or linear.bias.dtype, copy=True)
     return nn.Parameter(bias, requires_grad=False)
 
 
 class Bnb8Bit:
-    """bitsandbytes' int8 layers: a scale per row, large activations apart."""
+    """int8 layers of bitsandbytes with a scale per row. Large activations are computed in floating point."""
 
     width: DType = torch.int8
-    pieces: tuple[str, ...] = ("SCB", "weight_format")
+    extra_keys: tuple[str, ...] = ("SCB", "weight_format")
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
@@ -100,13 +100,13 @@ class Bnb8Bit:
 
 
 class Int8Linear(nn.Module):
-    """A linear layer of int8 weights with a scale per row. What it computes has the dtype of its input.
+    """A linear layer with int8 weights and a scale per row. The output has the dtype of the input.
 
     Args:
-        linear: for its sizes.
-        weight: int8 (out, in).
-        scale: float32 (out,): the weight is `weight * scale`.
-        bias: (out,), or None.
+        linear: A layer of the same size.
+        weight: int8 of shape (out, in).
+        scale: float32 of shape (out,). Row `i` of the layer's weight is `weight[i] * scale[i]`.
+        bias: Shape (out,), or None.
     """
 
     def __init__(self, linear: nn.Linear, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -123,32 +123,32 @@ class Int8Linear(nn.Module):
 
 
 def to_absmax(scale: torch.Tensor) -> torch.Tensor:
-    """Return what bitsandbytes keeps for an `Int8Linear`'s scale (out,): it divides by 127, and gets the same bits."""
+    """Convert the scale of an `Int8Linear` to that of bitsandbytes, which divides it by 127. Exact."""
     return scale * 127
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Say whether a module is what stands here for a linear layer in 8 or 4 bits, torchao's plain ones left out."""
+    """Return whether a module is a quantized linear layer. False for torchao, which quantizes only the weight."""
     return isinstance(module, Int8Linear) or type(module).__module__.startswith("bitsandbytes.")
 
 
 def plain_linear(module: Any) -> nn.Linear:
-    """Return an empty layer of the sizes that a quantized one has."""
+    """Return a linear layer on the meta device with the size of a quantized one."""
     return nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
 
 
-_PACKED_ROWS = 32  # of weights that bitsandbytes packs together for a CPU
+_PACKED_ROWS = 32  # rows of a weight that bitsandbytes packs together for the CPU
 
 
 class Bnb4Bit:
-    """bitsandbytes' 4-bit layers."""
+    """4-bit layers of bitsandbytes."""
 
     width: DType = CustomDtype.INT4
-    pieces: tuple[str, ...]
+    extra_keys: tuple[str, ...]
 
     def __init__(self, quant_type: str, double_quant: bool, compute_dtype: torch.dtype) -> None:
         self.quant_type, self.double_quant, self.compute_dtype = quant_type, double_quant, compute_dtype
-        self.pieces = (
+        self.extra_keys = (
             *("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
             f"weight.quant_state.bitsandbytes__{quant_type}",
         )
@@ -164,12 +164,11 @@ class Bnb4Bit:
             linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=self.compute_dtype,
             compress_statistics=self.double_quant, quant_type=self.quant_type, device="meta",
         )  # fmt: skip
-        pieces = {key: parts[key] for key in self.pieces if key in parts}
-        if pieces:
+        extra = {key: parts[key].clone() for key in self.extra_keys if key in parts}
+        if extra:
             made.weight = self.bnb.nn.Params4bit.from_prequantized(
-                parts["weight"].clone(), {key: piece.clone() for key, piece in pieces.items()}, device=device,
-                module=made,
-            )  # fmt: skip
+                parts["weight"].clone(), extra, device=device, module=made
+            )
         else:
             weight = _check_shape(linear, parts["weight"])
             made.weight = self.bnb.nn.Params4bit(
@@ -179,25 +178,25 @@ class Bnb4Bit:
         made.bias = _bias(linear, parts, device, dtype)
         state = made.weight.quant_state
         if linear.out_features % _PACKED_ROWS or linear.in_features % state.blocksize:
-            made.support_avx512bf16_for_cpu = False  # such a layer cannot be packed, and computes without
-        # Packing puts other tensors into the state, so that keeping these costs memory only from then on.
+            made.support_avx512bf16_for_cpu = False  # a layer of this size cannot be packed
+        # Packing replaces the tensors of the state, so this copy takes memory only afterwards.
         state.trainwright_unpacked = copy.copy(state)
         made.register_state_dict_pre_hook(_unpack_first)
         layer: nn.Module = made
         return layer
 
     def make_offloaded(self, linear: nn.Linear, parts: Parts) -> nn.Module | None:
-        """Leave it as it is: 4-bit weights cannot be brought to a device and back."""
+        """Return None, because 4-bit weights cannot be moved between devices in each forward."""
         return None
 
 
 def unpack_4bit_weights(model: nn.Module) -> None:
-    """Undo what bitsandbytes does to 4-bit weights for a CPU that multiplies bfloat16, wherever it has been done.
+    """Undo bitsandbytes' packing of 4-bit weights for CPUs with bfloat16 instructions.
 
-    It packs them at the first forward without gradients, scales in bfloat16 and transposed, and un-packs them for a
-    state dict with the scales as they are then: wrong ones, in the model as well (bitsandbytes 0.49,
-    `_convert_weight_packed_for_cpu_inverse`). Here scales are again what they were before; those of a layer that
-    somebody else made are what it computes with. The next forward packs the weights as before.
+    bitsandbytes packs weights in the first forward without gradients, with transposed scales in bfloat16. It unpacks
+    them for a state dict, but does not convert the scales back, so that the state dict and the model become wrong
+    (bitsandbytes 0.49, `_convert_weight_packed_for_cpu_inverse`). This function restores the original scales. For a
+    layer that was not created here, it converts the packed scales. The next forward packs the weights again.
     """
     for module in model.modules():
         state = getattr(module._parameters.get("weight"), "quant_state", None)
@@ -206,8 +205,8 @@ def unpack_4bit_weights(model: nn.Module) -> None:
 
 
 def _unpack(weight: Any, state: Any) -> None:
-    scratch = copy.copy(state)  # is written to
-    scratch.original_nested = False  # else scales would be quantized, to be thrown away
+    scratch = copy.copy(state)  # the function below changes it
+    scratch.original_nested = False  # do not quantize scales that are not used
     functions: Any = require_package("bitsandbytes.functional", purpose="a model in 4 bits")
     weight.data, _ = functions._convert_weight_packed_for_cpu_inverse(weight.data, scratch)
     former = getattr(state, "trainwright_unpacked", None)
@@ -222,7 +221,7 @@ def _unpack(weight: Any, state: Any) -> None:
 
 
 def _unpack_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Go before a layer's state dict, which would else un-pack the weight in its own way."""
+    """Unpack a layer's weight before bitsandbytes does it for a state dict."""
     unpack_4bit_weights(module)
 
 
@@ -235,30 +234,30 @@ def _check_backend(bnb: Any, device: torch.device) -> None:
 
 
 class Torchao:
-    """torchao's weights, which are tensor subclasses in an ordinary `nn.Linear`."""
+    """Layers of torchao: ordinary `nn.Linear` modules whose weights are tensor subclasses."""
 
     def __init__(self, quant_type: str, group_size: int) -> None:
         self.quant_type, self.group_size = quant_type, group_size
         self.width: DType = CustomDtype.INT4 if quant_type.startswith("int4") else torch.int8
-        self.pieces = tuple(f"weight.{key}" for key in ("qdata", "scale", "zero_point"))
+        self.extra_keys = tuple(f"weight.{key}" for key in ("qdata", "scale", "zero_point"))
         self.torchao: Any = load_torchao(f"quant_type={quant_type!r}")
 
     def check(self, device: torch.device) -> None:
-        """Int4 needs kernels that there are for CUDA and XPU only."""
+        """Raise for int4 without CUDA or XPU, the only devices that torchao has int4 kernels for."""
         if self.quant_type == "int4_weight_only" and device.type not in ("cuda", "xpu"):
             raise ConfigurationError(
-                f"torchao has no int4 kernels for {device.type}. Use quant_type='int8_weight_only', or "
-                "BnbQuantizationConfig(load_in_4bit=True), which has."
+                f"torchao has no int4 kernels for {device.type}. Use quant_type='int8_weight_only', or bitsandbytes: "
+                "BnbQuantizationConfig(load_in_4bit=True)."
             )
 
     def make(self, linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-        """Return a `nn.Linear` whose weight is quantized."""
+        """Return an `nn.Linear` with a quantized weight."""
         dtype = dtype or linear.weight.dtype
         made: Any = nn.Linear(
             linear.in_features, linear.out_features, linear.bias is not None, device="meta", dtype=dtype
         )
-        pieces = {key.removeprefix("weight."): parts[key] for key in self.pieces if key in parts}
-        if pieces:
+        saved = {key.removeprefix("weight."): parts[key] for key in self.extra_keys if key in parts}
+        if saved:
             weight = torch.zeros(made.weight.shape, dtype=dtype, device=device)
         else:
             weight = _check_shape(linear, parts["weight"]).to(device, dtype, copy=True)
@@ -268,17 +267,17 @@ class Torchao:
         self.torchao.quantization.quantize_(made, self._config())
         if type(made.weight.data) is plain:
             raise ConfigurationError(
-                f"quant_type={self.quant_type!r} leaves a layer of {linear.in_features} × {linear.out_features} as it "
-                f"is, for it is no multiple of group_size={self.group_size}. Name it in skip_modules, or use a smaller "
-                "group_size."
+                f"quant_type={self.quant_type!r} does not support a layer of {linear.in_features} × "
+                f"{linear.out_features}: its size is not a multiple of group_size={self.group_size}. Add it to "
+                "skip_modules, or use a smaller group_size."
             )
-        if pieces:
-            made.weight = nn.Parameter(_with_pieces(made.weight.data, pieces, device), requires_grad=False)
+        if saved:
+            made.weight = nn.Parameter(_with_values(made.weight.data, saved, device), requires_grad=False)
         layer: nn.Module = made
         return layer
 
     def make_offloaded(self, linear: nn.Linear, parts: Parts) -> nn.Module | None:
-        """Leave it as it is."""
+        """Return None."""
         return None
 
     def _config(self) -> Any:
@@ -290,33 +289,35 @@ class Torchao:
             "int8_dynamic": "Int8DynamicActivationInt8WeightConfig",
             "float8_weight_only": "Float8WeightOnlyConfig",
         }
-        return getattr(kinds, names[self.quant_type])(version=2)  # torchao 0.17 chooses 1: tensors inside of tensors
+        return getattr(kinds, names[self.quant_type])(version=2)  # default of torchao 0.17: version 1, nested tensors
 
 
-def _with_pieces(weight: Any, pieces: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return a tensor of the same class and settings as `weight` with other values."""
+def _with_values(weight: Any, values: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return a tensor of the same class and settings as `weight` with the inner tensors in `values`."""
     names, settings = weight.__tensor_flatten__()
     own = {name: getattr(weight, name) for name in names}
-    missing = [name for name, piece in own.items() if piece is not None and name not in pieces]
+    missing = [name for name, inner in own.items() if inner is not None and name not in values]
     if missing:
-        raise CheckpointError(f"a saved weight lacks {', '.join(missing)}: it was quantized in another way.")
+        raise CheckpointError(
+            f"a saved weight lacks {', '.join(missing)}. Use the quantization configuration that it was saved with."
+        )
     new = {
-        name: None if piece is None else pieces[name].to(device, copy=True).view(piece.shape)
-        for name, piece in own.items()
+        name: None if inner is None else values[name].to(device, copy=True).view(inner.shape)
+        for name, inner in own.items()
     }
     found: torch.Tensor = type(weight).__tensor_unflatten__(new, settings, weight.shape, weight.stride())
     return found
 
 
 def flatten_quantized(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return a state dict with tensor subclasses in the pieces that they consist of, by dotted names."""
+    """Replace the tensor subclasses in a state dict by their inner tensors, under dotted names."""
     flat: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if type(tensor) in (torch.Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
             flat[name] = tensor
             continue
-        for piece in tensor.__tensor_flatten__()[0]:
-            value = getattr(tensor, piece)
+        for inner in tensor.__tensor_flatten__()[0]:
+            value = getattr(tensor, inner)
             if value is not None:
-                flat[f"{name}.{piece}"] = value
+                flat[f"{name}.{inner}"] = value
     return flat

@@ -1,1 +1,1 @@
-"""Weights without memory, on the host, in files and in slots on a device."""
+"""Weights on the meta device, on the host, in files, and on the device during a forward."""

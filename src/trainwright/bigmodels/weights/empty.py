@@ -1,9 +1,9 @@
-"""Build a model without memory for its weights: on the meta device, or at once where it shall lie.
+"""Build a model on the meta device, without memory for its weights, or directly on another device.
 
-Initialising weights that a checkpoint replaces a moment later costs memory and time. Two registration hooks of torch,
-active only inside the context and in its thread, leave out both: a parameter goes to the device when a module takes it,
-before the module initialises it, and one that was there before is kept as the object that it is, so that tied weights
-stay tied. What is not made by a module, such as `torch.randn` for a parameter, is made once and then dropped.
+Initializing weights that a checkpoint replaces costs memory and time. Inside the contexts, and only in their thread,
+torch's registration hooks move each parameter to the device when it is assigned to a module, before the module
+initializes it. A parameter that is on the device already remains the same object, so that tied weights stay tied.
+Parameters with values of their own, such as those of `torch.randn`, are first created where torch creates them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ _entered = threading.local()
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Build modules in this context without memory for their parameters and without initialising them.
+    """Create modules inside a `with` block on the meta device, without memory for parameters or their initialization.
 
-    Parameters are on the meta device, tied ones stay one object; buffers keep their values. Nothing can be computed
-    with such a model before weights are loaded into it.
+    Tied parameters stay tied, and buffers keep their values. Load weights into the model before using it.
 
     Args:
-        include_buffers: persistent buffers are on the meta device too when the context ends, as a checkpoint brings
-            them. Those that no checkpoint holds (`persistent=False`) always keep their values.
+        include_buffers: Move persistent buffers to the meta device too, at the end of the block. Buffers that are not
+            in a checkpoint (`persistent=False`) always keep their values. Default: False.
 
     Yields:
-        None. Other threads are not affected. Inside of this or of `init_on_device`, the innermost context decides.
+        None. Other threads are not affected. In nested contexts, also of `init_on_device`, the innermost one applies.
     """
     with init_on_device(_META, include_buffers=include_buffers):
         yield
@@ -46,29 +45,29 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Build modules in this context with their parameters on `device`, so that they are initialised there.
+    """Create modules inside a `with` block with their parameters on `device`, where they are initialized.
 
     Args:
-        device: of torch. For the meta device see `init_empty_weights`.
-        include_buffers: create everything else there too, buffers among it. Without it a parameter is moved when its
-            module takes it, and buffers stay where they are made.
+        device: A device of torch. For the meta device, see `init_empty_weights`.
+        include_buffers: Create buffers and all other tensors there too. By default only parameters are moved, when they
+            are assigned to a module.
 
     Yields:
-        None. Other threads are not affected. Of contexts inside of one another, the innermost one decides.
+        None. Other threads are not affected. In nested contexts, the innermost one applies.
 
     Raises:
         RuntimeError: torch does not have the device.
     """
     target = torch.device(device)
     token = object()
-    buffers: dict[tuple[int, str], nn.Module] = {}  # whether they are persistent is known when the context ends
+    buffers: dict[tuple[int, str], nn.Module] = {}  # the end of the context tells which of them are persistent
 
-    def take_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if not _is_innermost(token) or parameter.device == target:
             return None  # the same object: it may be tied
         return _moved_parameter(parameter, target)
 
-    def take_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
+    def move_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
         if not _is_innermost(token) or buffer is None or not include_buffers:
             return None
         if target == _META:
@@ -79,9 +78,9 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     with ExitStack() as stack:
         _contexts().append(token)
         stack.callback(_contexts().remove, token)
-        # torch annotates what a hook returns as None and takes what it returns all the same.
-        on_parameter: Any = take_parameter
-        on_buffer: Any = take_buffer
+        # torch annotates the hooks as returning None, but uses their result.
+        on_parameter: Any = move_parameter
+        on_buffer: Any = move_buffer
         stack.callback(register_module_parameter_registration_hook(on_parameter).remove)
         stack.callback(register_module_buffer_registration_hook(on_buffer).remove)
         if include_buffers and target != _META:
@@ -91,7 +90,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
 
 def _empty(buffers: dict[tuple[int, str], nn.Module]) -> None:
-    """Put persistent buffers onto the meta device; one that modules share stays one."""
+    """Move persistent buffers to the meta device. Shared buffers stay shared."""
     twins: dict[int, torch.Tensor] = {}
     for (_, name), module in buffers.items():
         buffer = module._buffers.get(name)
@@ -100,7 +99,7 @@ def _empty(buffers: dict[tuple[int, str], nn.Module]) -> None:
 
 
 def _contexts() -> list[object]:
-    """Return the contexts that this thread is in, innermost last."""
+    """Return the active contexts of this thread, innermost last."""
     found: list[object] = _entered.__dict__.setdefault("contexts", [])
     return found
 
@@ -111,7 +110,7 @@ def _is_innermost(token: object) -> bool:
 
 
 def _moved_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return the one parameter on `device` that stands for this one, wherever it is registered."""
+    """Return the copy of a parameter on `device`. Repeated calls return the same object."""
     known: nn.Parameter | None = parameter.__dict__.get(_TWIN)
     if known is not None and known.device == device:
         return known
@@ -121,7 +120,7 @@ def _moved_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parame
     if has_no_shape_yet:
         twin = kind(requires_grad=parameter.requires_grad, device=device, dtype=parameter.data.dtype)
     else:
-        # Not by calling the class: subclasses of libraries take other arguments.
+        # Calling the class would fail: subclasses of other libraries have other constructors.
         twin = torch.Tensor._make_subclass(kind, parameter.data.to(device), parameter.requires_grad)
     twin.__dict__.update({name: value for name, value in parameter.__dict__.items() if name != _TWIN})
     parameter.__dict__[_TWIN] = twin

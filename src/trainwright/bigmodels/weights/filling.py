@@ -14,7 +14,7 @@ _SHOWN = 5  # names in a message
 
 
 def with_tied_names(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Add the values of tied parameters under all of their names; safetensors files have them under one."""
+    """Add the values of tied parameters under all of their names, because safetensors files store them under one."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

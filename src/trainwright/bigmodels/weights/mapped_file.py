@@ -22,7 +22,7 @@ from trainwright.strategies.offload.advice import populate
 
 # Not in Python's mmap module. NORESERVE: without it, Linux refuses a private mapping that is larger than the memory.
 _MAP_NORESERVE = 0x4000
-_PIECE_BYTES = 8 * 2**20  # read at once
+_READ_BYTES = 8 * 2**20  # bytes per read
 _PROBE_BYTES = 2**20  # distance of the bytes that are probed to check whether a part is in memory
 _GAP_BYTES = 64 * 2**10  # reading so much more is cheaper than a second request
 
@@ -87,13 +87,13 @@ class MappedFile:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if start < 0 or start + num_bytes > self.num_bytes:
             raise CheckpointError(
-                f"{self.path} is cut short: a tensor of {num_bytes} bytes begins at {start}, the file has "
+                f"{self.path} is truncated: a tensor of {num_bytes} bytes begins at {start}, the file has "
                 f"{self.num_bytes} bytes."
             )
-        piece = self._bytes[start : start + num_bytes]
+        content = self._bytes[start : start + num_bytes]
         if start % dtype.itemsize:
-            piece = piece.clone()
-        return piece.view(dtype).view(tuple(shape))
+            content = content.clone()
+        return content.view(dtype).view(tuple(shape))
 
     def check(self) -> None:
         """Check that the file still has its length; one system call.
@@ -124,7 +124,7 @@ class MappedFile:
                 raise CheckpointError(f"{self.path} cannot be read at byte {start + done}: {error}.") from error
             if count == 0:
                 self.check()
-                raise CheckpointError(f"{self.path} ends at byte {start + done}, before a weight that it holds.")
+                raise CheckpointError(f"{self.path} ends at byte {start + done}, before the end of a weight.")
             done += count
 
     def load(self, start: int, num_bytes: int) -> None:
@@ -143,11 +143,11 @@ class MappedFile:
         begin = start - start % mmap.PAGESIZE
         end = min(start + num_bytes, self.num_bytes)
         while begin < end:
-            piece = min(_PIECE_BYTES, end - begin)
-            if not populate(self._bytes.data_ptr() + begin, piece):
+            count = min(_READ_BYTES, end - begin)
+            if not populate(self._bytes.data_ptr() + begin, count):
                 self.check()
-                self._bytes[begin : begin + piece : mmap.PAGESIZE].sum()  # touches each page
-            begin += piece
+                self._bytes[begin : begin + count : mmap.PAGESIZE].sum()  # touches each page
+            begin += count
         self._mapped.add((start, num_bytes))
 
     def _is_in_memory(self, start: int, num_bytes: int) -> bool:
@@ -177,7 +177,7 @@ def load_spans(spans: Iterable[FileSpan]) -> None:
 
 def _map(descriptor: int, num_bytes: int, path: Path) -> torch.Tensor:
     if num_bytes == 0:
-        raise CheckpointError(f"{path} is empty: it is cut short.")
+        raise CheckpointError(f"{path} is truncated: it is empty. Copy or download the file again.")
     try:
         if hasattr(mmap, "MAP_PRIVATE"):
             flags = mmap.MAP_PRIVATE | (_MAP_NORESERVE if hasattr(os, "posix_fadvise") else 0)

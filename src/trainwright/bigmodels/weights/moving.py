@@ -1,4 +1,4 @@
-"""Devices as people write them, and moving what a forward is called with."""
+"""Parse and check devices, and move the inputs and outputs of a forward."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ _PLAIN = (int, float, str, type(None))
 
 
 def to_device(device: Device) -> torch.device:
-    """Return a device as torch knows it; a number counts the present accelerators, and one without gets its own.
+    """Convert to a `torch.device`. A number is an index of the current accelerator type.
+
+    A device type without an index gets the index of the current device. Does not check that this machine has it.
 
     Raises:
-        ConfigurationError: there is no such kind of device. Whether this machine has it is not asked.
+        ConfigurationError: torch does not know the device.
     """
     try:
         found = torch.device(int(device) if isinstance(device, str) and device.isdecimal() else device)
@@ -35,16 +37,16 @@ def to_device(device: Device) -> torch.device:
     return found
 
 
-def present_device(device: Device) -> torch.device:
-    """Return a device as torch knows it, after asking whether this machine has it (which initialises it).
+def checked_device(device: Device) -> torch.device:
+    """Convert to a `torch.device`, and check that this machine has it. This initializes the device.
 
     Raises:
-        ConfigurationError: there is no such kind of device, or it is not here.
+        ConfigurationError: torch does not know the device, or this machine does not have it.
     """
     found = to_device(device)
     try:
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:  # as each backend has it
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:  # depends on the backend
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         here = "no accelerator" if accelerator is None else f"{torch.accelerator.device_count()} × {accelerator.type}"
         reason = str(error).splitlines()[0]
@@ -52,24 +54,24 @@ def present_device(device: Device) -> torch.device:
     return found
 
 
-def check_present(device_map: Mapping[str, Device]) -> None:
-    """Check that this machine has the devices of a map.
+def check_available(device_map: Mapping[str, Device]) -> None:
+    """Check that this machine has the devices of a device map.
 
     Raises:
-        ConfigurationError: it has not; the message says under which name.
+        ConfigurationError: It does not have one. The message contains its entry.
     """
-    asked: set[Device] = {"disk"}
+    checked: set[Device] = {"disk"}
     for name, device in device_map.items():
-        if device not in asked:
-            asked.add(device)
+        if device not in checked:
+            checked.add(device)
             try:
-                present_device(device)
+                checked_device(device)
             except ConfigurationError as error:
                 raise ConfigurationError(f"device_map[{name!r}]: {error}") from error
 
 
 def default_device() -> torch.device:
-    """Return where models run unless told: the present accelerator, the CPU where there is none."""
+    """Return the current accelerator, or the CPU without one."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -77,14 +79,14 @@ def default_device() -> torch.device:
 
 
 def move_inputs(values: Any, device: torch.device, skip_keys: Collection[str] = ()) -> Any:
-    """Return `values` with their tensors on `device`; the same object where nothing has to move.
+    """Return `values` with their tensors on `device`, or the same object if they are on it already.
+
+    Blocks if a tensor is copied to the host.
 
     Args:
-        values: arguments or an output, nested.
-        device: where to.
-        skip_keys: keys of a mapping whose values stay where they are, at every depth.
-
-    Waits for the device where something moves to the host.
+        values: Arguments or an output, possibly nested.
+        device: The target.
+        skip_keys: Keys of mappings, at every depth, whose values are not moved.
     """
     if not _has_foreign(values, device, skip_keys):
         return values
@@ -104,13 +106,13 @@ def _move_but(values: Any, device: torch.device, skip_keys: Collection[str]) -> 
 
 
 def _has_foreign(values: Any, device: torch.device, skip_keys: Collection[str]) -> bool:
-    """Tell whether something in `values` may have to move. Objects with a `to` of their own count as such."""
+    """Return whether a tensor in `values` is on another device. True for objects with a `to` method."""
     if isinstance(values, torch.Tensor):
         return values.device != device
     if isinstance(values, _PLAIN):
         return False
     if isinstance(values, (list, tuple)):
-        for value in values:  # plain loops: this runs at every call of every module
+        for value in values:  # plain loops, for speed: this runs in every call of every module
             if type(value) is torch.Tensor:
                 if value.device != device:
                     return True
@@ -126,6 +128,6 @@ def _has_foreign(values: Any, device: torch.device, skip_keys: Collection[str]) 
 
 
 def find_device(values: Any) -> torch.device | None:
-    """Return the device of the first tensor in `values`; None without any."""
+    """Return the device of the first tensor in `values`, or None without tensors."""
     first = next(tree.iterate_tensors(values), None)
     return None if first is None else first.device

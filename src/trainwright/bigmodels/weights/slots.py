@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from trainwright.bigmodels.weights.away import AwayParameter, unguard
+from trainwright.bigmodels.weights.placeholders import OffloadedParameter, unguard
 
 _META = torch.device("meta")
 
 
 class _Origin(NamedTuple):
-    """The tensor that a placeholder replaces, if someone still holds it, and its device."""
+    """The device of the tensor that a placeholder replaces, and the tensor if it still exists."""
 
     device: torch.device
     tensor: TensorWeakRef | None = None
@@ -39,9 +39,9 @@ class Slot:
     Attributes:
         name: Within the hook's module: `path`, a dot, and `leaf`. The path is empty for the module's own tensors.
         placeholder: The meta tensor that replaced it.
-        origin: The tensor before, and its device.
-        former: The tensor before, if the weights map returns its memory.
-        is_shared: A module that is not offloaded has `former` too, so that its gradients are not dropped.
+        origin: The tensor that it replaced, and the tensor's device.
+        former: The tensor that it replaced, if the weights map returns the same memory.
+        is_shared: True if a module that is not offloaded has `former` too. Its gradients are then kept.
         kept: The tensor of the last forward, if it is a view of a file or of host memory and can be used again.
     """
 
@@ -89,14 +89,14 @@ class Slot:
         _ORIGINS[shown] = origin
         return replace(self, placeholder=shown, origin=origin, former=None, is_shared=False, kept=None)
 
-    def weight(self, shown: torch.Tensor, value: torch.Tensor, *, records: bool, by_hand: bool) -> torch.Tensor:
+    def weight(self, shown: torch.Tensor, value: torch.Tensor, *, records: bool, for_user: bool) -> torch.Tensor:
         """Return the tensor for the module. Call it outside of inference mode and with gradients disabled.
 
         Args:
             shown: The meta tensor in the module.
-            value: On the device where it is used.
-            records: The use may be recorded for a backward.
-            by_hand: For a user, who may read the gradient, and not for a forward.
+            value: The values, on the device of the forward.
+            records: Autograd may record the use for a backward.
+            for_user: Keep gradients, because a user outside of a forward may read them.
         """
         former = self.former
         if (
@@ -108,7 +108,7 @@ class Slot:
         ):
             return former
         weight = like(shown, value.to(shown.dtype))
-        if records and not by_hand and weight.requires_grad and weight.is_leaf and not weight.is_inference():
+        if records and not for_user and weight.requires_grad and weight.is_leaf and not weight.is_inference():
             weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]  # torch's
         return weight
 
@@ -128,8 +128,8 @@ class Slot:
         Args:
             module: The hook's.
             stored: The values.
-            copies: Copy them to the device where the tensor was. One that was on the meta device stays there. False:
-                the tensor gets the memory of `stored`.
+            copies: Copy them to the device where the tensor was; a tensor that was on the meta device is not restored.
+                If False, the tensor uses the memory of `stored`.
         """
         table = self.table(module)
         shown = table.get(self.leaf)
@@ -151,19 +151,19 @@ class Slot:
                 original.data = stored.to(shown.dtype)
         table[self.leaf] = original
 
-    def leave(self) -> None:
-        """Record what the placeholder replaces. It stays in the module until `restored` is called."""
+    def keep_origin(self) -> None:
+        """Record the tensor that the placeholder replaces, for a later call of `restored`."""
         _ORIGINS.setdefault(self.placeholder, self.origin)
 
 
 def original_of(placeholder: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that a placeholder replaces, if someone still holds it."""
+    """Return the tensor that a placeholder replaces, if it still exists."""
     origin = _ORIGINS.get(placeholder)
     return None if origin is None or origin.tensor is None else origin.tensor()
 
 
 def restored(placeholder: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a placeholder replaces, with the memory of `value`; a new one if that one is gone."""
+    """Return the tensor that a placeholder replaces, or a new one if it was deleted, with the memory of `value`."""
     original = original_of(placeholder)
     if original is None:
         return like(placeholder, value)
@@ -177,7 +177,7 @@ def _drop_gradient(weight: torch.Tensor) -> None:
 
 
 def _copied_as(shown: torch.Tensor, stored: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy in the dtype, and the memory format, of what stands in the module: files have none."""
+    """Return a copy with the dtype and memory format of the tensor in the module. Files store no memory format."""
     value = stored.to(device, shown.dtype, copy=True)
     if value.layout is torch.strided and value.stride() != shown.stride() and value.shape == shown.shape:
         value = torch.empty_strided(shown.shape, shown.stride(), dtype=value.dtype, device=device).copy_(value)
@@ -193,7 +193,7 @@ def _placeholder_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _follow(tensor: torch.Tensor, shown: torch.Tensor) -> None:
-    """Give a tensor the dtype and `requires_grad` of another; it keeps its identity."""
+    """Set a tensor's dtype and `requires_grad` to those of another one, in place."""
     if tensor.dtype != shown.dtype:
         if tensor.grad is not None:
             tensor.grad = None if not shown.is_floating_point() else tensor.grad.to(shown.dtype)
@@ -203,32 +203,29 @@ def _follow(tensor: torch.Tensor, shown: torch.Tensor) -> None:
 
 
 def like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` as what `tensor` is: a parameter of its class and attributes, or a plain buffer.
-
-    Values that were loaded in inference mode are of it for good, and become parameters there alone.
-    """
+    """Convert `value` to a parameter with the class and attributes of `tensor`, or return it if that is a buffer."""
     if value.is_inference() and not torch.is_inference_mode_enabled():
-        with torch.inference_mode():
+        with torch.inference_mode():  # inference tensors can become parameters only in this mode
             return like(tensor, value)
     if not isinstance(tensor, nn.Parameter):
         return value
-    # Other classes than Parameter's own have other constructors; such a tensor is a parameter by a mark of torch.
-    if type(tensor) in (nn.Parameter, AwayParameter) or not issubclass(type(tensor), nn.Parameter):
+    # A tensor subclass can be a Parameter by an attribute that torch sets, without being of a class derived from it.
+    if type(tensor) in (nn.Parameter, OffloadedParameter) or not issubclass(type(tensor), nn.Parameter):
         return nn.Parameter(value, requires_grad=tensor.requires_grad)
     return type(tensor)(value, requires_grad=tensor.requires_grad, **tensor.__dict__)
 
 
 def put(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Let `value` stand in a parameter's or buffer's place. Past `setattr`, which would look it up in each table."""
+    """Replace a parameter or buffer. Avoids `setattr`, which searches all tables of the module."""
     owner, leaf = (module, name) if "." not in name else owner_of(module, name)
     if leaf in owner._parameters:
-        owner._parameters[leaf] = value  # type: ignore[assignment]  # a Parameter there, by like
+        owner._parameters[leaf] = value  # type: ignore[assignment]  # a Parameter, made by `like`
     else:
         owner._buffers[leaf] = value
 
 
 def tensors_of(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield name, tensor and whether it is a buffer, of the module and, if asked, of those within."""
+    """Yield name, tensor and whether it is a buffer for each tensor of a module, and with `recurse` its submodules."""
     for name, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
         yield name, parameter, False
     for name, buffer in module.named_buffers(recurse=recurse, remove_duplicate=False):
@@ -236,7 +233,7 @@ def tensors_of(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, torch
 
 
 def place(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a parameter or buffer for good; a parameter keeps its identity, so that whoever else holds it follows."""
+    """Move a parameter in place, so that other references follow, or replace a buffer by a copy on the device."""
     if tensor.device == device:
         return
     if isinstance(tensor, nn.Parameter):
@@ -246,11 +243,11 @@ def place(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.devi
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module within that a tensor belongs to, and the tensor's name there."""
+    """Return the submodule that contains the tensor `name`, and the tensor's name in it."""
     path, _, leaf = name.rpartition(".")
     return (module.get_submodule(path) if path else module), leaf
 
 
-def stand_in(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the placeholder of a parameter, in modules that share it and are offloaded."""
+def existing_placeholder(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the placeholder that replaces a parameter in offloaded modules that share it, if there is one."""
     return _PLACEHOLDERS.get(tensor)

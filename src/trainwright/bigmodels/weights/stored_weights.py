@@ -1,7 +1,7 @@
-"""The weights of a checkpoint by name, mapped from its files: nothing is read before it is touched.
+"""The weights of a checkpoint by name, mapped from its files and read on first access.
 
-One file or many, `.safetensors` or what `torch.save` wrote, with the index layout of transformers (`weight_map`) or a
-plain object of names and files.
+A checkpoint is one or more files of safetensors or `torch.save`. The index of several files has the layout of
+transformers (`weight_map`), or is an object of names and files.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ _DTYPES = DTYPES | {name: dtype for dtype, name in NATIVE_NAMES.items()}
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
-    """Name → tensor on the CPU, mapped from files; fill it with `read_checkpoint`.
+    """Name → tensor on the CPU, mapped from a file. Created by `read_checkpoint`.
 
-    Names that are tied in the checkpoint's index stand for the same tensor. Tensors may be written to; that never
-    reaches the files.
+    Names that the checkpoint's index ties have the same tensor. Writes to a tensor never reach the file.
     """
 
     def __init__(self) -> None:
@@ -51,26 +50,26 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         return twin
 
     def locate(self, name: str) -> FileSpan | None:
-        """Return where a tensor lies in a safetensors file, so that it can be used in place; None elsewhere."""
+        """Return the location of a tensor in a safetensors file, or None."""
         return self._spans.get(name)
 
     def add(self, name: str, tensor: torch.Tensor, span: FileSpan | None = None) -> None:
-        """Add a tensor, and where it lies if it is a view of a file."""
+        """Add a tensor, and its location if it is a view of a file."""
         self._tensors[name] = tensor
         if span is not None:
             self._spans[name] = span
 
     def add_alias(self, name: str, same: str) -> None:
-        """Let `name` stand for the tensor `same` too."""
+        """Add `name` for the tensor that is called `same`."""
         self._tensors[name] = self._tensors[same]
         if same in self._spans:
             self._spans[name] = self._spans[same]
 
     def add_safetensors(self, path: Path, names: Iterable[str] | None = None) -> None:
-        """Add tensors of a safetensors file, all of them unless told.
+        """Add the tensors of a safetensors file with the given names. Default: all.
 
         Raises:
-            CheckpointError: the file is damaged, cut short, or lacks one of `names`.
+            CheckpointError: The file is damaged or truncated, or does not contain one of `names`.
         """
         file = MappedFile(path)
         header = read_header(path)
@@ -78,21 +77,21 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         begin = 8 + int.from_bytes(file.tensor(0, torch.uint8, (8,)).numpy().tobytes(), "little")
         for name in header if names is None else names:
             if name not in header:
-                raise CheckpointError(f"{path} holds no tensor {name!r}, which its index says it does.")
+                raise CheckpointError(f"{path} does not contain {name!r}, which is listed in the index.")
             start, dtype, shape = _entry(header[name], name, path)
             self._tensors[name] = file.tensor(begin + start, dtype, shape)
             self._spans[name] = FileSpan(file, begin + start, self._tensors[name].nbytes)
 
     def add_torch_file(self, path: Path, names: Iterable[str] | None = None, *, mapped: bool = True) -> None:
-        """Add tensors of a state dict that `torch.save` wrote; nothing that the file says is executed.
+        """Add tensors of a state dict that `torch.save` wrote. No code in the file is executed.
 
         Args:
-            path: must not be written to while tensors of it are `mapped`: `torch.save` cuts it first.
-            names: all unless told.
-            mapped: False reads them into memory.
+            path: The file. Do not write to it while its tensors are mapped: `torch.save` truncates it first.
+            names: The names of the tensors. Default: all.
+            mapped: Map the tensors. False reads them into memory.
 
         Raises:
-            CheckpointError: the file is damaged, holds something else than tensors by name, or lacks one of `names`.
+            CheckpointError: The file is damaged, is not a dict of tensors, or does not contain one of `names`.
         """
         from trainwright.checkpoint.interop.torch_file import read_torch_file
 
@@ -101,19 +100,18 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             found = found["state_dict"]
         if unknown or not isinstance(found, dict):
             raise CheckpointError(
-                f"{path} is no state dict of tensors by name"
-                + (f": it names {', '.join(unknown)}." if unknown else ".")
+                f"{path} is not a state dict of tensors" + (f": it contains {', '.join(unknown)}." if unknown else ".")
             )
         for name in found if names is None else names:
             if not isinstance(found.get(name), torch.Tensor):
-                raise CheckpointError(f"{path} holds no tensor {name!r}.")
+                raise CheckpointError(f"{path} does not contain the tensor {name!r}.")
             self._tensors[name] = found[name]
 
 
 def copy_stored(
     tensor: torch.Tensor, span: FileSpan | None, memo: dict[int, Any]
 ) -> tuple[torch.Tensor, FileSpan | None]:
-    """Return a deep copy of a tensor and of where it lies: what is mapped is mapped anew, and not read."""
+    """Return a deep copy of a tensor and of its location. A mapped tensor is mapped again, not read."""
     if span is None:
         return copy.deepcopy(tensor, memo), None
     twin = copy.deepcopy(span, memo)
@@ -122,29 +120,27 @@ def copy_stored(
 
 
 def _entry(entry: Any, name: str, path: Path) -> tuple[int, torch.dtype, list[int]]:
-    """Return where a tensor begins behind the header, its dtype and shape, as the header says and if that adds up."""
+    """Return the offset, dtype and shape in an entry of the header, after checking them."""
     try:
         dtype, shape = _DTYPES[entry["dtype"]], [int(size) for size in entry["shape"]]
         start, end = (int(offset) for offset in entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the entry of {name!r} cannot be read: {error!r}.") from error
     if start < 0 or min(shape, default=0) < 0 or end - start != torch.Size(shape).numel() * dtype.itemsize:
-        raise CheckpointError(f"{path}: {name!r} has {end - start} bytes, which {dtype} {shape} does not need.")
+        raise CheckpointError(f"{path}: {name!r} has {end - start} bytes, which does not match {dtype} {shape}.")
     return start, dtype, shape
 
 
 def read_checkpoint(checkpoint: Path) -> StoredWeights:
-    """Find the weights that a path stands for.
+    """Map the weights of a checkpoint. Reads only the headers of its files.
 
     Args:
-        checkpoint: a file of weights, an index (`*.index.json`, or JSON of names and files), or a folder with either.
-            In a folder an index comes first, safetensors before others; a checkpoint of ours has them in `model/`.
-
-    Returns:
-        Its weights, mapped; the headers of its files are read, and nothing else.
+        checkpoint: A file of weights, an index (`*.index.json`, or JSON of names and files), or a folder with either.
+            In a folder, an index is preferred to a file and safetensors to other formats. A checkpoint of the Trainer
+            has its weights in `model/`.
 
     Raises:
-        CheckpointError: nothing is found, a file is missing, damaged or cut short, or an index points outside its
+        CheckpointError: There are no weights, a file is missing, damaged or truncated, or an index points outside its
             folder.
     """
     weights = StoredWeights()
@@ -161,18 +157,18 @@ def _find(checkpoint: Path) -> Path:
     if checkpoint.is_file():
         return checkpoint
     if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint} is neither a file nor a folder; it cannot be loaded.")
+        raise CheckpointError(f"{checkpoint} is neither a file nor a folder. Check the path.")
     indexes = sorted(
         checkpoint.glob(f"*{_INDEX_SUFFIX}"), key=lambda path: (".safetensors." not in path.name, path.name)
     )
     plain = checkpoint / "index.json"
-    if not indexes and plain.is_file() and not _is_of_offload(plain):
+    if not indexes and plain.is_file() and not _is_offload_index(plain):
         return plain
     if indexes:
         kinds = [path for path in indexes if (".safetensors." in path.name) == (".safetensors." in indexes[0].name)]
         if len(kinds) > 1:
             names = ", ".join(path.name for path in kinds)
-            raise CheckpointError(f"{checkpoint} holds several indexes: {names}. Name the one to load.")
+            raise CheckpointError(f"{checkpoint} contains several indexes: {names}. Pass the path of the one to load.")
         return indexes[0]
     for name in _SINGLE_FILES:
         if (checkpoint / name).is_file():
@@ -183,21 +179,23 @@ def _find(checkpoint: Path) -> Path:
         found = sorted(checkpoint.glob(f"*{suffix}"))
         if len(found) == 1 and shards_of(found[0]) > 1:
             raise CheckpointError(
-                f"{checkpoint} holds one of {shards_of(found[0])} shards, {found[0].name}, and no index that names the "
-                "others. It is not complete."
+                f"{checkpoint} is incomplete: it contains one of {shards_of(found[0])} shards, {found[0].name}, and no "
+                "index of the others. Copy the missing files."
             )
         if len(found) == 1:
             return found[0]
         if found:
             names = ", ".join(path.name for path in found)
-            raise CheckpointError(f"{checkpoint} holds {names} and no index that says which to load. Name the file.")
-    if (checkpoint / "model").is_dir():  # of a checkpoint of ours
+            raise CheckpointError(f"{checkpoint} contains {names} and no index. Pass the path of the file to load.")
+    if (checkpoint / "model").is_dir():  # a checkpoint of the Trainer
         return _find(checkpoint / "model")
-    raise CheckpointError(f"{checkpoint} holds no weights: no index and no {', '.join(_SUFFIXES)} file.")
+    raise CheckpointError(
+        f"{checkpoint} contains no weights: no index and no {', '.join(_SUFFIXES)} file. Pass another path."
+    )
 
 
-def _is_of_offload(path: Path) -> bool:
-    """Tell whether an `index.json` is that of an offload folder, which may be the checkpoint's own."""
+def _is_offload_index(path: Path) -> bool:
+    """Return whether an `index.json` belongs to offloaded weights, which may be in the checkpoint's folder."""
     index = read_json(path)
     entries = list(index.values()) if isinstance(index, dict) else []
     return bool(entries) and all(isinstance(entry, dict) and "dtype" in entry and "shape" in entry for entry in entries)
@@ -212,25 +210,27 @@ def _add_indexed(weights: StoredWeights, path: Path) -> None:
         metadata = index.get("metadata")
         notes = metadata.get("trainwright", {}) if isinstance(metadata, dict) else {}
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{path} is no index: expected an object of names and files, or one as its weight_map.")
+        raise CheckpointError(
+            f"{path} is not an index of weights: expected an object of names and files, or one as its weight_map."
+        )
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         by_file.setdefault(check_relative(file, str(path)), []).append(name)
     for file, names in by_file.items():
         if not (path.parent / file).is_file():
-            raise CheckpointError(f"{path} names the file {file!r}, which is missing.")
+            raise CheckpointError(f"{path} lists the file {file!r}, which is missing.")
         _add_file(weights, path.parent / file, names)
     _add_notes(weights, notes, path)
 
 
 def _add_notes(weights: StoredWeights, notes: Mapping[str, Any], path: Path) -> None:
-    """Apply what a checkpoint of ours says beside the layout: dtypes that safetensors lacks, and tied names."""
+    """Apply the entries that this package adds to an index: dtypes that safetensors lacks, and tied names."""
     for name, dtype in dict(notes.get("dtypes", {})).items():
         if name in weights:
             weights.add(name, from_storable(weights[name], dtype))
     for name, same in dict(notes.get("tied", {})).items():
         if same not in weights:
-            raise CheckpointError(f"{path} ties {name!r} to {same!r}, which it does not hold.")
+            raise CheckpointError(f"{path} ties {name!r} to {same!r}, which it does not contain.")
         weights.add_alias(name, same)
 
 

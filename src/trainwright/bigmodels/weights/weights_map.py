@@ -57,7 +57,7 @@ def offload_weight(
 
 
 def _write_beside(weight: torch.Tensor, name: str, folder: Path) -> tuple[Path, Path]:
-    """Write a tensor under a temporary name; return that and the final one."""
+    """Write a tensor to a temporary file. Return its path and the final one."""
     if weight.is_meta:
         raise CheckpointError(f"{name!r} is on the meta device: it has no values that could be written.")
     target = folder / (check_relative(name, "the model") + _SUFFIX)
@@ -82,7 +82,7 @@ def _write_bytes(target: Path, content: bytes | memoryview) -> Path:
 
 
 def _write_index_beside(index: Index, folder: Path) -> tuple[Path, Path]:
-    """Write an index under a temporary name; return that and the final one."""
+    """Write an index to a temporary file. Return its path and the final one."""
     return _write_bytes(folder / INDEX, json.dumps(index, indent=2).encode()), folder / INDEX
 
 
@@ -146,12 +146,12 @@ def offload_state_dict(
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     there = new_folders[-1].parent if new_folders else folder
     if not there.is_dir():
-        raise CheckpointError(f"weights cannot be offloaded to {folder}: {there} is a file. Name a folder.")
+        raise CheckpointError(f"weights cannot be offloaded to {folder}: {there} is a file. Pass a folder.")
     need = sum(tensor.nbytes for tensor in state_dict.values())
     if need > _free_bytes(there):
         raise CheckpointError(
-            f"offloading to {folder} needs {need} bytes and the disk has {_free_bytes(there)} free. Free some, name "
-            "another folder, or leave more of the model on the devices and the CPU."
+            f"offloading to {folder} needs {need} bytes and the disk has {_free_bytes(there)} free. Free space, use "
+            "another folder, or offload less of the model."
         )
     index = read_offload_index(folder)
     written: list[tuple[Path, Path]] = []
@@ -185,7 +185,9 @@ def read_offload_index(folder: PathLike) -> Index:
         return {}
     index = read_json(path)
     if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
-        raise CheckpointError(f"{path} is no index of offloaded weights: expected an entry of dtype and shape by name.")
+        raise CheckpointError(
+            f"{path} is not an index of offloaded weights: expected an entry with dtype and shape for each name."
+        )
     return index
 
 
@@ -266,7 +268,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         file = entry.get("safetensors_file")
         if file is None:
             if self.save_folder is None:
-                raise CheckpointError(f"the index says that {name!r} lies in a folder, and no save_folder was given.")
+                raise CheckpointError(
+                    f"the index has no file for {name!r}. Pass the folder of its weights (save_folder)."
+                )
             return _mapped(Path(self.save_folder) / (check_relative(name, "the index") + _SUFFIX), entry)
         stored = self._files.get(file)
         if stored is None:
@@ -274,14 +278,14 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             stored.add_safetensors(Path(file))
         inner = entry.get("weight_name", name)
         if inner not in stored:
-            raise CheckpointError(f"{file} holds no tensor {inner!r}, which the index says it does.")
+            raise CheckpointError(f"{file} does not contain {inner!r}, which is listed in the index.")
         tensor, span = stored[inner], stored.locate(inner)
         dtype = getattr(torch, str(entry.get("dtype")), tensor.dtype)
         return (tensor, span) if dtype == tensor.dtype else (tensor.to(dtype), None)
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """A mapping with the names of one module: a look-up adds `prefix` to the name, and only such names are listed.
+    """A view of a mapping with the entries of one module. `prefix` is added to each name in a lookup.
 
     Args:
         dataset: The mapping of the full model.
