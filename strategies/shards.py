@@ -8,9 +8,12 @@ layer whose blocks are split one by one, is not one block of the whole but sever
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -86,10 +89,14 @@ def _read(saved: SavedTensor, like: DTensor) -> torch.Tensor:
     return found
 
 
-def boxes_of(tensor: DTensor) -> list[tuple[Box, tuple[slice, ...]]]:
-    """Return which blocks of the whole this rank holds, each with its place in the piece. Not collective."""
+def boxes_of(tensor: DTensor, rank: Sequence[int] | None = None) -> list[tuple[Box, tuple[slice, ...]]]:
+    """Return which blocks of the full tensor a rank holds, each with its place in the rank's part. Not collective.
+
+    Args:
+        rank: Its coordinates in the tensor's mesh. Default: None, which is this rank.
+    """
     by_dim = []
-    for runs in _runs(tensor):
+    for runs in _runs(tensor, rank):
         stops = itertools.accumulate(length for _, length in runs)
         by_dim.append([(run, slice(stop - run[1], stop)) for run, stop in zip(runs, stops, strict=True)])
     return [
@@ -182,14 +189,16 @@ def _is_cut_twice(tensor: DTensor) -> bool:
     return any(isinstance(placement, _StridedShard) for placement in tensor.placements[:-1])
 
 
-def _runs(tensor: DTensor) -> list[list[Run]]:
-    """Return for each dimension which indices of the whole this rank holds, in the order of its piece."""
+def _runs(tensor: DTensor, rank: Sequence[int] | None = None) -> list[list[Run]]:
+    """Return for each dimension which indices of the full tensor a rank holds, in the order of its part."""
+    mesh = tensor.device_mesh
+    here = rank or [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
     found = [[(0, size)] for size in tensor.shape]
     axes = list(enumerate(tensor.placements))
     for axis, placement in reversed(axes) if _is_cut_twice(tensor) else axes:
         if _is_cut(placement):
-            mesh, dim, blocks = tensor.device_mesh, placement.dim, _blocks(tensor, axis)
-            found[dim] = _cut(found[dim], blocks, mesh.size(axis), mesh.get_local_rank(axis))
+            dim, blocks = placement.dim, _blocks(tensor, axis)
+            found[dim] = _cut(found[dim], blocks, mesh.size(axis), here[axis])
     return found
 
 
@@ -224,19 +233,25 @@ def _chunk(runs: list[Run], num: int, which: int) -> list[Run]:
 
 
 def _joined(tensor: DTensor) -> torch.Tensor:
-    """Return a tensor whole that was cut twice: what torch 2.13 joins wrongly where blocks were cut. Collective."""
-    mesh, names, last = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or (), len(tensor.placements) - 1
-    shape = list(tensor.shape)
-    outer = tensor.placements[last]
-    if _is_cut(outer):
-        shape[outer.dim] //= mesh.size(last)  # only what is divisible is cut first
-    found = tensor.to_local()
-    for axis, placement in enumerate(tensor.placements[:-1]):
+    """Return a tensor that was cut twice in full; torch 2.13 joins uneven parts and blocks wrongly. Collective."""
+    mesh, local = tensor.device_mesh, tensor.to_local()
+    ranks = [range(mesh.size(axis)) if _is_cut(p) else [0] for axis, p in enumerate(tensor.placements)]
+    boxes = {rank: boxes_of(tensor, rank) for rank in itertools.product(*ranks)}
+    shapes = {
+        rank: [max(place[dim].stop for _, place in of) for dim in range(tensor.dim())] for rank, of in boxes.items()
+    }
+    found = local.new_zeros(max(map(math.prod, shapes.values())))
+    found[: local.numel()] = local.flatten()
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
         if _is_cut(placement):
-            found = _join(found, mesh[names[axis]], Shard(placement.dim), torch.Size(shape))
-    return _join(found, mesh[names[last]], outer, tensor.shape)
-
-
-def _join(piece: torch.Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> torch.Tensor:
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(piece, mesh, [placement], run_check=False, shape=shape, stride=stride).full_tensor()
+            parts = [torch.empty_like(found) for _ in range(mesh.size(axis))]
+            dist.all_gather(parts, found, group=mesh.get_group(axis))
+            found = torch.stack(parts)
+        else:
+            found = found.unsqueeze(0)
+    full = local.new_empty(tensor.shape)
+    for rank, shape in shapes.items():
+        part = found[rank][: math.prod(shape)].view(shape)
+        for box, place in boxes[rank]:
+            full[tuple(slice(i, i + n) for i, n in zip(box.offsets, box.lengths, strict=True))] = part[place]
+    return full

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.pieces import Pieces, whole_region
 from trainwright.core.names.hidden_names import plain_name
-from trainwright.core.tree import map_tensors
+from trainwright.core.tree import iterate_tensors, map_tensors
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.fsdp.state import ShardedState, forget_one_by_one
 from trainwright.strategies.megatron.staged_model import Wire
@@ -72,23 +72,32 @@ class PipelineState(ShardedState):
 
     def in_pieces(self, tree: Any) -> Any:
         model, optimizers = tree
-        model = {name: self._piece(value, name) for name, value in model.items()}
-        optimizers = [
-            {**one, "state": {name: self._piece(held, name) for name, held in one["state"].items()}}
+        named = [*model.items(), *(item for one in optimizers for item in one["state"].items())]
+        # Of a tied weight, one stage saves its parts.
+        here = [
+            tensor
+            for name, held in named
+            for tensor in iterate_tensors(held)
+            if isinstance(tensor, DTensor) and not self._is_elsewhere(name)
+        ]
+        known = dict(zip(map(id, here), super().in_pieces(here), strict=True))
+        states = [
+            {**one, "state": {name: self._piece(held, name, known) for name, held in one["state"].items()}}
             for one in optimizers
         ]
-        return super().in_pieces((model, optimizers))
+        return {name: self._piece(value, name, known) for name, value in model.items()}, states
 
-    def _piece(self, tree: object, name: str) -> Any:
+    def _piece(self, tree: object, name: str, known: dict[int, Any]) -> Any:
         if plain_name(name) not in self._owners:
             return tree
         is_ours = self._is_first and not self._is_elsewhere(name)
 
         def piece(tensor: torch.Tensor) -> Any:
-            if isinstance(tensor, DTensor):
-                return tensor
-            shape = tuple(tensor.shape)
-            return Pieces(shape, tensor.dtype, ((whole_region(shape), tensor.detach()),) if is_ours else ())
+            if id(tensor) not in known:  # names of a tied weight have the same `Pieces`, on every rank
+                shape = tuple(tensor.shape)
+                held = ((whole_region(shape), tensor.detach()),) if is_ours else ()
+                known[id(tensor)] = Pieces(shape, tensor.dtype, held)
+            return known[id(tensor)]
 
         return map_tensors(piece, tree)
 

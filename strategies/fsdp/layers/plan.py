@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from trainwright.core.errors import ConfigurationError, nearest
@@ -164,7 +164,7 @@ class SplitLayers:
 
 
 def _narrower(parameter: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
-    shape = [size // ranks if i == dim else size for i, size in enumerate(parameter.shape)]
+    shape = [-(-size // ranks) if i == dim else size for i, size in enumerate(parameter.shape)]
     return nn.Parameter(torch.empty_like(parameter, memory_format=torch.contiguous_format).new_empty(shape))
 
 
@@ -234,7 +234,7 @@ def _check_width(name: str, module: nn.Module, style: ParallelStyle, ranks: int)
             "only linear layers, embeddings and Conv1D can be split so."
         )
     width = module.get_parameter("weight").shape[dim]
-    if width % (blocks * ranks):
+    if width % (blocks * ranks) and not _may_be_uneven(style):
         of = f" of {blocks} blocks" if blocks > 1 else ""
         raise ConfigurationError(
             f"{name}: its width {width}{of} is not divisible by tp={ranks}. Use a width that is a multiple of "
@@ -245,6 +245,12 @@ def _check_width(name: str, module: nn.Module, style: ParallelStyle, ranks: int)
             f"{name}: its width of {width} is {width // ranks} on each of tp={ranks} ranks, and products in fp8 need "
             f"multiples of {MULTIPLE}. Leave it in bf16 with Fp8(skip={name!r}), or use a smaller tp."
         )
+
+
+def _may_be_uneven(style: ParallelStyle) -> bool:
+    """Return whether ranks may have different numbers of rows of a weight: of a vocabulary, whose outputs are full."""
+    gathers = isinstance(style, ColwiseParallel) and style.output_layouts == (Replicate(),)
+    return gathers or isinstance(style, (SplitEmbedding, SplitParameters))
 
 
 def _cut_dims(module: nn.Module, style: ParallelStyle) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.fsdp.layers.plan import GivenPlan, Plan, SplitLayers, need_divisible, starred, with_stars
 from trainwright.strategies.fsdp.layers.styles import (
     DivideAttributes,
@@ -36,8 +36,8 @@ def ready_plan(
 ) -> dict[str, Any]:
     """Return the plan for a model of transformers: Llama, Mistral, Qwen 2 and 3, GPT-2, BERT or T5, with any head.
 
-    Heads, feed-forward layers, embeddings and the language head are split. A vocabulary that `tp` does not divide stays
-    whole on every rank, with a warning.
+    Heads, feed-forward layers, embeddings and the language head are split. Ranks may hold parts of the vocabulary
+    of unequal size.
 
     Args:
         model: for example a `LlamaForCausalLM` or a `GPT2Model`.
@@ -303,20 +303,11 @@ def _ends(
 ) -> dict[str, Any]:
     """Return what becomes of the embedding and of the layer that makes logits."""
     layouts = Shard(1) if sequence_parallel else None
-    if config.vocab_size % tp:
-        advice = f"model.resize_token_embeddings(pad_to_multiple_of={tp})"
-        if loss_parallel or sequence_parallel:
-            raise ConfigurationError(
-                f"vocab_size={config.vocab_size} is not divisible by tp={tp}, which sequence_parallel and "
-                f"loss_parallel need. Call {advice}."
-            )
-        warnings.warn(
-            f"vocab_size={config.vocab_size} is not divisible by tp={tp}: the embedding and the logits' layer stay "
-            f"whole on every rank. To split them, call {advice}.",
-            TrainwrightWarning,
-            stacklevel=2,
+    if loss_parallel and config.vocab_size % tp:
+        raise ConfigurationError(
+            f"vocab_size={config.vocab_size} is not divisible by tp={tp}, which loss_parallel needs. Call "
+            f"model.resize_token_embeddings(pad_to_multiple_of={tp})."
         )
-        return {}
     plan: dict[str, Any] = {embedding: "embedding"}
     if head is not None and loss_parallel:
         plan[head] = LossParallel(input_layouts=layouts)

@@ -116,8 +116,8 @@ class SplitEmbedding(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)  # checked with the plan
         _split_parameter(module, "weight", device_mesh, Shard(0))
-        num = module.num_embeddings // device_mesh.size()
-        first = num * device_mesh.get_local_rank()
+        first = -(-module.num_embeddings // device_mesh.size()) * device_mesh.get_local_rank()
+        num = len(_local(module.weight))
         padding = None if module.padding_idx is None else module.padding_idx - first
         padding = padding if padding is not None and 0 <= padding < num else None
 
