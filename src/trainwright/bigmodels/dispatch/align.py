@@ -14,7 +14,7 @@ from torch import nn
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, hooks_of
 from trainwright.bigmodels.weights.mapped_file import FileSpan, MappedFile, load_spans
 from trainwright.bigmodels.weights.moving import Device, find_device, move_inputs, to_device
-from trainwright.bigmodels.weights.placeholders import guard, without_guard
+from trainwright.bigmodels.weights.offloaded_parameters import guard, without_guard
 from trainwright.bigmodels.weights.slots import Slot, owner_of, place, put, tensors_of
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.core.errors import CheckpointError, ConfigurationError

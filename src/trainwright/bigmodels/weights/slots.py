@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from trainwright.bigmodels.weights.placeholders import OffloadedParameter, unguard
+from trainwright.bigmodels.weights.offloaded_parameters import OffloadedParameter, unguard
 
 _META = torch.device("meta")
 
