@@ -63,6 +63,8 @@ class Fp8(Precision):
     def __post_init__(self) -> None:
         if isinstance(self.skip, str):
             object.__setattr__(self, "skip", (self.skip,))
+        if self.min_features < 0:
+            raise ConfigurationError(f"min_features={self.min_features}: write a number of features, 0 or more.")
         if isinstance(self.recipe, str) and self.recipe not in _RECIPES:
             raise ConfigurationError(
                 f"recipe={self.recipe!r} is unknown.{nearest(self.recipe, _RECIPES)} Known: {', '.join(_RECIPES)}."

@@ -18,7 +18,7 @@ from torch.nn import functional
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from trainwright import Accelerator
 from trainwright.checkpoint import load_named_optimizer_state, named_optimizer_state
-from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError
+from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.optimizers import LowRankAdamW, create_optimizer, optimizer_names
 from trainwright.strategies.offload.training import OffloadStrategy
@@ -208,6 +208,11 @@ def test_low_rank_states_have_the_rank_and_the_step_of_its_definition() -> None:
 def test_a_wrong_name_option_or_parameter_is_an_error(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         create_optimizer(name, nn.Linear(3, 3).parameters(), **options)
+
+
+def test_stochastic_rounding_of_float32_weights_is_a_warning() -> None:
+    with pytest.warns(TrainwrightWarning, match="rounds weights in bfloat16, and no parameter is"):
+        create_optimizer("adamw_8bit", nn.Linear(3, 3).parameters(), bf16_stochastic_round=True)
 
 
 @pytest.mark.parametrize(("name", "package"), [("adamw_8bit", "torchao"), ("adamw_bnb_8bit", "bitsandbytes")])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from trainwright.core.errors import ConfigurationError, nearest, require_package, unknown
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest, require_package, unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,13 @@ def create_optimizer(
     groups = list(params)
     if name == "muon":
         _check_matrices(groups)
+    if options.get(_STOCHASTIC_ROUNDING) and not any(p.dtype is torch.bfloat16 for p in _parameters(groups)):
+        warnings.warn(
+            f"{_STOCHASTIC_ROUNDING}=True rounds weights in bfloat16, and no parameter is. Train with "
+            "precision='bf16-true', or remove the option.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
     created: Optimizer = kind(groups, **options)
     return created
 
@@ -96,12 +104,16 @@ def _check_options(name: str, kind: Any, options: dict[str, Any]) -> None:
             )
 
 
-def _check_matrices(groups: list[Any]) -> None:
+def _parameters(groups: list[Any]) -> Iterator[torch.Tensor]:
     for group in groups:
         members = group["params"] if isinstance(group, dict) else [group]
-        for parameter in [members] if isinstance(members, torch.Tensor) else members:
-            if parameter.dim() != 2:
-                raise ConfigurationError(
-                    f"The optimizer 'muon' takes matrices, and one parameter has the shape {tuple(parameter.shape)}. "
-                    "Give it parameters with p.dim() == 2, and the others to a second optimizer, such as 'adamw'."
-                )
+        yield from [members] if isinstance(members, torch.Tensor) else members
+
+
+def _check_matrices(groups: list[Any]) -> None:
+    for parameter in _parameters(groups):
+        if parameter.dim() != 2:
+            raise ConfigurationError(
+                f"The optimizer 'muon' takes matrices, and one parameter has the shape {tuple(parameter.shape)}. "
+                "Give it parameters with p.dim() == 2, and the others to a second optimizer, such as 'adamw'."
+            )

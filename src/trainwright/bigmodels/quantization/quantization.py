@@ -120,6 +120,11 @@ class TorchaoQuantizationConfig:
                 f"quant_type={self.quant_type!r} is unknown.{nearest(self.quant_type, TORCHAO_TYPES)} Expected one of "
                 f"{', '.join(map(repr, TORCHAO_TYPES))}."
             )
+        if self.group_size != 128 and self.quant_type != "int4_weight_only":
+            raise ConfigurationError(
+                f"group_size={self.group_size} is of quant_type='int4_weight_only'; {self.quant_type!r} has a scale "
+                "for each row. Remove it."
+            )
         if self.torch_dtype is not None:
             self.torch_dtype = _to_dtype("torch_dtype", self.torch_dtype)
         _check_names(self)
