@@ -257,7 +257,7 @@ def test_a_damaged_index_is_an_error(text: str, memory: str) -> None:
 def test_an_index_that_names_something_elsewhere_is_refused(name: str, memory: str) -> None:
     item = {"name": name, "step": 1, "created": "", "kind": "full"}
     _change(f"{memory}/index.mine.json", json.dumps({"format_version": 1, "checkpoints": [item]}).encode())
-    with pytest.raises(CheckpointError, match="refused"):
+    with pytest.raises(CheckpointError, match="its folder"):
         RemoteIndex(memory, run="mine")
 
 

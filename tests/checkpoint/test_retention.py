@@ -201,7 +201,7 @@ def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, name
         ("{", "not readable JSON"),
         ("[]", "expected a JSON object"),
         ('{"format_version": 1}', "is damaged"),
-        ('{"format_version": 1, "checkpoints": [], "checkpoints": []}', "stands twice"),
+        ('{"format_version": 1, "checkpoints": [], "checkpoints": []}', "twice"),
         ('{"format_version": 1, "checkpoints": [{"name": "a"}]}', "is damaged"),
         (
             '{"format_version": 1, "checkpoints": [{"name": "a", "step": 1, "created": "", "kind": "x", "run": "", '

@@ -37,7 +37,7 @@ def test_one_that_cannot_be_judged_is_damaged(tmp_path: Path) -> None:
         raise CheckpointError("its trainer part makes no sense")
 
     write_small(tmp_path, 1, "only")
-    with pytest.warns(TrainwrightWarning, match="passing over the damaged checkpoint .*only: its trainer part"):
+    with pytest.warns(TrainwrightWarning, match="skipping the damaged checkpoint .*only: its trainer part"):
         assert RunFolder(tmp_path).newest(accepts=refuse) is None
     with pytest.raises(CheckpointError, match="on_damaged='fall_back'"):
         RunFolder(tmp_path).newest(accepts=refuse, on_damaged="error")

@@ -79,7 +79,7 @@ def resume(run: Path, ckpt_path: Any, task: RegressionTask | None = None, **argu
 
 def test_last_falls_back_to_the_newest_whole_checkpoint_and_says_so(run: Path) -> None:
     damage(run / "checkpoints" / "2")
-    with pytest.warns(TrainwrightWarning, match="passing over the damaged checkpoint .*/2"):
+    with pytest.warns(TrainwrightWarning, match="skipping the damaged checkpoint .*/2"):
         assert resume(run, "last")[0] == 9
 
 

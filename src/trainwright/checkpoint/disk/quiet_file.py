@@ -1,4 +1,4 @@
-"""Files written in the background of a training: with O_DIRECT where possible, and hashed by a low-priority thread."""
+"""Files written in the background of training: with O_DIRECT if possible, and hashed by a low-priority thread."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from trainwright.checkpoint.disk.quiet_thread import QuietThread
 
 
 class QuietFile(HashingFile):
-    """A `HashingFile` whose bytes stay in memory until it is closed; `quiet` hashes them and writes to the page cache.
+    """A `HashingFile` that uses little processor time. Written data must stay in memory until the file is closed.
 
-    Writing through the page cache takes processor time that the training needs. Large files are therefore written with
-    `O_DIRECT`, in about a tenth of that time, where address, position and length are multiples of a disk block and the
-    system allows it.
+    The thread `quiet` hashes the data. Large files are written with `O_DIRECT`, which takes about a tenth of the
+    processor time of the page cache, if the system supports it. It needs addresses, offsets and lengths that are
+    multiples of a disk block. `quiet` writes other data through the page cache.
     """
 
     def __init__(self, path: Path, *, size: int, quiet: QuietThread) -> None:
@@ -56,10 +56,10 @@ class QuietFile(HashingFile):
             if self._direct is None:
                 self._quiet.put(rest)
             else:
-                rest()  # the header, and what is left of a block at the end
+                rest()  # the header, or the incomplete block at the end
 
     def _write_direct(self, piece: memoryview, position: int) -> int:
-        """Write whole disk blocks; returns how many bytes that were, none if the system refuses."""
+        """Write complete disk blocks with O_DIRECT; return the number of bytes, which is 0 if that is impossible."""
         count = len(piece) - len(piece) % DISK_BLOCK_BYTES
         aligned = position % DISK_BLOCK_BYTES == 0 and _address(piece) % DISK_BLOCK_BYTES == 0
         if self._direct is None or not count or not aligned:
@@ -70,7 +70,7 @@ class QuietFile(HashingFile):
                 while written < count:
                     more = os.pwrite(self._direct, piece[written:count], position + written)
                     written += more
-                    if more % DISK_BLOCK_BYTES:  # the disk's end, perhaps: the rest tells, through the page cache
+                    if more % DISK_BLOCK_BYTES:  # the disk may be full: the page cache reports it
                         break
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
@@ -83,19 +83,19 @@ class QuietFile(HashingFile):
     def _write_cached(self, piece: memoryview, position: int) -> None:
         written = 0
         with naming(self.path):
-            while written < len(piece):  # a raw file may take less than it is given
+            while written < len(piece):  # an unbuffered write may be partial
                 if hasattr(os, "pwrite"):
                     written += os.pwrite(self._file.fileno(), piece[written:], position + written)
-                else:  # nothing is written directly there, and so everything in order
+                else:  # Windows has no O_DIRECT either, so that all writes are in order
                     written += self._file.write(piece[written:])
-        # On Linux this starts the writing to the disk, see `HashingFile`.
+        # On Linux this starts writing to the disk, see `HashingFile`.
         if self._direct is None and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._file.fileno(), position, len(piece), os.POSIX_FADV_DONTNEED)
         fault_point("write", self.path)
 
     def sync(self) -> None:
-        """Wait until the file's bytes are on the disk. Its name is there once its folder has been synced."""
+        """Wait until the file's bytes are on the disk. Its name is on the disk once its folder has been synced."""
         if self._direct is None:
             self._quiet.finish()
         super().sync()
@@ -111,7 +111,7 @@ class QuietFile(HashingFile):
                     self._quiet.finish()
                     self.finish()
             finally:
-                self._quiet.drop()  # after an error: nothing may be written any more
+                self._quiet.drop()  # after an error, write nothing more
                 self._close_direct()
 
     def _close_direct(self) -> None:
@@ -121,7 +121,7 @@ class QuietFile(HashingFile):
 
 
 def _open_direct(path: Path) -> int | None:
-    """Open a file for writing past the page cache; None where that is not possible."""
+    """Open a file for writing with O_DIRECT. Return None if the system does not support that."""
     if not hasattr(os, "O_DIRECT") or not hasattr(os, "pwrite"):
         return None
     try:
