@@ -32,9 +32,7 @@ def load_json(data: bytes, origin: str) -> Any:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise CheckpointError(
-                    f"{origin}: an object has the key {key!r} twice. Use another file."
-                )
+                raise CheckpointError(f"{origin}: an object has the key {key!r} twice. Use another file.")
             found[key] = value
         return found
 
@@ -79,9 +77,7 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
-            raise CheckpointError(
-                f"{path} has {size} bytes, the limit is {max_bytes}. It is damaged or not ours."
-            )
+            raise CheckpointError(f"{path} has {size} bytes, the limit is {max_bytes}. It is damaged or not ours.")
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise CheckpointError(f"{path} is longer than the limit of {max_bytes} bytes. It is damaged or not ours.")
