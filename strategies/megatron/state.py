@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.format.pieces import Pieces, whole_region
+from trainwright.checkpoint.format.regions import Pieces, full_region
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import map_tensors
 from trainwright.processes.process_group import Processes
@@ -88,7 +88,7 @@ class PipelineState(ShardedState):
             if isinstance(tensor, DTensor):
                 return tensor
             shape = tuple(tensor.shape)
-            return Pieces(shape, tensor.dtype, ((whole_region(shape), tensor.detach()),) if is_ours else ())
+            return Pieces(shape, tensor.dtype, ((full_region(shape), tensor.detach()),) if is_ours else ())
 
         return map_tensors(piece, tree)
 

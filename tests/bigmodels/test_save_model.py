@@ -352,7 +352,7 @@ def test_a_disk_that_fills_up_leaves_the_folder_as_it_was(safe: bool, tmp_path: 
     save_model(make_net(), tmp_path)
     before = tree_of(tmp_path)
     for folder in (tmp_path, tmp_path / "new"):
-        with files_end_at(600), pytest.raises(CheckpointError, match=r"File too large. It is as before"):
+        with files_end_at(600), pytest.raises(CheckpointError, match=r"File too large. The folder is unchanged"):
             save_model(make_net(), folder, 2000, safe)
     assert tree_of(tmp_path) == before
 

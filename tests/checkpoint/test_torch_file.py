@@ -205,7 +205,7 @@ def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
 
 
 def test_a_storage_that_is_not_in_the_archive_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not made as torch"):
+    with pytest.raises(CheckpointError, match="not a valid file of torch"):
         read_torch_file(_rewritten(tmp_path / "x.pt", _tensor_pickle(0, (1,), (1,), 4)))
 
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.disk.host_buffers import HostBuffers
 from trainwright.checkpoint.disk.host_copies import LaterCopy
-from trainwright.checkpoint.disk.planned_file import QUIET_FROM_BYTES
-from trainwright.checkpoint.disk.quiet_thread import Preparation, QuietThread
+from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread, Preparation
+from trainwright.checkpoint.disk.planned_file import LOW_PRIORITY_FROM_BYTES
 from trainwright.checkpoint.format.layout import Snapshot
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES
 from trainwright.checkpoint.format.writer import Contents, check_target, plain_metrics, plan_checkpoint, write_contents
@@ -31,7 +31,7 @@ Then = Callable[[Path], None]
 class Write(Protocol):
     """A function that writes a checkpoint from the staged copies."""
 
-    def __call__(self, *, quiet: QuietThread) -> Any:
+    def __call__(self, *, quiet: LowPriorityThread) -> Any:
         """Write it. `quiet` does the heavy work."""
 
 
@@ -70,7 +70,7 @@ class AsyncWriter:
         self._lock = threading.Lock()  # protects `_jobs`, `_thread`, `_quiet` and `_error`
         self._jobs: deque[_Job] = deque()
         self._thread: threading.Thread | None = None  # None: no job is being written
-        self._quiet = QuietThread()  # does heavy work for that thread
+        self._quiet = LowPriorityThread()  # does heavy work for that thread
         self._preparation: Preparation | None = None
         self._error: CheckpointError | None = None
         self._dropped = threading.Event()  # set: the interpreter may exit before the thread ends
@@ -90,7 +90,7 @@ class AsyncWriter:
 
     def prepare(self, num_bytes: int) -> None:
         """Allocate host memory for a first save of about `num_bytes` in a thread. Does not block."""
-        if self._contents is not None or num_bytes < QUIET_FROM_BYTES:
+        if self._contents is not None or num_bytes < LOW_PRIORITY_FROM_BYTES:
             return
         self._end_preparation()
         self.buffers.reserve(num_bytes)
@@ -238,8 +238,8 @@ class AsyncWriter:
                 raise error
             if self._thread is None:
                 # Started here, since no thread can be started once the interpreter is exiting.
-                self._quiet = quiet = QuietThread()
-                if self._staged_bytes() >= QUIET_FROM_BYTES:
+                self._quiet = quiet = LowPriorityThread()
+                if self._staged_bytes() >= LOW_PRIORITY_FROM_BYTES:
                     quiet.start()
                 self._dropped = dropped = threading.Event()
                 name = "trainwright-checkpoint"
@@ -253,7 +253,7 @@ class AsyncWriter:
     def _staged_bytes(self) -> int:
         return 0 if self._contents is None else sum(file.num_tensor_bytes for file in self._contents.files)
 
-    def _run(self, quiet: QuietThread) -> None:
+    def _run(self, quiet: LowPriorityThread) -> None:
         try:
             while (job := self._next_job()) is not None:
                 try:
@@ -266,7 +266,7 @@ class AsyncWriter:
         finally:
             quiet.end()
 
-    def _check_copy(self, quiet: QuietThread) -> None:
+    def _check_copy(self, quiet: LowPriorityThread) -> None:
         if self._later is None:
             return
         quiet.put(self._later.finish)

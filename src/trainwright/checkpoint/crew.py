@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainwright.checkpoint.disk.durable import FileEntry
+from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
 from trainwright.checkpoint.disk.planned_file import write_files
-from trainwright.checkpoint.disk.quiet_thread import QuietThread
 from trainwright.checkpoint.disk.untrusted import check_relative
 from trainwright.checkpoint.format.writer import Contents, Draft
 from trainwright.core.errors import CheckpointError
@@ -59,7 +59,7 @@ class Crew:
         """Wait at most `seconds` from now on, since ranks may have failed. May be called from any thread."""
         self._hurry_until_s = time.monotonic() + seconds
 
-    def write_share(self, folder: Path, contents: Contents, *, quiet: QuietThread | None = None) -> None:
+    def write_share(self, folder: Path, contents: Contents, *, quiet: LowPriorityThread | None = None) -> None:
         """Write this rank's files into the folder of rank 0 and report them, or an error, to rank 0.
 
         Blocks until they are synced. Every rank except 0 calls it. Not collective.
@@ -73,7 +73,7 @@ class Crew:
         except Exception as error:
             raise CheckpointError(f"rank {self.rank} cannot report its files to rank 0: {error}") from error
 
-    def write_and_publish(self, draft: Draft, contents: Contents, *, quiet: QuietThread | None = None) -> None:
+    def write_and_publish(self, draft: Draft, contents: Contents, *, quiet: LowPriorityThread | None = None) -> None:
         """Write rank 0's files, wait for the reports of the others, and publish the checkpoint. Not collective.
 
         Raises:

@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.checkpoint import Box, Region, Span
 from trainwright.checkpoint.format import pieces as module
-from trainwright.checkpoint.format.pieces import overlap
+from trainwright.checkpoint.format.regions import overlap
 from trainwright.core.errors import CheckpointError
 
 NUM = 20_000

@@ -19,8 +19,8 @@ import torch
 
 from trainwright.checkpoint.disk.durable import DIRECT_FROM_BYTES, DISK_BLOCK_BYTES
 from trainwright.checkpoint.disk.host_copies import Copy, LaterCopy, copy_now
+from trainwright.checkpoint.disk.low_priority_thread import usable_cores
 from trainwright.checkpoint.disk.planned_file import PlannedFile, flat_bytes, host_bytes
-from trainwright.checkpoint.disk.quiet_thread import usable_cores
 from trainwright.core.host.device_types import properties
 
 # Powers of two, since torch rounds the size of pinned memory up to one.

@@ -14,10 +14,10 @@ import torch
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, FileEntry, HashingFile
 
 if TYPE_CHECKING:
-    from trainwright.checkpoint.disk.quiet_thread import QuietThread
+    from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
 
 _OPEN_AT_ONCE = 64  # files; systems limit a process to some hundreds
-QUIET_FROM_BYTES = 2**20  # smaller saves do not slow training down
+LOW_PRIORITY_FROM_BYTES = 2**20  # smaller saves do not slow training down
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_files(
-    folder: Path, files: Iterable[PlannedFile], *, quiet: QuietThread | None = None
+    folder: Path, files: Iterable[PlannedFile], *, quiet: LowPriorityThread | None = None
 ) -> dict[str, FileEntry]:
     """Write files below `folder`, into existing folders, and block until they are on the disk.
 
@@ -128,13 +128,15 @@ def write_files(
     return entries
 
 
-def _write(folder: Path, planned: PlannedFile, quiet: QuietThread | None, stack: contextlib.ExitStack) -> HashingFile:
+def _write(
+    folder: Path, planned: PlannedFile, quiet: LowPriorityThread | None, stack: contextlib.ExitStack
+) -> HashingFile:
     path, size = folder / planned.path, len(planned.head) + planned.num_tensor_bytes
-    is_quiet = quiet is not None and size >= QUIET_FROM_BYTES
+    is_quiet = quiet is not None and size >= LOW_PRIORITY_FROM_BYTES
     if quiet is not None and is_quiet:
-        from trainwright.checkpoint.disk.quiet_file import QuietFile  # not needed for reading
+        from trainwright.checkpoint.disk.low_priority_file import LowPriorityFile  # not needed for reading
 
-        file: HashingFile = stack.enter_context(QuietFile(path, size=size, quiet=quiet))
+        file: HashingFile = stack.enter_context(LowPriorityFile(path, size=size, quiet=quiet))
     else:
         # size=0 hashes in this thread, since streamed chunks are overwritten.
         file = stack.enter_context(HashingFile(path, size=size if quiet is None and not planned.streamed else 0))

@@ -32,7 +32,7 @@ from trainwright.checkpoint.disk.untrusted import (
     reading,
     shortened,
 )
-from trainwright.checkpoint.format.pieces import Pieces
+from trainwright.checkpoint.format.regions import Pieces
 from trainwright.checkpoint.format.safetensors_io import (
     dtype_name,
     from_storable,
@@ -59,7 +59,7 @@ _ARRAY_KINDS = _SCALAR_KINDS + "SU"
 _ARRAY_DTYPE = re.compile(r"[<>|=]?[a-zA-Z][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Zμ]{1,7}\])?")
 
 
-FindPieces = Callable[[str, tuple[int, ...], str], torch.Tensor]
+FindShards = Callable[[str, tuple[int, ...], str], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Stores:
     """The sources of a tree's tensors: full ones by name, sharded ones by name, shape and dtype (None: no shards)."""
 
     tensors: Mapping[str, torch.Tensor]
-    pieces: FindPieces | None = None
+    pieces: FindShards | None = None
 
 
 def encode(
@@ -95,7 +95,7 @@ def encode(
     return encoder.value(tree, root, 0), encoder.tensors
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor], pieces: FindPieces | None = None) -> Any:
+def decode(value: Any, tensors: Mapping[str, torch.Tensor], pieces: FindShards | None = None) -> Any:
     """Rebuild the tree that `encode` split.
 
     Its tensors are the objects in `tensors`.
@@ -308,7 +308,7 @@ def _stored(node: Any, stores: Stores) -> torch.Tensor:
     return stores.tensors[name]
 
 
-def _decode_pieces(node: Any, stores: Stores) -> torch.Tensor:
+def _decode_shards(node: Any, stores: Stores) -> torch.Tensor:
     if stores.pieces is None:
         raise CheckpointError(f"the tensor {node['v']!r} is sharded, and its shards are missing.")
     shape = node["shape"]
@@ -375,7 +375,7 @@ def _pairs(node: Any, stores: Stores) -> dict[Any, Any]:
 
 _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
     "tensor": lambda node, stores: from_storable(_stored(node, stores), node.get("dtype")),
-    "pieces": _decode_pieces,
+    "pieces": _decode_shards,
     "ndarray": _decode_array,
     "npscalar": _decode_scalar,
     "npstr": lambda node, stores: np.str_(_decode(node["v"], stores)),
@@ -423,7 +423,7 @@ def plan_pair(stem: str, value: Any, tensors: Mapping[str, torch.Tensor]) -> lis
     return files
 
 
-def read_tree(folder: Path, stem: str, *, copy: bool = True, pieces: FindPieces | None = None) -> Any:
+def read_tree(folder: Path, stem: str, *, copy: bool = True, pieces: FindShards | None = None) -> Any:
     """Read the files of `plan_tree`. Tensors are on the CPU. `copy=False` leaves them mapped to the file."""
     path = inside(folder, f"{stem}.json", str(folder))
     if not path.is_file():

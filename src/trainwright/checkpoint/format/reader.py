@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainwright.checkpoint.disk.untrusted import reading
-from trainwright.checkpoint.format.codec import FindPieces, read_tree
+from trainwright.checkpoint.format.codec import FindShards, read_tree
 from trainwright.checkpoint.format.layout import (
     MODEL_FOLDER,
     MODEL_STEM,
@@ -29,7 +29,7 @@ from trainwright.checkpoint.format.layout import (
 )
 from trainwright.checkpoint.format.manifests import FoundCheckpoint, HashFiles, hash_files, open_checkpoint, problems_of
 from trainwright.checkpoint.format.model import read_model
-from trainwright.checkpoint.format.piece_files import RANK_STEM, PieceFiles
+from trainwright.checkpoint.format.shard_files import RANK_STEM, ShardFiles
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.state import TrainState
 from trainwright.core.tree import map_tensors
@@ -177,7 +177,7 @@ def _read_parts(
     """Return part → tree, in the format version of the checkpoint."""
     folder, parts = found.path, found.manifest.parts
     trees: dict[str, Any] = {}
-    pieces = {name: find_pieces(found, name, copy=copy_model) for name in ("optimizer", "model") if name in present}
+    pieces = {name: find_shards(found, name, copy=copy_model) for name in ("optimizer", "model") if name in present}
     if "trainer" in present:
         trees["trainer"] = read_tree(folder, TRAINER_STEM, copy=copy)
     if "optimizer" in present:
@@ -186,14 +186,14 @@ def _read_parts(
     if "rng" in present:
         trees["rng"] = [read_tree(folder, stem, copy=copy) for stem in numbered(parts["rng"].files, RNG_FOLDER, "rank")]
     if "model" in present and f"{MODEL_STEM}.json" in parts["model"].files:
-        trees["model"] = _read_model_in_pieces(folder, pieces["model"], device, copy_model)
+        trees["model"] = _read_sharded_model(folder, pieces["model"], device, copy_model)
     elif "model" in present:
         sealed = {relative.removeprefix(f"{MODEL_FOLDER}/") for relative in parts["model"].files}
         trees["model"] = read_model(folder / MODEL_FOLDER, device, copy=copy_model, files=sealed)
     return trees
 
 
-def _read_model_in_pieces(folder: Path, pieces: FindPieces | None, device: torch.device | str, copy: bool) -> Any:
+def _read_sharded_model(folder: Path, pieces: FindShards | None, device: torch.device | str, copy: bool) -> Any:
     weights = read_tree(folder, MODEL_STEM, copy=copy, pieces=pieces)
     if not isinstance(weights, dict):
         raise CheckpointError(f"{folder / MODEL_STEM}.json holds a {type(weights).__name__}, expected a dictionary.")
@@ -202,7 +202,7 @@ def _read_model_in_pieces(folder: Path, pieces: FindPieces | None, device: torch
     return map_tensors(functools.cache(lambda tensor: tensor.to(device)), weights)  # keeps tied tensors tied
 
 
-def find_pieces(found: FoundCheckpoint, part: str, *, copy: bool) -> FindPieces | None:
+def find_shards(found: FoundCheckpoint, part: str, *, copy: bool) -> FindShards | None:
     """Return a function that finds the sharded tensors of the part `"model"` or `"optimizer"` by name.
 
     Returns None if the part has none. With `copy`, tensors are assembled in memory; otherwise each is a `SavedTensor`.
@@ -210,7 +210,7 @@ def find_pieces(found: FoundCheckpoint, part: str, *, copy: bool) -> FindPieces 
     files, folder = found.manifest.parts[part].files, {"model": MODEL_FOLDER, "optimizer": OPTIMIZER_FOLDER}[part]
     if f"{folder}/{RANK_STEM}-00000.json" not in files:
         return None
-    pieces = PieceFiles(found.path, folder, files)
+    pieces = ShardFiles(found.path, folder, files)
 
     @functools.cache  # keeps tied tensors tied
     def find(name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:

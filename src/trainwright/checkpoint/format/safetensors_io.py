@@ -133,7 +133,7 @@ def plan_safetensors(
         }
         offset = end
     encoded = dump_json(header).encode()
-    # The tensors of a large file begin at a disk block, so that `QuietFile` can write them with O_DIRECT.
+    # The tensors of a large file begin at a disk block, so that `LowPriorityFile` can write them with O_DIRECT.
     alignment = DISK_BLOCK_BYTES if offset >= DIRECT_FROM_BYTES else _ALIGNMENT
     encoded += b" " * (-(len(encoded) + _LENGTH_BYTES) % alignment)
     if len(encoded) > MAX_HEADER_BYTES:

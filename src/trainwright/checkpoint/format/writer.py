@@ -24,8 +24,8 @@ from trainwright.checkpoint.disk.durable import (
     sync_new_folders,
     write_file,
 )
+from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
 from trainwright.checkpoint.disk.planned_file import PlannedFile, write_files
-from trainwright.checkpoint.disk.quiet_thread import QuietThread
 from trainwright.checkpoint.format.codec import plan_tree
 from trainwright.checkpoint.format.layout import (
     MANIFEST,
@@ -45,8 +45,8 @@ from trainwright.checkpoint.format.layout import (
     next_moment,
 )
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES, plain_names, plan_model
-from trainwright.checkpoint.format.piece_files import plan_pieces
-from trainwright.checkpoint.format.pieces import Pieces
+from trainwright.checkpoint.format.regions import Pieces
+from trainwright.checkpoint.format.shard_files import plan_shards
 from trainwright.checkpoint.format.staging import remove_folder
 from trainwright.core.errors import CheckpointError
 from trainwright.core.host.folders import held
@@ -107,14 +107,14 @@ def plan_share(snapshot: Snapshot, rank: int) -> Contents:
     if snapshot.kind == "full":
         pieces: dict[str, Pieces] = {}
         trees = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers, pieces)
-        parts["optimizer"] = [*(trees if rank == 0 else ()), *plan_pieces(OPTIMIZER_FOLDER, rank, pieces)]
+        parts["optimizer"] = [*(trees if rank == 0 else ()), *plan_shards(OPTIMIZER_FOLDER, rank, pieces)]
     if snapshot.model is not None:
         pieces = {}
         try:
             tree = plan_tree(MODEL_STEM, plain_names(snapshot.model), pieces=pieces)
         except CheckpointError as error:
             raise CheckpointError(f"model.{error}") from error
-        parts["model"] = [*(tree if rank == 0 else ()), *plan_pieces(MODEL_FOLDER, rank, pieces)]
+        parts["model"] = [*(tree if rank == 0 else ()), *plan_shards(MODEL_FOLDER, rank, pieces)]
     contents = _contents(snapshot, parts)
     contents.format_version = SHARDED_VERSION
     return contents
@@ -173,7 +173,7 @@ def write_checkpoint(
 
 
 def write_contents(
-    path: Path | str, contents: Contents, *, quiet: QuietThread | None = None, fresh: bool = False
+    path: Path | str, contents: Contents, *, quiet: LowPriorityThread | None = None, fresh: bool = False
 ) -> Path:
     """Write the result of `plan_checkpoint` like `write_checkpoint`; `quiet` is passed to `write_files`."""
     with Draft(path, fresh=fresh) as draft:
@@ -224,7 +224,7 @@ class Draft:
         for sub in self._folders(contents):
             make_folder(sub, sync=False)
 
-    def write(self, contents: Contents, *, quiet: QuietThread | None = None) -> dict[str, FileEntry]:
+    def write(self, contents: Contents, *, quiet: LowPriorityThread | None = None) -> dict[str, FileEntry]:
         """Write this process's files into the folder; return size and hash of each. Blocks until they are synced."""
         self.make_folders(contents)
         return write_files(self.folder, contents.files, quiet=quiet)

@@ -415,9 +415,7 @@ def _read_pickled(path: Path, options: ConvertOptions, notes: list[str]) -> Any:
         )
     dropped: list[str] = []
     tree = _without_unknown(tree, "", dropped)
-    notes.append(
-        f"{path.name}: skipped without reading: {', '.join(dropped[:20])}{', ...' if len(dropped) > 20 else ''}."
-    )
+    notes.append(f"{path.name}: skipped: {', '.join(dropped[:20])}{', ...' if len(dropped) > 20 else ''}.")
     return tree
 
 

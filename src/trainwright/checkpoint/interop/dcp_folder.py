@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 
 from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading
-from trainwright.checkpoint.format.piece_files import PieceFiles, SavedTensor, loaded
-from trainwright.checkpoint.format.pieces import Box, Region, lengths_of
+from trainwright.checkpoint.format.regions import Box, Region, lengths_of
 from trainwright.checkpoint.format.safetensors_io import dtype_name, to_storable
+from trainwright.checkpoint.format.shard_files import SavedTensor, ShardFiles, loaded
 from trainwright.checkpoint.interop.pickle_parser import Named, Node, PickleParser, checked_size, checked_sizes
 from trainwright.checkpoint.interop.torch_file import MAX_PICKLE_BYTES, STORABLE_DTYPES, read_torch_file
 from trainwright.core.errors import CheckpointError
@@ -35,7 +35,7 @@ class _Shard:
     shape: tuple[int, ...]
 
 
-class ForeignShards(PieceFiles):
+class ForeignShards(ShardFiles):
     """Shards of another program's tensors, which are read on use."""
 
     def __init__(self) -> None:
@@ -55,8 +55,8 @@ class ForeignShards(PieceFiles):
         except CheckpointError as error:
             raise CheckpointError(f"{origin} is incomplete: {error}") from error
 
-    def _mapped(self, piece: Any) -> torch.Tensor:
-        return to_storable(piece.read().reshape(lengths_of(piece.region)))[0]
+    def _mapped(self, shard: Any) -> torch.Tensor:
+        return to_storable(shard.read().reshape(lengths_of(shard.region)))[0]
 
 
 @dataclass

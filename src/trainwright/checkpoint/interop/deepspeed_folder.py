@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading
-from trainwright.checkpoint.format.pieces import Span
+from trainwright.checkpoint.format.regions import Span
 from trainwright.checkpoint.interop.dcp_folder import ForeignShards, Sharded
 from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError

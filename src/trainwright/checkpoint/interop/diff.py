@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from trainwright.checkpoint.disk.untrusted import reading
-from trainwright.checkpoint.format.codec import FindPieces, read_tree
+from trainwright.checkpoint.format.codec import FindShards, read_tree
 from trainwright.checkpoint.format.layout import OPTIMIZER_FOLDER, RNG_FOLDER, TRAINER_STEM, Manifest, numbered
 from trainwright.checkpoint.format.manifests import FoundCheckpoint, read_manifest, verify
-from trainwright.checkpoint.format.piece_files import loaded
-from trainwright.checkpoint.format.reader import find_pieces
+from trainwright.checkpoint.format.reader import find_shards
+from trainwright.checkpoint.format.shard_files import loaded
 from trainwright.checkpoint.interop.export import StoredTensor, stored_tensors
 from trainwright.core.errors import CheckpointError
 
@@ -128,7 +128,7 @@ def _compare_part(
     folder, stem = {"optimizer": (OPTIMIZER_FOLDER, "optimizer"), "rng": (RNG_FOLDER, "rank")}[part]
     stems = [numbered(manifest.parts[part].files, folder, stem) for manifest in manifests]
     pieces = [
-        find_pieces(FoundCheckpoint(side, manifest), part, copy=False) if part == "optimizer" else None
+        find_shards(FoundCheckpoint(side, manifest), part, copy=False) if part == "optimizer" else None
         for side, manifest in zip(sides, manifests, strict=True)
     ]
     for number in range(max(map(len, stems))):
@@ -140,7 +140,7 @@ def _compare_part(
             (found.only_left if number < len(stems[0]) else found.only_right).append(path)
 
 
-def _mapped_tree(folder: Path, stem: str, pieces: FindPieces | None = None) -> Any:
+def _mapped_tree(folder: Path, stem: str, pieces: FindShards | None = None) -> Any:
     """Read a tree whose tensors stay mapped to their files."""
     return read_tree(folder, stem, copy=False, pieces=pieces)
 

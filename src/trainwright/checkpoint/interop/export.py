@@ -32,7 +32,6 @@ from trainwright.checkpoint.format.model import (
     shard_index,
     shard_names,
 )
-from trainwright.checkpoint.format.piece_files import PieceFiles, loaded
 from trainwright.checkpoint.format.safetensors_io import (
     NAMED_DTYPES,
     NATIVE_NAMES,
@@ -42,6 +41,7 @@ from trainwright.checkpoint.format.safetensors_io import (
     read_safetensors,
     to_storable,
 )
+from trainwright.checkpoint.format.shard_files import ShardFiles, loaded
 from trainwright.core.errors import CheckpointError
 
 Layout = Literal["single", "sharded"]
@@ -228,7 +228,7 @@ def _read_sharded(folder: Path, native: bool) -> _Model:
     """Return the tensors of a sharded model, which may also have full tensors."""
     stem = _STATE.removesuffix(".json")
     # All files in the folder are used; the index of a file from elsewhere would not match the tree.
-    shards = PieceFiles(folder.parent, folder.name, [f"{folder.name}/{file.name}" for file in folder.iterdir()])
+    shards = ShardFiles(folder.parent, folder.name, [f"{folder.name}/{file.name}" for file in folder.iterdir()])
     tree = read_tree(folder, stem, copy=False, pieces=functools.cache(shards.find))
     if not isinstance(tree, dict):
         raise CheckpointError(f"{folder / _STATE} holds a {type(tree).__name__}, expected a dictionary.")

@@ -98,7 +98,9 @@ class PickleParser:
         except (EOFError, pickle.UnpicklingError):
             if self._limit is None:
                 raise
-            raise CheckpointError(f"{self._origin}: its pickle is longer than the limit of {self._limit} bytes.") from None
+            raise CheckpointError(
+                f"{self._origin}: its pickle is longer than the limit of {self._limit} bytes."
+            ) from None
         self.position += self._file.tell()
         self.storages = reader.storages
         return found

@@ -14,7 +14,7 @@ import torch
 from trainwright.checkpoint.disk.planned_file import Weight
 from trainwright.checkpoint.format.layout import MANIFEST
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES
-from trainwright.checkpoint.format.piece_files import SavedTensor
+from trainwright.checkpoint.format.shard_files import SavedTensor
 from trainwright.checkpoint.interop.dcp_folder import METADATA, Sharded, read_dcp
 from trainwright.checkpoint.interop.deepspeed_folder import find_deepspeed, read_deepspeed
 from trainwright.checkpoint.interop.export import stored_tensors

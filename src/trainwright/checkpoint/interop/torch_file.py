@@ -239,13 +239,13 @@ class _FormerRecords:
         return _flat(self._bytes[start : start + need], start, dtype, self._mapped)
 
 
-def _flat(piece: Any, start: int, dtype: torch.dtype, mapped: bool) -> torch.Tensor:
+def _flat(data: Any, start: int, dtype: torch.dtype, mapped: bool) -> torch.Tensor:
     """Return a part of a file that begins at byte `start` as a flat tensor."""
-    if not len(piece):
+    if not len(data):
         return torch.empty(0, dtype=dtype)
     if not mapped or start % dtype.itemsize:  # elements must be aligned
-        piece = piece.copy()
-    return torch.frombuffer(piece, dtype=dtype)
+        data = data.copy()
+    return torch.frombuffer(data, dtype=dtype)
 
 
 class _Interpreter:

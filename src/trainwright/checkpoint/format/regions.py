@@ -53,7 +53,7 @@ class Pieces:
     held: tuple[tuple[Region, torch.Tensor], ...] = ()
 
 
-def whole_region(shape: tuple[int, ...]) -> Box:
+def full_region(shape: tuple[int, ...]) -> Box:
     """Return the region that covers a full tensor."""
     return Box((0,) * len(shape), tuple(shape))
 

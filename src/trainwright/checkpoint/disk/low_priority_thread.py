@@ -44,7 +44,7 @@ def run_at_lowest_priority() -> None:
             os.setpriority(os.PRIO_DARWIN_THREAD, 0, os.PRIO_DARWIN_BG)
 
 
-class QuietThread:
+class LowPriorityThread:
     """A lowest-priority thread that runs functions in order.
 
     One thread, the owner, adds work with `put` and waits for it with `finish`. On a busy machine the low-priority

@@ -31,8 +31,8 @@ from trainwright.checkpoint import (
     verify,
     write_checkpoint,
 )
-from trainwright.checkpoint.format.piece_files import loaded
-from trainwright.checkpoint.format.pieces import copy_common, lengths_of, num_elements, overlap
+from trainwright.checkpoint.format.regions import copy_common, lengths_of, num_elements, overlap
+from trainwright.checkpoint.format.shard_files import loaded
 from trainwright.checkpoint.interop.diff import diff_checkpoints
 from trainwright.checkpoint.interop.export import export_weights
 from trainwright.core.errors import CheckpointError

@@ -15,17 +15,17 @@ from trainwright.checkpoint.disk.planned_file import PlannedFile
 from trainwright.checkpoint.disk.untrusted import inside, read_json, reading
 from trainwright.checkpoint.format.codec import add_named, plan_pair
 from trainwright.checkpoint.format.layout import numbered
-from trainwright.checkpoint.format.pieces import (
+from trainwright.checkpoint.format.regions import (
     Box,
     Pieces,
     Region,
     Span,
     copy_common,
     fits,
+    full_region,
     lengths_of,
     num_elements,
     overlap,
-    whole_region,
 )
 from trainwright.checkpoint.format.safetensors_io import (
     dtype_name,
@@ -39,7 +39,7 @@ from trainwright.core.errors import CheckpointError
 RANK_STEM = "rank"
 
 
-def plan_pieces(folder: str, rank: int, pieces: Mapping[str, Pieces]) -> list[PlannedFile]:
+def plan_shards(folder: str, rank: int, pieces: Mapping[str, Pieces]) -> list[PlannedFile]:
     """Plan the files in `folder` for the shards that `rank` holds of a part's tensors. Copies and writes nothing."""
     stem = f"{folder}/{RANK_STEM}-{rank:05d}"
     entries: list[dict[str, Any]] = []
@@ -74,7 +74,7 @@ class _Stored:
     shape: tuple[int, ...]
 
 
-class PieceFiles:
+class ShardFiles:
     """The shards of one part of a checkpoint, by tensor name. The files are memory-mapped.
 
     Args:
@@ -90,8 +90,8 @@ class PieceFiles:
         for stem in numbered(listed, part, RANK_STEM):
             index, file = (inside(folder, f"{stem}.{end}", str(folder)) for end in ("json", "safetensors"))
             header = read_header(file) if f"{stem}.safetensors" in listed else {}
-            for piece in _read_index(index, file, header):
-                self._by_name.setdefault(piece.tensor, []).append(piece)
+            for shard in _read_index(index, file, header):
+                self._by_name.setdefault(shard.tensor, []).append(shard)
 
     def find(self, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
         """Return a tensor whose values are read on use, after checking that its shards cover it without overlaps.
@@ -105,10 +105,10 @@ class PieceFiles:
             CheckpointError: shards are missing, overlap, or belong to another tensor.
         """
         found = self._by_name.get(name, [])
-        if any(piece.shape != shape or piece.dtype != dtype for piece in found):
+        if any(shard.shape != shape or shard.dtype != dtype for shard in found):
             raise CheckpointError(f"the shards of {name!r} do not belong to a {dtype} tensor of shape {shape}.")
-        regions = [piece.region for piece in found]
-        held, wanted = sum(map(num_elements, regions)), num_elements(whole_region(shape))
+        regions = [shard.region for shard in found]
+        held, wanted = sum(map(num_elements, regions)), num_elements(full_region(shape))
         if held != wanted or overlap(regions, shape):
             raise CheckpointError(
                 f"the shards of {name!r} have {held} elements for the {wanted} of the tensor, or overlap. The files "
@@ -120,15 +120,15 @@ class PieceFiles:
         """Read a region of a tensor into new host memory. Reads only that region from the files."""
         # A dtype that is stored as a view of another one is assembled as that view.
         made, special = to_storable(torch.empty(lengths_of(region), dtype=dtype_of(dtype)))
-        for piece in self._by_name.get(name, []):
-            copy_common(made, region, self._mapped(piece), piece.region, shape)
+        for shard in self._by_name.get(name, []):
+            copy_common(made, region, self._mapped(shard), shard.region, shape)
         return from_storable(made, special)
 
-    def _mapped(self, piece: _Stored) -> torch.Tensor:
-        with reading(piece.file):
-            if piece.file not in self._open:
-                self._open[piece.file] = safe_open(piece.file, framework="pt", device="cpu")
-            found: torch.Tensor = self._open[piece.file].get_tensor(piece.name)  # mapped, not copied
+    def _mapped(self, shard: _Stored) -> torch.Tensor:
+        with reading(shard.file):
+            if shard.file not in self._open:
+                self._open[shard.file] = safe_open(shard.file, framework="pt", device="cpu")
+            found: torch.Tensor = self._open[shard.file].get_tensor(shard.name)  # mapped, not copied
         return found
 
 
@@ -137,12 +137,12 @@ def _read_index(path: Path, file: Path, header: Mapping[str, Any]) -> list[_Stor
     found = []
     with reading(path, f"is not an index of the shards in {file.name}"):
         for entry in read_json(path)["pieces"]:
-            shape, dtype = _whole_numbers(entry["shape"]), str(entry["dtype"])
+            shape, dtype = _integers(entry["shape"]), str(entry["dtype"])
             region: Region
             if "start" in entry:
-                region = Span(*_whole_numbers([entry["start"], entry["stop"]]))
+                region = Span(*_integers([entry["start"], entry["stop"]]))
             else:
-                region = Box(_whole_numbers(entry["offsets"]), _whole_numbers(entry["lengths"]))
+                region = Box(_integers(entry["offsets"]), _integers(entry["lengths"]))
             stored, _ = to_storable(torch.empty(0, dtype=dtype_of(dtype)))
             there, extra = header[str(entry["stored"])], (2,) if stored.dim() > 1 else ()
             if (
@@ -155,7 +155,7 @@ def _read_index(path: Path, file: Path, header: Mapping[str, Any]) -> list[_Stor
     return found
 
 
-def _whole_numbers(values: Any) -> tuple[int, ...]:
+def _integers(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
         raise ValueError(f"{values!r} are not integers of at least 0")
     return tuple(values)
@@ -164,22 +164,22 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
 class SavedTensor(torch.Tensor):
     """A sharded tensor in a checkpoint. Each operation on it reads its values from the files.
 
-    It has the full shape, and its device is the CPU. Operations return plain tensors. Created by `PieceFiles`.
+    It has the full shape, and its device is the CPU. Operations return plain tensors. Created by `ShardFiles`.
     """
 
-    _files: PieceFiles
+    _files: ShardFiles
     _name: str
     _dtype_name: str
 
     @staticmethod
-    def __new__(cls, files: PieceFiles, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
+    def __new__(cls, files: ShardFiles, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
         made: SavedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype_of(dtype), device=torch.device("cpu")
         )
         made._files, made._name, made._dtype_name = files, name, dtype
         return made
 
-    def __init__(self, files: PieceFiles, name: str, shape: tuple[int, ...], dtype: str) -> None:
+    def __init__(self, files: ShardFiles, name: str, shape: tuple[int, ...], dtype: str) -> None:
         super().__init__()
 
     def read(self, region: Region) -> torch.Tensor:
@@ -188,7 +188,7 @@ class SavedTensor(torch.Tensor):
 
     def load(self) -> torch.Tensor:
         """Read the full tensor into a new plain tensor on the CPU."""
-        return self.read(whole_region(tuple(self.shape)))
+        return self.read(full_region(tuple(self.shape)))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return f"SavedTensor({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"

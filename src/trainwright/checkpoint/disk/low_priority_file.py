@@ -19,10 +19,10 @@ from trainwright.checkpoint.disk.durable import (
     fault_point,
     naming,
 )
-from trainwright.checkpoint.disk.quiet_thread import QuietThread
+from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
 
 
-class QuietFile(HashingFile):
+class LowPriorityFile(HashingFile):
     """A `HashingFile` that uses little processor time. Written data must stay in memory until the file is closed.
 
     The thread `quiet` hashes the data. Large files are written with `O_DIRECT`, which takes about a tenth of the
@@ -30,13 +30,13 @@ class QuietFile(HashingFile):
     multiples of a disk block. `quiet` writes other data through the page cache.
     """
 
-    def __init__(self, path: Path, *, size: int, quiet: QuietThread) -> None:
+    def __init__(self, path: Path, *, size: int, quiet: LowPriorityThread) -> None:
         super().__init__(path)
         self._quiet = quiet
         self._planned = size
         self._direct: int | None = None
 
-    def __enter__(self) -> QuietFile:
+    def __enter__(self) -> LowPriorityFile:
         super().__enter__()
         if self._planned >= DIRECT_FROM_BYTES:
             self._direct = _open_direct(self.path)
@@ -46,29 +46,29 @@ class QuietFile(HashingFile):
         """Append `data`, which must not change before the file is closed."""
         view = memoryview(data)
         for start in range(0, len(view), CHUNK_BYTES):
-            piece = view[start : start + CHUNK_BYTES]
-            self._quiet.put(partial(self._hash.update, piece))
-            position, self._size = self._size, self._size + len(piece)
-            done = self._write_direct(piece, position)
-            if done == len(piece):
+            chunk = view[start : start + CHUNK_BYTES]
+            self._quiet.put(partial(self._hash.update, chunk))
+            position, self._size = self._size, self._size + len(chunk)
+            done = self._write_direct(chunk, position)
+            if done == len(chunk):
                 continue
-            rest = partial(self._write_cached, piece[done:], position + done)
+            rest = partial(self._write_cached, chunk[done:], position + done)
             if self._direct is None:
                 self._quiet.put(rest)
             else:
                 rest()  # the header, or the incomplete block at the end
 
-    def _write_direct(self, piece: memoryview, position: int) -> int:
+    def _write_direct(self, chunk: memoryview, position: int) -> int:
         """Write complete disk blocks with O_DIRECT; return the number of bytes, which is 0 if that is impossible."""
-        count = len(piece) - len(piece) % DISK_BLOCK_BYTES
-        aligned = position % DISK_BLOCK_BYTES == 0 and _address(piece) % DISK_BLOCK_BYTES == 0
+        count = len(chunk) - len(chunk) % DISK_BLOCK_BYTES
+        aligned = position % DISK_BLOCK_BYTES == 0 and _address(chunk) % DISK_BLOCK_BYTES == 0
         if self._direct is None or not count or not aligned:
             return 0
         written = 0
         try:
             with naming(self.path):
                 while written < count:
-                    more = os.pwrite(self._direct, piece[written:count], position + written)
+                    more = os.pwrite(self._direct, chunk[written:count], position + written)
                     written += more
                     if more % DISK_BLOCK_BYTES:  # the disk may be full: the page cache reports it
                         break
@@ -80,18 +80,18 @@ class QuietFile(HashingFile):
             fault_point("write", self.path)
         return written
 
-    def _write_cached(self, piece: memoryview, position: int) -> None:
+    def _write_cached(self, chunk: memoryview, position: int) -> None:
         written = 0
         with naming(self.path):
-            while written < len(piece):  # an unbuffered write may be partial
+            while written < len(chunk):  # an unbuffered write may be partial
                 if hasattr(os, "pwrite"):
-                    written += os.pwrite(self._file.fileno(), piece[written:], position + written)
+                    written += os.pwrite(self._file.fileno(), chunk[written:], position + written)
                 else:  # Windows has no O_DIRECT either, so that all writes are in order
-                    written += self._file.write(piece[written:])
+                    written += self._file.write(chunk[written:])
         # On Linux this starts writing to the disk, see `HashingFile`.
         if self._direct is None and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
-                os.posix_fadvise(self._file.fileno(), position, len(piece), os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self._file.fileno(), position, len(chunk), os.POSIX_FADV_DONTNEED)
         fault_point("write", self.path)
 
     def sync(self) -> None:
@@ -130,5 +130,5 @@ def _open_direct(path: Path) -> int | None:
         return None
 
 
-def _address(piece: memoryview) -> int:
-    return int(np.frombuffer(piece, dtype=np.uint8).ctypes.data)
+def _address(chunk: memoryview) -> int:
+    return int(np.frombuffer(chunk, dtype=np.uint8).ctypes.data)
