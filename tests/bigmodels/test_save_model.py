@@ -263,7 +263,7 @@ def test_a_piece_of_a_model_is_not_saved_as_if_it_were_whole(tmp_path: Path) -> 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "folder"):
-        with pytest.raises(CheckpointError, match=r"is a file. Name a folder"):
+        with pytest.raises(CheckpointError, match=r"is a file. Choose a folder"):
             save_model(make_net(), path)
     assert (tmp_path / "file").read_text() == "mine"
 

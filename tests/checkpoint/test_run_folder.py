@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.snapshots import write_small
-from trainwright.checkpoint.format.manifests import FoundCheckpoint, look_at, open_checkpoint
+from trainwright.checkpoint.format.manifests import FoundCheckpoint, open_checkpoint, open_or_error
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
@@ -46,7 +46,7 @@ def test_one_that_cannot_be_judged_is_damaged(tmp_path: Path) -> None:
 def test_candidates_may_be_elsewhere(tmp_path: Path) -> None:
     elsewhere = write_small(tmp_path / "elsewhere", 1, "a")
     folder = RunFolder(tmp_path / "run")
-    found = folder.newest([look_at(elsewhere)])
+    found = folder.newest([open_or_error(elsewhere)])
     assert found is not None
     assert found.path == elsewhere
     assert folder.newest() is None

@@ -105,7 +105,7 @@ def test_a_checkpoint_of_deepspeed_has_every_tensor_and_continues(stage: int, is
     assert all(torch.equal(merged[name], value) for name, value in expected["weights"].items())
     rank_1 = next((tmp_path / "saved").rglob("*zero_pp_rank_1_*optim_states.pt"))
     rank_1.unlink()
-    with pytest.raises(CheckpointError, match=r"1 files \*_optim_states.pt, and 2 ranks saved. Copy"):
+    with pytest.raises(CheckpointError, match=r"1 files \*_optim_states.pt, expected one from each of 2 ranks. Copy"):
         convert_checkpoint(tmp_path / "saved", tmp_path / "again")
 
 

@@ -118,7 +118,7 @@ def find_remote(url: str, *, storage_options: Mapping[str, Any] | None = None) -
         try:
             manifest = Manifest.from_bytes(data, f"{remote.url}/{MANIFEST}")
         except CheckpointError:
-            continue  # incomplete or not ours; a download by name raises the reason
+            continue  # incomplete or not a checkpoint; a download by name raises the reason
         found.append(RemoteCheckpoint(remote.url, manifest))
     return sorted(found, key=lambda item: (item.manifest.step, item.manifest.created, item.url))
 
@@ -352,7 +352,7 @@ class _Remote:
         return f"{self._root.rstrip('/')}/{relative}"
 
     @contextlib.contextmanager
-    def _told(self, verb: str, relative: str = "") -> Iterator[None]:
+    def _service_errors(self, verb: str, relative: str = "") -> Iterator[None]:
         """Turn errors of a service into `CheckpointError`s. A FileNotFoundError is raised unchanged."""
         try:
             yield
@@ -370,7 +370,7 @@ class _Remote:
     def read(self, relative: str, limit: int) -> bytes | None:
         """Return a small file's bytes, or None if it does not exist."""
         try:
-            with self._told("read", relative):
+            with self._service_errors("read", relative):
                 # Other processes write here too, so that cached listings may be outdated.
                 self._fs.invalidate_cache()
                 with self._fs.open(self._path(relative), "rb") as file:
@@ -378,19 +378,21 @@ class _Remote:
         except FileNotFoundError:
             return None
         if len(data) > limit:
-            raise CheckpointError(f"{self.url}/{relative} is longer than {limit} bytes; it is not ours.")
+            raise CheckpointError(
+                f"{self.url}/{relative} is longer than {limit} bytes; it is damaged or has another format."
+            )
         return data
 
     def write(self, relative: str, data: bytes) -> None:
         """Write a small file in one operation."""
-        with self._told("write", relative):
+        with self._service_errors("write", relative):
             self._fs.makedirs(self._root, exist_ok=True)
             self._fs.pipe_file(self._path(relative), data)
 
     def send(self, local: Path, relative: str, entry: FileEntry) -> None:
         """Upload a file, and compare the uploaded bytes with the manifest."""
         digest = xxhash.xxh3_128()
-        with self._told("write", relative):
+        with self._service_errors("write", relative):
             self._fs.makedirs(self._path(relative).rpartition("/")[0], exist_ok=True)
             with open(local, "rb") as source, self._fs.open(self._path(relative), "wb") as target:
                 for chunk in _chunks(source):
@@ -407,7 +409,7 @@ class _Remote:
         """Download a file into a new local one, and compare it with the manifest."""
         try:
             with (
-                self._told("read", relative),
+                self._service_errors("read", relative),
                 self._fs.open(self._path(relative), "rb") as source,
                 HashingFile(local) as target,
             ):
@@ -424,7 +426,7 @@ class _Remote:
     def folders(self) -> list[str]:
         """Return the names of the folders directly in this folder."""
         try:
-            with self._told("list"):
+            with self._service_errors("list"):
                 self._fs.invalidate_cache()
                 listed = self._fs.ls(self._root, detail=True)
         except FileNotFoundError:
@@ -434,7 +436,7 @@ class _Remote:
     def delete_tree(self) -> None:
         """Delete this folder, manifest first, so that an interrupted deletion leaves no checkpoint."""
         # On object stores a folder ceases to exist with its last object.
-        with contextlib.suppress(FileNotFoundError), self._told("delete"):
+        with contextlib.suppress(FileNotFoundError), self._service_errors("delete"):
             self._fs.invalidate_cache()
             if self._fs.exists(self._path(MANIFEST)):
                 self._fs.rm_file(self._path(MANIFEST))

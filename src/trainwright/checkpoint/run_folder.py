@@ -15,11 +15,11 @@ from trainwright.checkpoint.format.layout import Kind, NewerFormatError, order_a
 from trainwright.checkpoint.format.manifests import (
     FoundCheckpoint,
     HashFiles,
-    LookedAt,
+    OpenResult,
     find_checkpoints,
     hash_files,
-    look_at,
     open_checkpoint,
+    open_or_error,
     scan,
 )
 from trainwright.checkpoint.format.reader import check_checkpoint
@@ -53,13 +53,13 @@ class RunFolder:
         for found in find_checkpoints(self.path):  # the clock of their run may have been ahead
             order_after(found.manifest.created)
 
-    def listed(self, wanted: Callable[[IndexEntry], bool]) -> list[LookedAt]:
+    def listed(self, wanted: Callable[[IndexEntry], bool]) -> list[OpenResult]:
         """Open those of this run's checkpoints for which `wanted` returns True."""
-        return [look_at(self.path / entry.name) for entry in self.index.entries() if wanted(entry)]
+        return [open_or_error(self.path / entry.name) for entry in self.index.entries() if wanted(entry)]
 
     def newest(
         self,
-        candidates: Sequence[LookedAt] | None = None,
+        candidates: Sequence[OpenResult] | None = None,
         *,
         accepts: Callable[[FoundCheckpoint], bool] = lambda found: True,
         parts: Sequence[str] | None = None,
@@ -103,16 +103,16 @@ class RunFolder:
                 _skip_damaged(found.path, error, on_damaged)
         return None
 
-    def newest_before(self, path: Path) -> tuple[list[LookedAt], Callable[[FoundCheckpoint], bool]]:
+    def newest_before(self, path: Path) -> tuple[list[OpenResult], Callable[[FoundCheckpoint], bool]]:
         """Return the folder's other checkpoints, and a function that returns whether one is older than that at `path`.
 
         If the time of writing of `path` is unreadable, all others count as older.
         """
         true_path = os.path.realpath(path)
-        looked_at = list(scan(self.path))
-        own = [item for place, item in looked_at if os.path.realpath(place) == true_path]
+        found = list(scan(self.path))
+        own = [item for place, item in found if os.path.realpath(place) == true_path]
         before = next((item.manifest.created for item in own if isinstance(item, FoundCheckpoint)), None)
-        others = [(place, item) for place, item in looked_at if os.path.realpath(place) != true_path]
+        others = [(place, item) for place, item in found if os.path.realpath(place) != true_path]
         return others, lambda found: before is None or found.manifest.created < before
 
     def find(self, step: int) -> Path | None:

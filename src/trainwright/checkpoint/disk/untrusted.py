@@ -44,7 +44,7 @@ def load_json(data: bytes, origin: str) -> Any:
         return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(
-            f"{origin} is not readable JSON: {shortened(error)}. It is damaged or not ours."
+            f"{origin} is not readable JSON: {shortened(error)}. It is damaged or has another format."
         ) from error
 
 
@@ -77,10 +77,14 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
-            raise CheckpointError(f"{path} has {size} bytes, the limit is {max_bytes}. It is damaged or not ours.")
+            raise CheckpointError(
+                f"{path} has {size} bytes, the limit is {max_bytes}. It is damaged or has another format."
+            )
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise CheckpointError(f"{path} is longer than the limit of {max_bytes} bytes. It is damaged or not ours.")
+        raise CheckpointError(
+            f"{path} is longer than the limit of {max_bytes} bytes. It is damaged or has another format."
+        )
     return data
 
 
@@ -131,7 +135,7 @@ def reading(what: object, problem: str = "cannot be read") -> Iterator[None]:
     except (CheckpointError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise CheckpointError(f"{what} {problem}: {shortened(error)}. It is damaged or not ours.") from error
+        raise CheckpointError(f"{what} {problem}: {shortened(error)}. It is damaged or has another format.") from error
 
 
 def check_regular(path: os.PathLike[str] | str) -> None:
@@ -141,7 +145,7 @@ def check_regular(path: os.PathLike[str] | str) -> None:
     """
     with contextlib.suppress(OSError):
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CheckpointError(f"{path} is not a regular file. It is damaged or not ours.")
+            raise CheckpointError(f"{path} is not a regular file. It is damaged or has another format.")
 
 
 def shortened(error: BaseException) -> str:

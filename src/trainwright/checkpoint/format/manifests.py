@@ -42,7 +42,7 @@ class FoundCheckpoint:
     manifest: Manifest
 
 
-LookedAt = tuple[Path, FoundCheckpoint | Exception]  # a checkpoint, or the error of opening it
+OpenResult = tuple[Path, FoundCheckpoint | Exception]  # a checkpoint, or the error of opening it
 
 
 def read_manifest(path: Path | str) -> Manifest:
@@ -73,7 +73,7 @@ def _locate(path: Path) -> Path:
         if path.is_dir():
             return path
         if path.exists():
-            raise CheckpointError(_about_plain_file(path))
+            raise CheckpointError(_not_a_folder(path))
         aside = replaced_checkpoint(path)
     if aside is not None:
         return aside
@@ -82,7 +82,7 @@ def _locate(path: Path) -> Path:
     raise FileNotFoundError(f"there is no checkpoint {str(path)!r}.{listed}")
 
 
-def _about_plain_file(path: Path) -> str:
+def _not_a_folder(path: Path) -> str:
     if path.suffix == ".safetensors":
         return (
             f"{path} is a file of weights, and a checkpoint is a folder. Load it with "
@@ -161,7 +161,7 @@ def find_checkpoints(folder: Path | str) -> list[FoundCheckpoint]:
     return sorted(found, key=lambda item: (item.manifest.step, item.manifest.created, item.path.name))
 
 
-def scan(folder: Path) -> Iterator[LookedAt]:
+def scan(folder: Path) -> Iterator[OpenResult]:
     """Yield the path of each folder that looks like a checkpoint, with the open checkpoint or the error."""
     if not folder.is_dir():
         return
@@ -171,12 +171,12 @@ def scan(folder: Path) -> Iterator[LookedAt]:
             continue
         if not entry.is_dir():
             continue
-        looks_ours = (entry / MANIFEST).exists() or (entry / f"{TRAINER_STEM}.json").exists()
-        if looks_ours:
-            yield look_at(entry)
+        is_candidate = (entry / MANIFEST).exists() or (entry / f"{TRAINER_STEM}.json").exists()
+        if is_candidate:
+            yield open_or_error(entry)
 
 
-def look_at(path: Path) -> LookedAt:
+def open_or_error(path: Path) -> OpenResult:
     """Open a checkpoint; return the error if that fails."""
     try:
         return path, open_checkpoint(path)

@@ -147,9 +147,9 @@ def deal_out(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
     return shards or [[]]
 
 
-def shard_names(num: int, *, stem: str = "model", suffix: str = ".safetensors", apart: str = "") -> list[str]:
-    """Return the file names of `num` shards. `apart` is inserted for temporary names, which no complete model has."""
-    return [f"{stem}{apart and f'-{apart}'}-{number:05d}-of-{num:05d}{suffix}" for number in range(1, num + 1)]
+def shard_names(num: int, *, stem: str = "model", suffix: str = ".safetensors", infix: str = "") -> list[str]:
+    """Return the file names of `num` shards. `infix` is inserted for temporary names, which no complete model has."""
+    return [f"{stem}{infix and f'-{infix}'}-{number:05d}-of-{num:05d}{suffix}" for number in range(1, num + 1)]
 
 
 def shard_index(

@@ -34,7 +34,7 @@ from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.state import TrainState
 from trainwright.core.tree import map_tensors
 
-_INSTEAD = (
+_ADVICE = (
     "Use another checkpoint: on_damaged='fall_back' uses the newest valid one before it, "
     "trainwright.checkpoint.newest_valid(folder) finds it."
 )
@@ -117,7 +117,7 @@ def check_checkpoint(
     try:
         _snapshot(found, wanted, missing, copy=False, copy_model=False)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} {_INSTEAD}") from error
+        raise CheckpointError(f"{error} {_ADVICE}") from error
     return found.manifest
 
 
@@ -142,10 +142,10 @@ def _examine(
         if name not in allow_missing and (name not in manifest.parts or manifest.parts[name].required)
     ]
     if lost:
-        raise CheckpointError(_about_lost(folder, manifest, lost))
+        raise CheckpointError(_missing_parts(folder, manifest, lost))
     problems = problems_of(found, hash_files=hash_files, parts=[name for name in wanted if name not in missing])
     if problems:
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems).removesuffix('.')}. {_INSTEAD}")
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems).removesuffix('.')}. {_ADVICE}")
     return missing
 
 
@@ -157,7 +157,7 @@ def _is_absent(folder: Path, manifest: Manifest, name: str) -> bool:
     return bool(part.files) and not any(os.path.lexists(folder / file) for file in part.files)
 
 
-def _about_lost(folder: Path, manifest: Manifest, lost: list[str]) -> str:
+def _missing_parts(folder: Path, manifest: Manifest, lost: list[str]) -> str:
     reasons = []
     for name in lost:
         part = manifest.parts.get(name)
@@ -224,7 +224,9 @@ def _fill(snapshot: Snapshot, trees: dict[str, Any], folder: Path) -> None:
     if "trainer" in trees:
         tree = trees["trainer"]
         if not isinstance(tree, dict) or not isinstance(tree.get(PROGRESS), dict):
-            raise CheckpointError(f"{folder / TRAINER_STEM}.json holds no {PROGRESS!r}; it is damaged or not ours.")
+            raise CheckpointError(
+                f"{folder / TRAINER_STEM}.json holds no {PROGRESS!r}; it is damaged or has another format."
+            )
         snapshot.state = tree.pop(PROGRESS)
         snapshot.trainer = tree
         origin = f"{folder / TRAINER_STEM}.json"
@@ -296,14 +298,14 @@ def check_progress(state: Mapping[str, Any], origin: str) -> None:
         value, kind = state.get(field.name, field.default), type(field.default)
         fits = type(value) is kind or (kind is float and type(value) is int)
         if not fits or not 0 <= value < _BOUND:
-            raise CheckpointError(f"{origin}: progress.{field.name} is {value!r}; it is damaged or not ours.")
+            raise CheckpointError(f"{origin}: progress.{field.name} is {value!r}; it is damaged or has another format.")
 
 
 def check_entries(trainer: Mapping[str, Any], origin: str) -> None:
     """Check that the entries of the trainer part have the form that a resume needs."""
     for name, (expected, check) in _ENTRIES.items():
         if name in trainer and not check(trainer[name]):
-            raise CheckpointError(f"{origin}: {name!r} is not {expected}; it is damaged or not ours.")
+            raise CheckpointError(f"{origin}: {name!r} is not {expected}; it is damaged or has another format.")
 
 
 def check_optimizers(trees: Sequence[Any], origin: str) -> None:
@@ -312,4 +314,6 @@ def check_optimizers(trees: Sequence[Any], origin: str) -> None:
         groups = tree.get("groups", tree.get("param_groups", [])) if isinstance(tree, dict) else None
         states, dtypes = (tree.get("state", {}), tree.get("dtypes", {})) if isinstance(tree, dict) else (None, None)
         if not _list_of(_GROUP)(groups) or not isinstance(states, dict) or not isinstance(dtypes, dict):
-            raise CheckpointError(f"{origin}: optimizer {number} has no groups and states; it is damaged or not ours.")
+            raise CheckpointError(
+                f"{origin}: optimizer {number} has no groups and states; it is damaged or has another format."
+            )

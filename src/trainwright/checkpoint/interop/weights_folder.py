@@ -44,7 +44,7 @@ from trainwright.core.host.byte_sizes import format_bytes
 from trainwright.core.names.hidden_names import split_hidden
 
 # The names of a model's files. The groups with hexadecimal digits are in temporary names only.
-_OURS = re.compile(
+_MODEL_FILE = re.compile(
     r"model(-[0-9a-f]{16})?-\d{5,}-of-\d{5,}\.safetensors|model\.safetensors(\.index\.json)?"
     r"|pytorch_model(-[0-9a-f]{16})?-\d{5,}-of-\d{5,}\.bin|pytorch_model\.bin(\.index\.json)?"
 )
@@ -100,11 +100,11 @@ class _Files:
     def is_single(self) -> bool:
         return len(self.shards) == 1
 
-    def names(self, apart: str = "") -> list[str]:
-        """Return the names of the weight files. `apart` is inserted for temporary names."""
+    def names(self, infix: str = "") -> list[str]:
+        """Return the names of the weight files. `infix` is inserted for temporary names."""
         if self.is_single:
             return [self.kind.single]
-        return shard_names(len(self.shards), stem=self.kind.stem, suffix=self.kind.suffix, apart=apart)
+        return shard_names(len(self.shards), stem=self.kind.stem, suffix=self.kind.suffix, infix=infix)
 
     def index(self, names: list[str]) -> bytes:
         """Return the index for shards of these names."""
@@ -242,7 +242,7 @@ def _put_in_place(folder: Path, files: _Files, written: Mapping[str, Path], new_
 
 def _remove_others(folder: Path, kept: set[str]) -> None:
     """Delete the files of previous models and killed saves, indices first."""
-    left = [name for name in os.listdir(folder) if name not in kept and _is_ours(name)]
+    left = [name for name in os.listdir(folder) if name not in kept and _is_model_file(name)]
     entries = [name for name in left if _SHARD.search(name) is None and not name.startswith(".")]
     for names in (sorted(entries, key=lambda name: not name.endswith(".json")), sorted(set(left) - set(entries))):
         for name in names:
@@ -252,9 +252,9 @@ def _remove_others(folder: Path, kept: set[str]) -> None:
             sync_folder(folder)
 
 
-def _is_ours(name: str) -> bool:
+def _is_model_file(name: str) -> bool:
     split = split_hidden(name)
-    return _OURS.fullmatch(name if split is None else split[0]) is not None
+    return _MODEL_FILE.fullmatch(name if split is None else split[0]) is not None
 
 
 def _take_own_names(folder: Path, files: _Files, names: list[str]) -> list[str]:
