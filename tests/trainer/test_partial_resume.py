@@ -110,7 +110,7 @@ def test_a_checkpoint_without_a_readable_manifest_falls_back_to_the_newest_of_al
 
 def test_with_nothing_to_fall_back_to_the_damage_is_the_error(run: Path) -> None:
     damage(run / "checkpoints" / "0")
-    with pytest.raises(CheckpointError, match=r"/0 is damaged: .*No earlier one in .*checkpoints is valid"):
+    with pytest.raises(CheckpointError, match=r"/0 is damaged: .*No older checkpoint in .*checkpoints is valid"):
         resume(run, run / "checkpoints" / "0", on_damaged="fall_back")
 
 

@@ -109,10 +109,10 @@ class RunFolder:
         If the time of writing of `path` is unreadable, all others count as older.
         """
         true_path = os.path.realpath(path)
-        found = list(scan(self.path))
-        own = [item for place, item in found if os.path.realpath(place) == true_path]
+        opened = list(scan(self.path))
+        own = [item for place, item in opened if os.path.realpath(place) == true_path]
         before = next((item.manifest.created for item in own if isinstance(item, FoundCheckpoint)), None)
-        others = [(place, item) for place, item in found if os.path.realpath(place) != true_path]
+        others = [(place, item) for place, item in opened if os.path.realpath(place) != true_path]
         return others, lambda found: before is None or found.manifest.created < before
 
     def find(self, step: int) -> Path | None:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from trainwright.checkpoint import Box, Region, Span
-from trainwright.checkpoint.format import pieces as module
+from trainwright.checkpoint.format import regions as module
 from trainwright.checkpoint.format.regions import overlap
 from trainwright.core.errors import CheckpointError
 
