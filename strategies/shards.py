@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from trainwright.checkpoint.format.piece_files import SavedTensor
-from trainwright.checkpoint.format.pieces import Box, Pieces
+from trainwright.checkpoint.format.regions import Box, Pieces
+from trainwright.checkpoint.format.shard_files import SavedTensor
 from trainwright.core.errors import CheckpointError
 from trainwright.core.tree import map_tensors
 

@@ -113,7 +113,7 @@ def test_a_first_load_of_weights_imports_no_writers_of_checkpoints_and_nothing_h
     )
     added = _added_modules(load, after=made)
     unneeded = {"async_writer", "codec", "convert", "crew", "host_buffers", "load_task", "model", "optimizer", "pieces"}
-    unneeded |= {"piece_files", "reader", "remote", "retention", "torch_file", "trees", "weights_folder", "writer"}
+    unneeded |= {"shard_files", "reader", "remote", "retention", "torch_file", "trees", "weights_folder", "writer"}
     of_checkpoint = {name.rpartition(".")[2] for name in added if name.startswith("trainwright.checkpoint.")}
     assert not unneeded & of_checkpoint
     assert not {

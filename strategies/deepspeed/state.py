@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.model import load_plain_state
 from trainwright.checkpoint.format.optimizer import load_named_optimizer_state
-from trainwright.checkpoint.format.pieces import Pieces as SavedPieces
-from trainwright.checkpoint.format.pieces import Span
+from trainwright.checkpoint.format.regions import Pieces as SavedPieces
+from trainwright.checkpoint.format.regions import Span
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import map_tensors

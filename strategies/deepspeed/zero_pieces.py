@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainwright.checkpoint.format.piece_files import SavedTensor
-from trainwright.checkpoint.format.pieces import Pieces as SavedPieces
-from trainwright.checkpoint.format.pieces import Span
+from trainwright.checkpoint.format.regions import Pieces as SavedPieces
+from trainwright.checkpoint.format.regions import Span
+from trainwright.checkpoint.format.shard_files import SavedTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.format.pieces import Pieces, whole_region
+from trainwright.checkpoint.format.regions import Pieces, full_region
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import iterate_tensors, map_tensors
 from trainwright.processes.process_group import Processes
@@ -95,7 +95,7 @@ class PipelineState(ShardedState):
         def piece(tensor: torch.Tensor) -> Any:
             if id(tensor) not in known:  # names of a tied weight have the same `Pieces`, on every rank
                 shape = tuple(tensor.shape)
-                held = ((whole_region(shape), tensor.detach()),) if is_ours else ()
+                held = ((full_region(shape), tensor.detach()),) if is_ours else ()
                 known[id(tensor)] = Pieces(shape, tensor.dtype, held)
             return known[id(tensor)]
 

@@ -177,7 +177,7 @@ def test_a_group_that_is_not_over_cannot_be_saved(tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         Loop().accelerator.save_state(tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 

@@ -189,7 +189,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a missing tensor": (_no_tensor, r"'blocks\.1\.0\.weight'"),
     "a shape": (_other_shape, r"'blocks\.1\.0\.bias' has shape \(9,\), expected \(8,\)"),
     "a dtype": (_other_dtype, r"'blocks\.1\.0\.bias' is torch\.int64, expected torch\.float32"),
-    "cut": (_cut, r"model\.safetensors.*cut short"),
+    "cut": (_cut, r"model\.safetensors.*truncated"),
     "cut in its header": (_cut_in_the_header, r"model\.safetensors"),
     "no header": (_no_header, r"model\.safetensors"),
     "empty": (_nothing, r"model\.safetensors.*empty"),

@@ -263,7 +263,7 @@ def test_a_piece_of_a_model_is_not_saved_as_if_it_were_whole(tmp_path: Path) -> 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "folder"):
-        with pytest.raises(CheckpointError, match=r"is a file. Name a folder"):
+        with pytest.raises(CheckpointError, match=r"is a file. Choose a folder"):
             save_model(make_net(), path)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -352,7 +352,7 @@ def test_a_disk_that_fills_up_leaves_the_folder_as_it_was(safe: bool, tmp_path: 
     save_model(make_net(), tmp_path)
     before = tree_of(tmp_path)
     for folder in (tmp_path, tmp_path / "new"):
-        with files_end_at(600), pytest.raises(CheckpointError, match=r"File too large. It is as before"):
+        with files_end_at(600), pytest.raises(CheckpointError, match=r"File too large. The folder is unchanged"):
             save_model(make_net(), folder, 2000, safe)
     assert tree_of(tmp_path) == before
 

@@ -141,7 +141,7 @@ def _runs(folder: Path) -> list[Path]:
 
 
 def indexes(folder: Path) -> Iterator[Case]:
-    """The index of a run: what is changed is made again, and no number in it is ever another one."""
+    """The index of a run: what is changed is rebuilt, and no number in it is ever another one."""
     index = RunIndex(folder, run="a")
     for step in (1, 2, 3):
         index.add(write_small(folder, step, trainer={"run_id": "a"}))

@@ -256,7 +256,7 @@ def test_after_a_failed_write_its_further_names_are_left_out_and_named(
     writer.submit(tmp_path / "best", small_snapshot())
     writer.submit_again(tmp_path / "last")
     gate.opened.set()
-    with pytest.raises(CheckpointError, match=r"best could not be written.*Nor were .*last"):
+    with pytest.raises(CheckpointError, match=r"best could not be written.*Also not written: .*last"):
         writer.wait()
     assert os.listdir(tmp_path) == []
 

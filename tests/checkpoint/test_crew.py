@@ -97,7 +97,7 @@ def test_a_file_that_rank_zero_does_not_see_is_named(tmp_path: Path) -> None:
     for rank in (1, 2):
         ranks.write(rank)
     (ranks.draft.folder / "model" / "rank-00002.json").unlink()
-    with pytest.raises(CheckpointError, match=r"rank 2 has written model/rank-00002.json .* a file system that all"):
+    with pytest.raises(CheckpointError, match=r"rank 2 wrote model/rank-00002.json .* file system that all"):
         ranks.write(0)
 
 
@@ -111,6 +111,6 @@ def test_a_report_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> None
 def test_a_store_that_is_gone_is_an_error_of_the_rank(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     ranks.crews[1]._store = None  # type: ignore[assignment]  # any error
-    with pytest.raises(CheckpointError, match="rank 1 cannot tell rank 0 what it has written"):
+    with pytest.raises(CheckpointError, match="rank 1 cannot report its files to rank 0"):
         ranks.write(1)
     ranks.draft.close()

@@ -19,7 +19,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, tor
 
 def written(files: list[PlannedFile]) -> list[bytes]:
     """Return what each file would hold on the disk."""
-    return [b"".join(bytes(piece) for piece in file.pieces()) for file in files]
+    return [b"".join(bytes(chunk) for chunk in file.chunks()) for file in files]
 
 
 def some_tensor(draw: random.Random) -> torch.Tensor:

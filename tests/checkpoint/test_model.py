@@ -120,7 +120,7 @@ def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, file
     safetensors.torch.save_file({"w": torch.ones(1)}, tmp_path / "other.safetensors")
     (folder / "out.safetensors").symlink_to(tmp_path / "other.safetensors")
     (folder / MODEL_INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
-    with pytest.raises(CheckpointError, match="refused"):
+    with pytest.raises(CheckpointError, match="outside"):
         read_model(folder)
 
 
@@ -131,9 +131,9 @@ def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, file
         (lambda index: index["weight_map"].update(v=index["weight_map"]["w"]), "no tensor 'v'"),
         (lambda index: index["metadata"]["trainwright"].update(tied={"v": "u"}), "ties 'v' to 'u'"),
         (lambda index: index["metadata"]["trainwright"].update(dtypes={"w": "torch.complex64"}), "cannot be read as"),
-        (lambda index: index.pop("weight_map"), "no index"),
-        (lambda index: index.update(weight_map=3), "no index"),
-        (lambda index: index["weight_map"].update(w=3), "no plain relative path"),
+        (lambda index: index.pop("weight_map"), "not an index"),
+        (lambda index: index.update(weight_map=3), "not an index"),
+        (lambda index: index["weight_map"].update(w=3), "not a plain relative path"),
     ],
 )
 def test_an_index_that_does_not_fit_its_shards_is_an_error(tmp_path: Path, change: Any, message: str) -> None:
@@ -147,7 +147,7 @@ def test_an_index_that_does_not_fit_its_shards_is_an_error(tmp_path: Path, chang
 
 def test_an_index_with_a_key_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / MODEL_INDEX).write_text('{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}')
-    with pytest.raises(CheckpointError, match="'w' stands twice"):
+    with pytest.raises(CheckpointError, match="'w' twice"):
         read_model(tmp_path)
 
 

@@ -272,13 +272,13 @@ def test_another_number_of_groups_is_refused() -> None:
         {**tree["groups"][0], "params": tree["groups"][0]["params"][:2]},
         {**tree["groups"][0], "params": tree["groups"][0]["params"][2:]},
     ]
-    refuses(tree, "2 parameter groups and has 1 now")
+    refuses(tree, "2 parameter groups and now has 1")
 
 
 def test_a_parameter_without_a_name_cannot_be_saved() -> None:
     module = model()
     optimizer = torch.optim.SGD([*module.parameters(), nn.Parameter(torch.zeros(7))], lr=0.1)
-    with pytest.raises(CheckpointError, match=r"shape \(7,\) that is no parameter of the task"):
+    with pytest.raises(CheckpointError, match=r"shape \(7,\) that is not a parameter of the task"):
         named_optimizer_state(optimizer, names_of(module))
 
 

@@ -126,8 +126,8 @@ def test_a_sealed_manifest_that_lists_a_file_outside_is_refused(checkpoint: Path
     manifest = read_manifest(checkpoint)
     parts = manifest.parts | {"trainer": Part({"../secret": FileEntry(1, hash_file(tmp_path / "run" / "secret"))})}
     (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
-    assert "may lie outside" in verify(checkpoint)[0]
-    with pytest.raises(CheckpointError, match="may lie outside"):
+    assert "may be outside" in verify(checkpoint)[0]
+    with pytest.raises(CheckpointError, match="may be outside"):
         read_checkpoint(checkpoint)
 
 
@@ -207,7 +207,7 @@ def test_only_the_parts_asked_for_are_read_and_verified(checkpoint: Path) -> Non
 @pytest.mark.parametrize("argument", ["parts", "allow_missing"])
 def test_an_unknown_part_is_an_error_that_lists_the_parts(checkpoint: Path, argument: str) -> None:
     options: dict[str, Any] = {argument: ["optimiser"]}
-    with pytest.raises(CheckpointError, match=r"'optimiser'\. Parts are: trainer, model, optimizer, rng"):
+    with pytest.raises(CheckpointError, match=r"'optimiser', expected some of trainer, model, optimizer, rng"):
         read_checkpoint(checkpoint, **options)
 
 

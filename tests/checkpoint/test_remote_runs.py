@@ -263,7 +263,7 @@ def test_a_refusal_says_that_it_is_about_credentials(memory: str, tmp_path: Path
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "ls", refuse)
-        with pytest.raises(CheckpointError, match="credentials of this machine"):
+        with pytest.raises(CheckpointError, match="Set up credentials"):
             fit(tmp_path, f"{memory}/run", 1)
 
 

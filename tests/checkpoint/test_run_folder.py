@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.snapshots import write_small
-from trainwright.checkpoint.format.manifests import FoundCheckpoint, look_at, open_checkpoint
+from trainwright.checkpoint.format.manifests import FoundCheckpoint, open_checkpoint, open_or_error
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
@@ -37,7 +37,7 @@ def test_one_that_cannot_be_judged_is_damaged(tmp_path: Path) -> None:
         raise CheckpointError("its trainer part makes no sense")
 
     write_small(tmp_path, 1, "only")
-    with pytest.warns(TrainwrightWarning, match="passing over the damaged checkpoint .*only: its trainer part"):
+    with pytest.warns(TrainwrightWarning, match="skipping the damaged checkpoint .*only: its trainer part"):
         assert RunFolder(tmp_path).newest(accepts=refuse) is None
     with pytest.raises(CheckpointError, match="on_damaged='fall_back'"):
         RunFolder(tmp_path).newest(accepts=refuse, on_damaged="error")
@@ -46,7 +46,7 @@ def test_one_that_cannot_be_judged_is_damaged(tmp_path: Path) -> None:
 def test_candidates_may_be_elsewhere(tmp_path: Path) -> None:
     elsewhere = write_small(tmp_path / "elsewhere", 1, "a")
     folder = RunFolder(tmp_path / "run")
-    found = folder.newest([look_at(elsewhere)])
+    found = folder.newest([open_or_error(elsewhere)])
     assert found is not None
     assert found.path == elsewhere
     assert folder.newest() is None
@@ -81,5 +81,5 @@ def test_a_link_moves_in_one_step_and_never_replaces_a_checkpoint(tmp_path: Path
     for target in (first, second):
         folder.link("last", target.name)
         assert (tmp_path / "last").resolve() == target
-    with pytest.raises(CheckpointError, match="a checkpoint of its own"):
+    with pytest.raises(CheckpointError, match="is not replaced by a link"):
         folder.link("first", "second")

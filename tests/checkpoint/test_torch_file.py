@@ -205,7 +205,7 @@ def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
 
 
 def test_a_storage_that_is_not_in_the_archive_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not made as torch"):
+    with pytest.raises(CheckpointError, match="not a valid file of torch"):
         read_torch_file(_rewritten(tmp_path / "x.pt", _tensor_pickle(0, (1,), (1,), 4)))
 
 
@@ -296,5 +296,5 @@ def test_a_file_of_before_1_6_from_a_big_endian_machine_is_refused(tmp_path: Pat
     place = data.index(b"little_endian")
     at = data.index(b"\x88", place)  # NEWTRUE
     path.write_bytes(data[:at] + b"\x89" + data[at + 1 :])
-    with pytest.raises(CheckpointError, match="little_endian"):
+    with pytest.raises(CheckpointError, match="little-endian"):
         read_torch_file(path)

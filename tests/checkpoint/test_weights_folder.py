@@ -171,7 +171,7 @@ def test_a_write_that_fails_at_any_point_leaves_a_whole_model(change: str, tmp_p
         try:
             write(folder, 2, after)
         except CheckpointError as error:
-            in_place = "in place" in str(error)
+            in_place = "could not be deleted" in str(error)
         except OSError:  # of the rename itself, which has happened
             in_place = True
         else:

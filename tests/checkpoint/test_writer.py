@@ -117,7 +117,7 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, kind: str) -> N
 @pytest.mark.parametrize("name", [".hidden", ""])
 def test_a_hidden_or_empty_name_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name if name else Path("/")
-    with pytest.raises(CheckpointError, match="no name for a checkpoint"):
+    with pytest.raises(CheckpointError, match="not a valid checkpoint name"):
         write_checkpoint(path, small_snapshot())
 
 
@@ -141,7 +141,7 @@ def test_saving_changes_no_random_state(tmp_path: Path) -> None:
         ({"optimizers": [{"a": object()}]}, r"optimizer\[0\]\.a is a"),
         ({"rng": [{"a": object()}]}, r"rng\[0\]\.a is a"),
         ({"model": {"w": torch.zeros(1, device="meta")}}, r"model\.w: a meta"),
-        ({"trainer": {"progress": 1}}, "this name is taken"),
+        ({"trainer": {"progress": 1}}, "this name is reserved"),
         ({"kind": "partial"}, "expected one of full, weights"),
     ],
 )

@@ -321,7 +321,7 @@ def test_convert_refuses_a_crafted_pickle_and_executes_nothing(
     assert "--trust-pickle" in told
     assert not (tmp_path / "out").exists()
     assert _run("convert", tmp_path / "x.pt", tmp_path / "out", "--drop-unknown") == 0
-    assert "left out, unread: evil" in capsys.readouterr().err
+    assert "skipped: evil" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 

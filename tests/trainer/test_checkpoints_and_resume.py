@@ -457,7 +457,7 @@ def test_a_run_that_goes_on_with_a_clock_that_is_behind_finds_its_own_newest_che
             return datetime.datetime.now(tz) - datetime.timedelta(hours=3)
 
     fit(1)
-    monkeypatch.setattr(layout, "_youngest", "")  # as in another process
+    monkeypatch.setattr(layout, "_newest", "")  # as in another process
     clock = types.SimpleNamespace(datetime=Behind, timedelta=datetime.timedelta, UTC=datetime.UTC)
     monkeypatch.setattr(layout, "datetime", clock)
     fit(3, ckpt_path="last")
@@ -506,7 +506,7 @@ def test_a_new_run_in_the_folder_of_one_whose_clock_was_ahead_is_resumed_by_its_
 
         clock = types.SimpleNamespace(datetime=Ahead, timedelta=datetime.timedelta, UTC=datetime.UTC)
         monkeypatch.setattr(layout, "datetime", clock)
-        monkeypatch.setattr(layout, "_youngest", "")  # as in another process
+        monkeypatch.setattr(layout, "_newest", "")  # as in another process
         trainer = quiet_trainer(max_epochs=1, callbacks=[ModelCheckpoint(tmp_path, filename=name)])
         trainer.fit(RegressionTask(), regression_loader(2))
 

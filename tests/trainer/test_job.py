@@ -33,5 +33,5 @@ def test_a_later_attempt_takes_the_newest_checkpoint_of_its_own_job(tmp_path: Pa
 def test_a_damaged_one_is_passed_over_with_a_warning_that_names_it(tmp_path: Path) -> None:
     mine, damaged = _write(tmp_path, 1, "mine"), _write(tmp_path, 2, "mine")
     (damaged / "trainer.safetensors").write_bytes(b"")
-    with pytest.warns(TrainwrightWarning, match=r"passing over the damaged .*step-00000002.*trainer\.safetensors"):
+    with pytest.warns(TrainwrightWarning, match=r"skipping the damaged .*step-00000002.*trainer\.safetensors"):
         assert _left(Attempt("mine", 1), tmp_path) == mine

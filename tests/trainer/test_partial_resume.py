@@ -79,7 +79,7 @@ def resume(run: Path, ckpt_path: Any, task: RegressionTask | None = None, **argu
 
 def test_last_falls_back_to_the_newest_whole_checkpoint_and_says_so(run: Path) -> None:
     damage(run / "checkpoints" / "2")
-    with pytest.warns(TrainwrightWarning, match="passing over the damaged checkpoint .*/2"):
+    with pytest.warns(TrainwrightWarning, match="skipping the damaged checkpoint .*/2"):
         assert resume(run, "last")[0] == 9
 
 
@@ -110,7 +110,7 @@ def test_a_checkpoint_without_a_readable_manifest_falls_back_to_the_newest_of_al
 
 def test_with_nothing_to_fall_back_to_the_damage_is_the_error(run: Path) -> None:
     damage(run / "checkpoints" / "0")
-    with pytest.raises(CheckpointError, match=r"/0 is damaged: .*No earlier one in .*checkpoints is whole"):
+    with pytest.raises(CheckpointError, match=r"/0 is damaged: .*No older checkpoint in .*checkpoints is valid"):
         resume(run, run / "checkpoints" / "0", on_damaged="fall_back")
 
 

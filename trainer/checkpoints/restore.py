@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint import Snapshot
 from trainwright.checkpoint.disk.untrusted import reading
-from trainwright.checkpoint.format.layout import go_on_from
+from trainwright.checkpoint.format.layout import order_after
 from trainwright.checkpoint.format.manifests import FoundCheckpoint
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.names.hidden_names import plain_name
@@ -42,7 +42,7 @@ def restore(run: StageRun, opened: Opened) -> None:
     saved = Entries(snapshot.trainer, path, request.allow_missing)
     restore_weights(run, opened)
     run.state.load_dict(snapshot.state)
-    go_on_from(opened.found.manifest.created)
+    order_after(opened.found.manifest.created)
     run.shown.load(snapshot.metrics)
     saved.restore_callbacks(run)
     _restore_optimizers_and_schedules(run, opened, saved)

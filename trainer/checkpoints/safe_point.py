@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.checkpoint import Snapshot, remote, write_checkpoint
-from trainwright.checkpoint.disk.quiet_thread import leaves_cores
+from trainwright.checkpoint.disk.low_priority_thread import leaves_cores
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.host.folders import alone_in, is_url

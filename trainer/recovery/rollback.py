@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainwright.checkpoint.format.manifests import look_at, open_checkpoint
+from trainwright.checkpoint.format.manifests import open_checkpoint, open_or_error
 from trainwright.core.errors import RollbackError
 from trainwright.core.state import SkippedData
 from trainwright.trainer.checkpoints import restore, safe_point
@@ -153,6 +153,6 @@ def _newest_of_run(run: StageRun, max_step: int) -> Path | None:
         lambda entry: entry.kind == "full" and entry.step <= max_step and entry.created not in run.history.abandoned
     )
     if run.origin is not None and run.origin.is_dir():
-        candidates.append(look_at(run.origin))
+        candidates.append(open_or_error(run.origin))
     found = run.folder.newest(candidates, accepts=lambda found: found.manifest.step <= max_step)
     return None if found is None else found.path

@@ -1,4 +1,4 @@
-"""Writing checkpoints beside the training: a copy in host memory, and a thread that writes it."""
+"""Background writing of checkpoints: training waits for a copy in host memory, and a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.disk.host_buffers import HostBuffers
 from trainwright.checkpoint.disk.host_copies import LaterCopy
-from trainwright.checkpoint.disk.planned_file import QUIET_FROM_BYTES
-from trainwright.checkpoint.disk.quiet_thread import Preparation, QuietThread
+from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread, Preparation
+from trainwright.checkpoint.disk.planned_file import LOW_PRIORITY_FROM_BYTES
 from trainwright.checkpoint.format.layout import Snapshot
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES
 from trainwright.checkpoint.format.writer import Contents, check_target, plain_metrics, plan_checkpoint, write_contents
 from trainwright.core.errors import CheckpointError
 
-_LOOK_S = 0.5  # between two looks at the deadline
+_LOOK_S = 0.5  # interval in which the deadline is checked
 
 Then = Callable[[Path], None]
 
 
 class Write(Protocol):
-    """What writes a checkpoint from what has been staged."""
+    """A function that writes a checkpoint from the staged copies."""
 
-    def __call__(self, *, quiet: QuietThread) -> Any:
-        """Write it, with heavy work done by `quiet`."""
+    def __call__(self, *, quiet: LowPriorityThread) -> Any:
+        """Write it. `quiet` does the heavy work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,75 +43,75 @@ class _Job:
 
 
 class AsyncWriter:
-    """Writes checkpoints in a thread, from a copy in host memory, while the training continues.
+    """A writer of checkpoints that works in a thread, from a copy in host memory, while training continues.
 
-    One process of a run uses it, from one thread. At most one snapshot is in memory: a save waits for the one before,
+    One process of a run uses it, from one thread. At most one snapshot is in memory: a save waits for the previous one,
     so that a slow disk slows the run down instead of filling the memory. Threads exist only while a checkpoint is
-    written, and the interpreter waits for them before it exits, at most until the deadline. A second thread at the
-    lowest priority does the work that takes processor time; when another thread waits for a save, the first does that
-    work too. Saving takes part in no collective and draws no random numbers.
+    written. Before the interpreter exits it waits for them, until the deadline at the latest. A second thread with the
+    lowest priority does the work that takes processor time. While another thread waits for a save, the first thread
+    does that work too. Saving runs no collectives and draws no random numbers.
 
     Args:
         max_shard_bytes: see `plan_model`.
 
     Attributes:
-        buffers: the host memory, kept between saves.
+        buffers: the host memory, which is reused between saves.
         optimizers: the optimizers whose state is saved.
-        deadline_s: returns when unpublished checkpoints are dropped, in the time of `time.monotonic()`. None: never.
+        deadline_s: returns the value of `time.monotonic()` at which unpublished checkpoints are dropped. None: never.
     """
 
     def __init__(self, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self.buffers = HostBuffers()
         self._max_shard_bytes = max_shard_bytes
-        self._contents: Contents | None = None  # what is in the buffers
-        self._later: LaterCopy | None = None  # what is not in them yet
+        self._contents: Contents | None = None  # the files in the buffers
+        self._later: LaterCopy | None = None  # copies into the buffers that remain
         self.optimizers: Sequence[Optimizer] = ()
-        self._guards: list[Any] = []  # keep optimizers from a step before it is
-        self._lock = threading.Lock()  # over the four below
+        self._guards: list[Any] = []  # handles of the hooks that finish these copies before an optimizer step
+        self._lock = threading.Lock()  # protects `_jobs`, `_thread`, `_quiet` and `_error`
         self._jobs: deque[_Job] = deque()
         self._thread: threading.Thread | None = None  # None: no job is being written
-        self._quiet = QuietThread()  # of that thread
+        self._quiet = LowPriorityThread()  # does heavy work for that thread
         self._preparation: Preparation | None = None
         self._error: CheckpointError | None = None
-        self._dropped = threading.Event()  # the interpreter may exit without the thread
+        self._dropped = threading.Event()  # set: the interpreter may exit before the thread ends
         self.deadline_s: Callable[[], float | None] = lambda: None
 
     @property
     def is_writing(self) -> bool:
-        """Whether something is not published yet."""
+        """True while a submitted checkpoint is not published."""
         with self._lock:
             return self._thread is not None
 
     @property
     def has_dropped(self) -> bool:
-        """Whether a write has outlasted the deadline."""
+        """True if a write has exceeded the deadline and has not ended."""
         with self._lock:
             return self._thread is not None and self._dropped.is_set()
 
     def prepare(self, num_bytes: int) -> None:
-        """Allocate host memory for a first save of about `num_bytes` in a thread; returns at once."""
-        if self._contents is not None or num_bytes < QUIET_FROM_BYTES:
+        """Allocate host memory for a first save of about `num_bytes` in a thread. Does not block."""
+        if self._contents is not None or num_bytes < LOW_PRIORITY_FROM_BYTES:
             return
         self._end_preparation()
         self.buffers.reserve(num_bytes)
         self._preparation = Preparation(self.buffers.fillings())
 
     def submit(self, path: Path | str, snapshot: Snapshot, *, then: Then | None = None, fresh: bool = False) -> Path:
-        """Copy `snapshot` and return; the checkpoint `path` is written and published later, see `write_checkpoint`.
+        """Copy `snapshot`, and write it as the checkpoint `path` in the background; see `write_checkpoint`.
 
         Blocks until the previous checkpoint is published and the tensors are copied. Afterwards the snapshot may
-        change. If it `overlaps`, the thread copies the optimizers' tensors, and each `step` of one of `optimizers`
-        waits for that and helps, as `finish_copy` does. Changing them in another way before is an error of the save.
+        change. If it `overlaps`, the optimizers' tensors are copied in the background. Each `step` of one of
+        `optimizers` then first calls `finish_copy`; if the tensors change in another way before, the save fails.
 
         Args:
-            path: the checkpoint's folder. Its earlier content stays until the new one is complete, and if it fails.
+            path: the checkpoint's folder. Its previous content remains until the new checkpoint is complete.
             snapshot: the state to save.
-            then: called with `path` in the writing thread once the checkpoint is published. Its errors are those of the
-                save.
+            then: called with `path` in the writing thread once the checkpoint is published. If it raises, the save
+                fails with that error.
             fresh: see `Draft`.
 
         Raises:
-            CheckpointError: the previous checkpoint could not be written (nothing is done for this one), or this
+            CheckpointError: the previous checkpoint could not be written (this one is then not started), or this
                 snapshot cannot be saved as `path`.
         """
         self.wait()
@@ -122,30 +122,30 @@ class AsyncWriter:
         return path
 
     def stage(self, contents: Contents) -> None:
-        """Copy the tensors of `contents`, which then holds the copies, for a save of several ranks; `start` writes
-        them.
+        """Copy the tensors of `contents` for a save by several ranks, and make it refer to the copies.
 
-        Blocks until everything that was submitted is done and the tensors are copied. Errors are those of `wait`.
+        Call `start` next to write them. Blocks until earlier saves are done and the tensors are copied. Errors are
+        those of `wait`.
         """
         self.wait()
         self._stage(contents)
 
     def start(self, path: Path, write: Write, *, then: Then | None = None) -> None:
-        """Call `write` in the thread, after the checkpoints before; returns at once.
+        """Call `write` in the thread, after earlier checkpoints. Does not block.
 
         Args:
-            path: the checkpoint that is written, for messages.
-            write: writes it, or this rank's part of it, from the staged copies; called with `quiet`, see `write_files`.
+            path: the checkpoint's folder, for messages.
+            write: writes the checkpoint, or this rank's part, from the staged copies. `quiet` is for `write_files`.
             then: see `submit`.
         """
         self._start(_Job(path, write, then))
 
     def _stage(self, contents: Contents) -> None:
         self._end_preparation()
-        self._contents = self._later = None  # an error half way would leave a mixture of the two
+        self._contents = self._later = None  # an error below would leave a mixture of two snapshots
         self._later = self.buffers.stage(contents.files)
         self._contents = contents
-        if self._later is not None and not self._guards:  # of each, since other threads may step others
+        if self._later is not None and not self._guards:  # on each optimizer, since different threads may step them
             self._guards = [optimizer.register_step_pre_hook(_Guard(self)) for optimizer in self.optimizers]
 
     def _write(self, path: Path, then: Then | None, fresh: bool, **changes: Any) -> None:
@@ -161,15 +161,14 @@ class AsyncWriter:
         then: Then | None = None,
         fresh: bool = False,
     ) -> Path:
-        """Write the snapshot of the last `submit` as a further checkpoint, after the others; returns at once.
+        """Write the snapshot of the last `submit` as another checkpoint, after the others. Does not block.
 
         Args:
             path, then, fresh: see `submit`.
             metrics: for its manifest. Default: those of the snapshot.
 
         Raises:
-            CheckpointError: there is no such snapshot, something else is at `path`, or an earlier checkpoint has
-                failed.
+            CheckpointError: no snapshot was submitted, `path` is not a checkpoint, or an earlier save has failed.
         """
         if self._contents is None:
             raise CheckpointError(f"there is no snapshot in memory to write as {path}: call submit first.")
@@ -179,10 +178,11 @@ class AsyncWriter:
         return path
 
     def wait(self) -> None:
-        """Block until everything that was submitted is published.
+        """Block until all submitted checkpoints are published.
 
         Raises:
-            CheckpointError: once, if a checkpoint could not be written. Names it and the later ones, which are dropped.
+            CheckpointError: a checkpoint could not be written. It names it and the later ones, which are dropped. It is
+                raised once.
         """
         self.join()
         with self._lock:
@@ -191,12 +191,12 @@ class AsyncWriter:
             raise error
 
     def finish_copy(self) -> None:
-        """Block until the last snapshot is copied whole, and help: from then on everything may change."""
+        """Finish the copy of the last snapshot. Afterwards all of its tensors may change."""
         if self._later is not None:
             self._later.finish()
 
     def join(self) -> None:
-        """Block until nothing is being written, or until the deadline; an error is left for `wait` or the next save."""
+        """Block until all writes have ended or the deadline has passed. `wait` or the next save raises their error."""
         while (thread := self._thread) is not None:
             self._quiet.hurry()
             deadline_s = self.deadline_s()
@@ -206,21 +206,21 @@ class AsyncWriter:
                 return
 
     def _drop(self) -> None:
-        """Let the interpreter exit without the thread, which may wait for the disk for long. Its memory is kept."""
+        """Allow the interpreter to exit before the thread ends, which may wait for the disk. Memory is not freed."""
         with self._lock:
             self._jobs.clear()
             self._error = CheckpointError(
-                "a checkpoint was not written in time and is dropped. Earlier checkpoints are as they were."
+                "a checkpoint was not written before the deadline and is dropped. Earlier checkpoints are unchanged."
             )
             self._dropped.set()
 
     def close(self) -> None:
-        """Wait as `wait` does, and give the memory back whether or not there was an error. It can be used again."""
+        """Call `wait`, and free the memory even after an error. The writer can be used again."""
         try:
             self.wait()
         finally:
             self._end_preparation()
-            if not self.is_writing:  # a second Ctrl-C may have ended the wait
+            if not self.is_writing:  # a second Ctrl-C may have interrupted the wait
                 self._contents = self._later = None
                 self.buffers.release()
                 while self._guards:
@@ -237,15 +237,15 @@ class AsyncWriter:
             if error is not None:
                 raise error
             if self._thread is None:
-                # Started here, since a thread cannot start another once the interpreter exits.
-                self._quiet = quiet = QuietThread()
-                if self._staged_bytes() >= QUIET_FROM_BYTES:
+                # Started here, since no thread can be started once the interpreter is exiting.
+                self._quiet = quiet = LowPriorityThread()
+                if self._staged_bytes() >= LOW_PRIORITY_FROM_BYTES:
                     quiet.start()
                 self._dropped = dropped = threading.Event()
                 name = "trainwright-checkpoint"
                 thread = threading.Thread(target=self._run, args=(quiet,), name=name, daemon=True)
                 thread.start()  # it waits for the lock
-                # Not a daemon: an interpreter that exits waits for it.
+                # Not a daemon: the interpreter waits for it before it exits.
                 threading.Thread(target=_hold_exit, args=(thread, dropped), name=f"{name}-exit", daemon=False).start()
                 self._thread = thread
             self._jobs.append(job)
@@ -253,7 +253,7 @@ class AsyncWriter:
     def _staged_bytes(self) -> int:
         return 0 if self._contents is None else sum(file.num_tensor_bytes for file in self._contents.files)
 
-    def _run(self, quiet: QuietThread) -> None:
+    def _run(self, quiet: LowPriorityThread) -> None:
         try:
             while (job := self._next_job()) is not None:
                 try:
@@ -261,12 +261,12 @@ class AsyncWriter:
                     job.write(quiet=quiet)
                     if job.then is not None:
                         job.then(job.path)
-                except BaseException as error:  # noqa: BLE001  # raised by `wait`, in the thread that asked for the save
+                except BaseException as error:  # noqa: BLE001  # raised by `wait`, in the caller's thread
                     self._fail(job, error)
         finally:
             quiet.end()
 
-    def _check_copy(self, quiet: QuietThread) -> None:
+    def _check_copy(self, quiet: LowPriorityThread) -> None:
         if self._later is None:
             return
         quiet.put(self._later.finish)
@@ -287,17 +287,17 @@ class AsyncWriter:
 
     def _fail(self, job: _Job, error: BaseException) -> None:
         with self._lock:
-            others = f" Nor were {', '.join(str(left.path) for left in self._jobs)}." if self._jobs else ""
+            others = f" Also not written: {', '.join(str(left.path) for left in self._jobs)}." if self._jobs else ""
             self._jobs.clear()
             self._error = CheckpointError(
                 f"the checkpoint {job.path} could not be written in the background: {type(error).__name__}: {error}. "
-                f"Earlier checkpoints are as they were.{others}"
+                f"Earlier checkpoints are unchanged.{others}"
             )
             self._error.__cause__ = error
 
 
 class _Guard:
-    """Called before an optimizer's step: has what it may change be copied first. Does not keep the writer alive."""
+    """A pre-hook of optimizer steps that finishes the copy first. It does not keep the writer alive."""
 
     def __init__(self, writer: AsyncWriter) -> None:
         self._writer = weakref.ref(writer)
@@ -309,6 +309,6 @@ class _Guard:
 
 
 def _hold_exit(thread: threading.Thread, dropped: threading.Event) -> None:
-    """Block until a thread has ended or its work is dropped: ended by the interpreter's exit, it would abort."""
+    """Block until a thread has ended or its work is dropped, since the exiting interpreter would abort it."""
     while thread.is_alive() and not dropped.is_set():
         thread.join(_LOOK_S)

@@ -1,6 +1,6 @@
 """Checkpoints that several ranks write together: each writes its own files, and rank 0 publishes the checkpoint.
 
-They exchange messages through the key-value store of their run, from any thread, without collectives.
+The ranks exchange messages through the run's key-value store, from any thread and without collectives.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainwright.checkpoint.disk.durable import FileEntry
+from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
 from trainwright.checkpoint.disk.planned_file import write_files
-from trainwright.checkpoint.disk.quiet_thread import QuietThread
 from trainwright.checkpoint.disk.untrusted import check_relative
 from trainwright.checkpoint.format.writer import Contents, Draft
 from trainwright.core.errors import CheckpointError
@@ -23,16 +23,16 @@ _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.1
 
 
 class Store(Protocol):
-    """What is used of a `torch.distributed.Store`. Other threads must not use the same connection."""
+    """The methods of `torch.distributed.Store` that are used. Other threads must not use the same connection."""
 
     def set(self, key: str, value: str, /) -> Any:
         """Set a key."""
 
     def get(self, key: str, /) -> bytes:
-        """Return the value of a key that is there."""
+        """Return the value of an existing key."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Tell whether all of some keys are there."""
+        """Return whether all keys exist."""
 
     def delete_key(self, key: str, /) -> bool:
         """Delete a key."""
@@ -56,28 +56,28 @@ class Crew:
         self._hurry_until_s: float | None = None
 
     def hurry(self, seconds: float) -> None:
-        """Wait no longer than that from now on, since ranks may have failed. May be called from any thread."""
+        """Wait at most `seconds` from now on, since ranks may have failed. May be called from any thread."""
         self._hurry_until_s = time.monotonic() + seconds
 
-    def write_share(self, folder: Path, contents: Contents, *, quiet: QuietThread | None = None) -> None:
+    def write_share(self, folder: Path, contents: Contents, *, quiet: LowPriorityThread | None = None) -> None:
         """Write this rank's files into the folder of rank 0 and report them, or an error, to rank 0.
 
-        Blocks until they are synced. For all ranks but 0; not collective.
+        Blocks until they are synced. Every rank except 0 calls it. Not collective.
         """
         try:
             report: dict[str, Any] = {"files": _to_json(write_files(folder, contents.files, quiet=quiet))}
-        except Exception as error:  # noqa: BLE001  # rank 0 raises it, and must not wait in vain
+        except Exception as error:  # noqa: BLE001  # reported, so that rank 0 raises it and does not wait
             report = {"error": f"{type(error).__name__}: {error}"}
         try:
             self._store.set(_key(folder, self.rank), json.dumps(report))
         except Exception as error:
-            raise CheckpointError(f"rank {self.rank} cannot tell rank 0 what it has written: {error}") from error
+            raise CheckpointError(f"rank {self.rank} cannot report its files to rank 0: {error}") from error
 
-    def write_and_publish(self, draft: Draft, contents: Contents, *, quiet: QuietThread | None = None) -> None:
+    def write_and_publish(self, draft: Draft, contents: Contents, *, quiet: LowPriorityThread | None = None) -> None:
         """Write rank 0's files, wait for the reports of the others, and publish the checkpoint. Not collective.
 
         Raises:
-            CheckpointError: a rank could not write, or did not report within the timeout; it is named.
+            CheckpointError: a rank could not write, or did not report within the timeout. The message names it.
         """
         with draft:
             entries = draft.write(contents, quiet=quiet)
@@ -85,7 +85,7 @@ class Crew:
             draft.publish(contents, entries)
 
     def _collect(self, folder: Path) -> dict[str, FileEntry]:
-        """Wait until every other rank has told what it has written; returns its files by their paths."""
+        """Wait for the reports of all other ranks; return their files by path."""
         entries: dict[str, FileEntry] = {}
         waiting = set(range(1, self.world_size))
         begun_s, look_s = time.monotonic(), _FIRST_LOOK_S
@@ -97,24 +97,24 @@ class Crew:
                     self._store.delete_key(key)
                     waiting.discard(rank)
             if waiting:
-                self._check_patience(waiting, begun_s)
+                self._check_timeout(waiting, begun_s)
                 time.sleep(look_s)
                 look_s = min(2 * look_s, _LONGEST_LOOK_S)
         return entries
 
-    def _check_patience(self, waiting: set[int], begun_s: float) -> None:
+    def _check_timeout(self, waiting: set[int], begun_s: float) -> None:
         now_s = time.monotonic()
         late = now_s > begun_s + self._timeout_s
         if late or (self._hurry_until_s is not None and now_s > self._hurry_until_s):
             why = f"within {self._timeout_s:g} s (the strategy's timeout)" if late else "before the run failed"
             names = ", ".join(str(rank) for rank in sorted(waiting))
             raise CheckpointError(
-                f"rank {names} of {self.world_size} did not report its files {why}. It has died, or its disk is slow."
+                f"rank {names} of {self.world_size} did not report its files {why}. It failed, or its disk is slow."
             )
 
 
 def _key(folder: Path, rank: int) -> str:
-    assert split_hidden(folder.name) is not None  # its random digits tell this save from all others
+    assert split_hidden(folder.name) is not None  # its random digits are unique to this save
     return f"{folder.name.rpartition('-')[2]}/{rank}"
 
 
@@ -134,7 +134,7 @@ def _read_report(rank: int, data: bytes, folder: Path) -> dict[str, FileEntry]:
             size = -1
         if size != entry.size:
             raise CheckpointError(
-                f"rank {rank} has written {path} with {entry.size} bytes, and rank 0 does not see it. Put checkpoints "
-                "on a file system that all nodes share, or have rank 0 write them whole (state_dict_type='full')."
+                f"rank {rank} wrote {path} with {entry.size} bytes, but rank 0 cannot find it. Put checkpoints on a "
+                "file system that all nodes share, or set state_dict_type='full', with which rank 0 writes all files."
             )
     return entries

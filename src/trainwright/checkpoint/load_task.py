@@ -1,4 +1,4 @@
-"""Building a task from a checkpoint: its constructor's arguments and its weights."""
+"""Construction of a task or data module from a checkpoint, with its hyper-parameters and its state."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def load_task_from_checkpoint(
 
     Args:
         cls: the task's class. Saved hyper-parameters that its constructor does not accept are skipped, unless it
-            accepts `**kwargs`; those of one mapping are passed as that argument. A `configure_model` is called before
-            loading.
-        path: a checkpoint folder of either kind, or the URL of one.
-        map_location: the device for the task. None: the device on which it builds itself.
-        strict: raise if names of weights are missing or left over. None: use the task's `strict_loading`.
+            accepts `**kwargs`. Those that were saved from one mapping are passed as that argument. `configure_model`
+            is called before loading, if the task has it.
+        path: a checkpoint folder of either kind, or its URL.
+        map_location: the device for the task. None: the device on which its constructor puts it.
+        strict: raise if names of weights are missing or unexpected. None: use the task's `strict_loading`.
         hparams_file: a YAML or JSON file of hyper-parameters that are used instead of the saved ones.
-        hparams_overrides: values that replace saved hyper-parameters, or that were not saved.
+        hparams_overrides: values that replace saved hyper-parameters or add to them.
 
     Raises:
-        FileNotFoundError: nothing is at `path`.
+        FileNotFoundError: `path` does not exist.
         CheckpointError: the checkpoint is damaged, the constructor's arguments are incomplete or unknown, or the
             weights do not fit.
     """
@@ -99,7 +99,7 @@ def load_data_from_checkpoint(
 
     Args:
         cls: the data module's class.
-        path: a checkpoint folder of a fit with a data module, or the URL of one.
+        path: a checkpoint folder of a fit with a data module, or its URL.
         hparams_file, hparams_overrides: see `load_task_from_checkpoint`, also for the errors.
     """
     with tempfile.TemporaryDirectory(prefix="trainwright-") as folder:
@@ -109,14 +109,14 @@ def load_data_from_checkpoint(
     data = _construct(cls, found, Path(str(path)), hparams_file, hparams_overrides or {})
     state = trainer.get("datamodule")
     if state:
-        data.load_state_dict(state)  # type: ignore[attr-defined]  # data modules lie a layer beside this one
+        data.load_state_dict(state)  # type: ignore[attr-defined]  # the data layer is not imported here
     return data
 
 
 def _construct(
     cls: type[T], found: Mapping[str, Any], path: Path, hparams_file: Path | str | None, overrides: Mapping[str, Any]
 ) -> T:
-    """Build an object from the hyper-parameters among a checkpoint's entries, or from those of a file."""
+    """Construct an object with the hyper-parameters in a checkpoint's entries, or with those of a file."""
     from_checkpoint = hparams_file is None
     saved: Any = found.get(HYPER_PARAMETERS) if hparams_file is None else _read_file(Path(hparams_file))
     saved = {} if saved is None else saved
@@ -137,14 +137,14 @@ def _construct(
 def _in_one(
     cls: type, name: str, saved: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the hyper-parameters as the one argument that they came from, and the overrides of other arguments."""
+    """Return the hyper-parameters as the single argument `name`, and the overrides of other arguments."""
     known = inspect.signature(cls).parameters
     inside = {key: value for key, value in overrides.items() if key not in known}
     return {name: Hyperparameters({**saved, **inside})}, {key: overrides[key] for key in overrides if key in known}
 
 
 def _read_file(path: Path) -> Any:
-    import yaml  # JSON is YAML, so that one reader serves both
+    import yaml  # JSON is a subset of YAML
 
     return yaml.safe_load(path.read_text())
 
@@ -165,10 +165,10 @@ def _arguments(
         signature.bind(**arguments)
     except TypeError as error:
         needed = [why for name, why in left_out.items() if name in known and name not in arguments]
-        told = f" save_hyperparameters could not keep: {'; '.join(needed)}." if needed else ""
+        lost = f" save_hyperparameters could not save: {'; '.join(needed)}." if needed else ""
         raise CheckpointError(
             f"{cls.__qualname__}{signature} cannot be called with {', '.join(arguments) or 'nothing'}: {error}. "
-            f"{path} holds the hyper-parameters {', '.join(saved) or '(none)'}; give the others as keyword arguments, "
-            f"or call save_hyperparameters() in the constructor and save again.{told}"
+            f"{path} holds the hyper-parameters {', '.join(saved) or '(none)'}. Pass the others as keyword arguments, "
+            f"or call save_hyperparameters() in the constructor and save again.{lost}"
         ) from error
     return arguments

@@ -1,9 +1,9 @@
-"""Checkpoints on `s3://`, `gs://`, `memory://` and whatever else fsspec reaches.
+"""Checkpoints on `s3://`, `gs://`, `memory://` and every other file system that fsspec supports.
 
-A remote checkpoint is a folder of objects with the layout of a local one. There is no rename to publish it by, so that
-the manifest does: it goes up last and comes down first in a deletion, and a folder without it is no checkpoint.
+A remote checkpoint is a folder of objects with the layout of a local one. Object stores cannot rename a folder, so that
+the manifest publishes it: it is uploaded last and deleted first, and a folder without it is not a checkpoint.
 
-fsspec comes with torch; the packages for the single services (s3fs, gcsfs, ...) are named when they are missing.
+fsspec is installed with torch. If the package for a service (s3fs, gcsfs, ...) is missing, the error names it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from trainwright.checkpoint.format.staging import remove_folder
 from trainwright.core.errors import CheckpointError, MissingPackageError, TrainwrightError, require_package
 from trainwright.core.host.folders import held, is_url, last_part, local_folder
 
-# How services word that they do not let somebody in; they have no exception in common.
+# Words of access errors; the services have no common exception.
 _REFUSED = re.compile(
     r"credential|permission|forbidden|access.?denied|unauthori|not authori|\b40[13]\b|anonymous", re.I
 )
@@ -54,7 +54,7 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """A complete checkpoint on a remote file system, and what its manifest says; its files have not been verified."""
+    """A complete checkpoint on a remote file system, and its manifest; its files have not been verified."""
 
     url: str
     manifest: Manifest
@@ -63,22 +63,22 @@ class RemoteCheckpoint:
 def upload_checkpoint(
     local: Path | str, url: str, *, replace: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> str:
-    """Copy a published checkpoint below `url`, under its own name; files first, manifest last.
+    """Upload a published checkpoint into the remote folder `url`, under its own name.
 
-    Every file is hashed as it is read, and its remote size is compared, before the manifest is uploaded. A remote
-    checkpoint with the same manifest is left as it is. One process calls it; it blocks on the network.
+    Every file is hashed while it is read, and its remote size is checked, before the manifest is uploaded. A remote
+    checkpoint with the same manifest is not uploaded again. One process calls it; it blocks on the network.
 
     Args:
         local: the checkpoint's folder.
         url: the remote folder, such as `s3://bucket/run`.
-        replace: delete another checkpoint of the same name first; otherwise that is an error.
+        replace: delete a different checkpoint of the same name first. Default: False, which raises.
         storage_options: for fsspec, such as credentials; never stored.
 
     Returns:
         The checkpoint's URL.
 
     Raises:
-        FileNotFoundError: nothing is at `local`.
+        FileNotFoundError: `local` does not exist.
         CheckpointError: the local checkpoint is damaged or changes, another one has its name, or the service fails.
         MissingPackageError: the service's package is not installed.
     """
@@ -106,7 +106,7 @@ def upload_checkpoint(
 def find_remote(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[RemoteCheckpoint]:
     """Return the complete checkpoints directly below `url`, by step and then by time of writing.
 
-    A folder without a valid manifest is skipped. A `url` that does not exist has none. Blocks on the network: one
+    A folder without a valid manifest is skipped. If `url` does not exist, the list is empty. Blocks on the network: one
     listing, and one manifest per folder. Errors of the service are those of `upload_checkpoint`.
     """
     found = []
@@ -118,7 +118,7 @@ def find_remote(url: str, *, storage_options: Mapping[str, Any] | None = None) -
         try:
             manifest = Manifest.from_bytes(data, f"{remote.url}/{MANIFEST}")
         except CheckpointError:
-            continue  # cut short or not ours; who asks for it by name hears why
+            continue  # incomplete or not a checkpoint; a download by name raises the reason
         found.append(RemoteCheckpoint(remote.url, manifest))
     return sorted(found, key=lambda item: (item.manifest.step, item.manifest.created, item.url))
 
@@ -130,7 +130,7 @@ def newest_remote(
 
     Args:
         url: the remote folder.
-        than: a local checkpoint. None is returned if it is the same or was written later.
+        than: a local checkpoint. If it is the same checkpoint or newer, None is returned.
         kind: `"full"` skips checkpoints that cannot be resumed.
     """
     found = [item for item in find_remote(url) if kind is None or item.manifest.kind == kind]
@@ -140,20 +140,20 @@ def newest_remote(
 
 
 def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[str, Any] | None = None) -> Path:
-    """Copy the remote checkpoint `url` into the local folder `into`, under its own name.
+    """Download the remote checkpoint `url` into the local folder `into`, under its own name.
 
-    Sizes and hashes are compared with the manifest as the bytes arrive, and the folder appears by one rename. A valid
-    local copy with the same manifest is left as it is. One process calls it; it blocks on the network and the disk.
+    Sizes and hashes are compared with the manifest, and one rename publishes the folder. A valid local copy with the
+    same manifest is not downloaded again. One process calls it; it blocks on the network and the disk.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint at `url`.
-        CheckpointError: it is damaged, something else is at the local name, or the service fails.
+        CheckpointError: it is damaged, the local path exists already, or the service fails.
         MissingPackageError: the service's package is not installed.
     """
     remote = _Remote(url, storage_options)
     data = remote.read(MANIFEST, MAX_MANIFEST_BYTES)
     if data is None:
-        raise FileNotFoundError(f"there is no checkpoint {remote.url}, or one whose upload never finished.")
+        raise FileNotFoundError(f"there is no checkpoint {remote.url}, or its upload did not finish.")
     manifest = Manifest.from_bytes(data, f"{remote.url}/{MANIFEST}")
     target = Path(into) / _last(remote.url)
     if os.path.lexists(target):
@@ -176,9 +176,9 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
 
 
 def fetch_checkpoint(url: str, root: Path, *, storage_options: Mapping[str, Any] | None = None) -> Path:
-    """Return a local copy of the remote checkpoint `url` below `root`, and download it if it is missing or damaged.
+    """Return a local copy of the remote checkpoint `url` below `root`. Download it if it is missing or damaged.
 
-    The content at `url` may change; every content has a folder of its own, named after its manifest.
+    The checkpoint at `url` may change: each version has its own local folder, named after the hash of its manifest.
     """
     data = _Remote(url, storage_options).read(MANIFEST, MAX_MANIFEST_BYTES)
     digest = xxhash.xxh3_64(data or b"").hexdigest()
@@ -190,7 +190,7 @@ def fetch_checkpoint(url: str, root: Path, *, storage_options: Mapping[str, Any]
 
 
 def remote_names(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the names of all folders directly below `url`, checkpoints or not; none if it does not exist."""
+    """Return the names of all folders directly below `url`; none if it does not exist."""
     return _Remote(url, storage_options).folders()
 
 
@@ -206,7 +206,7 @@ def _fetch_all(remote: _Remote, manifest: Manifest, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteEntry:
-    """One checkpoint that a run has uploaded; `created` tells it from a later one of the same name."""
+    """One checkpoint that a run has uploaded. `created` distinguishes it from a later one of the same name."""
 
     name: str
     step: int
@@ -215,14 +215,14 @@ class RemoteEntry:
 
 
 class RemoteIndex:
-    """The checkpoints that one run has uploaded below a URL: the only ones that it may delete there.
+    """The index of the checkpoints that one run has uploaded below a URL. The run deletes no others.
 
-    Stored beside them in `index.{run}.json`, one file per run, since objects cannot be locked. An entry is written
-    before the upload begins, so that an upload that a crash interrupted can still be deleted.
+    It is stored in the same folder as `index.{run}.json`, one file per run, since objects cannot be locked. An entry is
+    written before the upload begins, so that an interrupted upload can be deleted later.
 
     Args:
         url: the remote folder.
-        run: the run's own id, the same after a resume: letters, digits, `.`, `_` and `-`.
+        run: the run's id, which is the same after a resume: letters, digits, `.`, `_` and `-`.
         storage_options: for fsspec.
     """
 
@@ -237,9 +237,9 @@ class RemoteIndex:
         self._load()  # fails now rather than at the first upload
 
     def upload(self, local: Path | str, *, replace: bool = False) -> str:
-        """Upload a checkpoint (see `upload_checkpoint`) and take it into the index; returns its URL.
+        """Upload a checkpoint (see `upload_checkpoint`), add it to the index, and return its URL.
 
-        With `replace`, only one that this run has uploaded itself is replaced.
+        `replace` only replaces a checkpoint that this run has uploaded.
         """
         local = Path(local)
         manifest = read_manifest(local)
@@ -260,12 +260,14 @@ class RemoteIndex:
         return upload_checkpoint(local, self.url, storage_options=self._options)
 
     def entries(self) -> list[RemoteEntry]:
-        """Return this run's uploads, half ones included, by step and then by time of writing."""
+        """Return this run's uploads, including unfinished ones, by step and then by time of writing."""
         return sorted(self._load(), key=lambda entry: (entry.step, entry.created, entry.name))
 
     def delete(self, name: str) -> None:
-        """Delete one of this run's uploads, its manifest first, and its entry. Nothing is deleted if another run
-        uploaded it.
+        """Delete one of this run's uploads, manifest first, and its entry.
+
+        Raises:
+            CheckpointError: the checkpoint is another run's. It is not deleted.
         """
         entries = self._load()
         entry = next((known for known in entries if known.name == name), None)
@@ -278,16 +280,14 @@ class RemoteIndex:
         self._store([known for known in entries if known is not entry])
 
     def delete_unfinished(self) -> list[str]:
-        """Delete uploads that this run never finished, and return their names. Call it before the first upload of a
-        session.
-        """
+        """Delete this run's unfinished uploads and return their names. Call it before the first upload of a process."""
         gone = [entry.name for entry in self.entries() if self._manifest(entry.name) is None]
         for name in gone:
             self.delete(name)
         return gone
 
     def keep_last(self, num: int) -> list[str]:
-        """Delete all of this run's uploads except the `num` with the highest steps; returns the deleted names."""
+        """Delete all of this run's uploads except the `num` with the highest steps; return the deleted names."""
         if num < 0:
             raise CheckpointError(f"keep_last({num}): expected 0 or more.")
         entries = self.entries()
@@ -315,7 +315,7 @@ class RemoteIndex:
             return [_entry(item, origin) for item in today["checkpoints"]]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{origin} is damaged: {error!r}. If you remove it, the checkpoints stay and are no longer managed."
+                f"{origin} is damaged: {error!r}. Delete it to continue. The uploads remain, and no run deletes them."
             ) from error
 
     def _store(self, entries: list[RemoteEntry]) -> None:
@@ -326,25 +326,25 @@ class RemoteIndex:
 def _entry(item: Any, origin: str) -> RemoteEntry:
     name = check_relative(item["name"], origin)
     if "/" in name or name.startswith("."):
-        raise CheckpointError(f"{origin} names {name!r}, which is no checkpoint in its folder. It is refused.")
+        raise CheckpointError(f"{origin} names {name!r}, which is not a checkpoint in its folder.")
     if item["kind"] not in PARTS:
         raise ValueError(f"unknown kind {item['kind']!r}")
     return RemoteEntry(name, int(item["step"]), str(item["created"]), item["kind"])
 
 
 class _Remote:
-    """One remote folder. What the service raises comes out as a `CheckpointError` that names the URL."""
+    """A remote folder. Its methods turn errors of the service into `CheckpointError`s that name the URL."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         if not is_url(url):
-            raise CheckpointError(f"{url!r} is no URL: expected one such as s3://bucket/run or memory://run.")
+            raise CheckpointError(f"{url!r} is not a URL. Write one such as s3://bucket/run or memory://run.")
         self.url = url.rstrip("/")
         fsspec = require_package("fsspec", purpose="a remote checkpoint")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, **dict(storage_options or {}))
         except ImportError as error:
-            # fsspec's own message names the package of the service, as in "Install s3fs to access S3".
-            raise MissingPackageError(f"{self.url}: {error}. It is a package of its own: pip install it.") from error
+            # fsspec's message names the package of the service, as in "Install s3fs to access S3".
+            raise MissingPackageError(f"{self.url}: {error}. Install this package with pip.") from error
         except ValueError as error:
             raise CheckpointError(f"{self.url}: {error}") from error
 
@@ -352,53 +352,52 @@ class _Remote:
         return f"{self._root.rstrip('/')}/{relative}"
 
     @contextlib.contextmanager
-    def _told(self, verb: str, relative: str = "") -> Iterator[None]:
-        """Turn what a service raises into an error of ours; what is not there stays a FileNotFoundError."""
+    def _service_errors(self, verb: str, relative: str = "") -> Iterator[None]:
+        """Turn errors of a service into `CheckpointError`s. A FileNotFoundError is raised unchanged."""
         try:
             yield
         except (FileNotFoundError, TrainwrightError):
             raise
         except Exception as error:
-            # Services have exceptions of their own, which need not be OSErrors (botocore, aiohttp, ftplib).
+            # Exceptions of services (botocore, aiohttp, ftplib) need not be OSErrors.
             where, problem = _join(self.url, relative), f"{type(error).__name__}: {error}"
             hint = ""
             if _REFUSED.search(problem):
                 scheme = self.url.partition(":")[0]
-                hint = (
-                    f" The service knows no credentials of this machine, or they do not suffice: set them up as the "
-                    f"fsspec package of {scheme}:// wants them."
-                )
+                hint = f" Set up credentials for the fsspec package of {scheme}://, or check their permissions."
             raise CheckpointError(f"could not {verb} {where}: {problem}.{hint}") from error
 
     def read(self, relative: str, limit: int) -> bytes | None:
-        """Return a small file's bytes; None if there is none."""
+        """Return a small file's bytes, or None if it does not exist."""
         try:
-            with self._told("read", relative):
-                # Others write here too: what a listing said a moment ago may be over.
+            with self._service_errors("read", relative):
+                # Other processes write here too, so that cached listings may be outdated.
                 self._fs.invalidate_cache()
                 with self._fs.open(self._path(relative), "rb") as file:
                     data: bytes = file.read(limit + 1)
         except FileNotFoundError:
             return None
         if len(data) > limit:
-            raise CheckpointError(f"{self.url}/{relative} is longer than {limit} bytes; it is not ours.")
+            raise CheckpointError(
+                f"{self.url}/{relative} is longer than {limit} bytes; it is damaged or has another format."
+            )
         return data
 
     def write(self, relative: str, data: bytes) -> None:
-        """Put a small file, whole."""
-        with self._told("write", relative):
+        """Write a small file in one operation."""
+        with self._service_errors("write", relative):
             self._fs.makedirs(self._root, exist_ok=True)
             self._fs.pipe_file(self._path(relative), data)
 
     def send(self, local: Path, relative: str, entry: FileEntry) -> None:
-        """Copy a file up and check that what went up is what the manifest says."""
+        """Upload a file, and compare the uploaded bytes with the manifest."""
         digest = xxhash.xxh3_128()
-        with self._told("write", relative):
+        with self._service_errors("write", relative):
             self._fs.makedirs(self._path(relative).rpartition("/")[0], exist_ok=True)
             with open(local, "rb") as source, self._fs.open(self._path(relative), "wb") as target:
-                for piece in _pieces(source):
-                    digest.update(piece)
-                    target.write(piece)
+                for chunk in _chunks(source):
+                    digest.update(chunk)
+                    target.write(chunk)
             self._fs.invalidate_cache()
             size = int(self._fs.info(self._path(relative))["size"])
         if digest.hexdigest() != entry.xxh3_128:
@@ -407,15 +406,15 @@ class _Remote:
             raise CheckpointError(f"{self.url}/{relative} arrived with {size} bytes, expected {entry.size}.")
 
     def fetch(self, relative: str, local: Path, entry: FileEntry) -> None:
-        """Copy a file down into a new one and check it against the manifest."""
+        """Download a file into a new local one, and compare it with the manifest."""
         try:
             with (
-                self._told("read", relative),
+                self._service_errors("read", relative),
                 self._fs.open(self._path(relative), "rb") as source,
                 HashingFile(local) as target,
             ):
-                for piece in _pieces(source):
-                    target.write(piece)
+                for chunk in _chunks(source):
+                    target.write(chunk)
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.url} is damaged: {relative} is missing.") from error
         if target.entry != entry:
@@ -425,9 +424,9 @@ class _Remote:
             )
 
     def folders(self) -> list[str]:
-        """Return the names of the folders directly in this one."""
+        """Return the names of the folders directly in this folder."""
         try:
-            with self._told("list"):
+            with self._service_errors("list"):
                 self._fs.invalidate_cache()
                 listed = self._fs.ls(self._root, detail=True)
         except FileNotFoundError:
@@ -435,9 +434,9 @@ class _Remote:
         return sorted(_last(str(item["name"])) for item in listed if item["type"] == "directory")
 
     def delete_tree(self) -> None:
-        """Delete everything in this folder, the manifest first: what is left of a broken deletion is no checkpoint."""
-        # On object stores a folder is gone with its last object.
-        with contextlib.suppress(FileNotFoundError), self._told("delete"):
+        """Delete this folder, manifest first, so that an interrupted deletion leaves no checkpoint."""
+        # On object stores a folder ceases to exist with its last object.
+        with contextlib.suppress(FileNotFoundError), self._service_errors("delete"):
             self._fs.invalidate_cache()
             if self._fs.exists(self._path(MANIFEST)):
                 self._fs.rm_file(self._path(MANIFEST))
@@ -446,9 +445,9 @@ class _Remote:
             self._fs.invalidate_cache()
 
 
-def _pieces(file: Any) -> Iterator[bytes]:
-    while piece := file.read(CHUNK_BYTES):
-        yield piece
+def _chunks(file: Any) -> Iterator[bytes]:
+    while chunk := file.read(CHUNK_BYTES):
+        yield chunk
 
 
 def _join(url: str, name: str) -> str:

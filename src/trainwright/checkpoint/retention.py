@@ -1,4 +1,4 @@
-"""Which checkpoints a run wrote: the only ones that it may ever delete."""
+"""The index of the checkpoints that a run wrote. A run deletes no others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trainwright.core.host.folders import alone_in
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One checkpoint of a run: the name of its folder, which run wrote it, and values of its manifest."""
+    """One checkpoint of a run: its folder name, the id of its run, and values from its manifest."""
 
     name: str
     step: int
@@ -47,16 +47,16 @@ class IndexEntry:
 class RunIndex:
     """The list of the checkpoints that a run wrote, stored in `folder/index.json`.
 
-    Names in it are relative, so that the folder can be moved. Entries of other runs are kept. One process of a run uses
-    it; every change is on the disk before the method returns. A damaged index is built again from the manifests of the
-    checkpoints, with a `TrainwrightWarning`.
+    Names in it are relative, so that the folder can be moved. Entries of other runs are preserved. One process of a run
+    uses it, and every change is on the disk before the method returns. A damaged index is rebuilt from the manifests
+    of the checkpoints, with a `TrainwrightWarning`.
 
     Args:
-        folder: the run's checkpoint folder; made at the first `add`.
-        run: the run's own id, the same after a resume; runs that share a folder need different ones.
+        folder: the run's checkpoint folder; created by the first `add`.
+        run: the run's id, which is the same after a resume. Runs that share a folder need different ids.
 
     Raises:
-        CheckpointError: `index.json` is of a newer format, or names something outside the folder.
+        CheckpointError: `index.json` has a newer format, or names a path outside the folder.
     """
 
     def __init__(self, folder: Path | str, *, run: str = "") -> None:
@@ -73,7 +73,7 @@ class RunIndex:
 
     @property
     def path(self) -> Path:
-        """Where the index is kept."""
+        """The file of the index."""
         return self.folder / RUN_INDEX
 
     def entries(self) -> list[IndexEntry]:
@@ -82,10 +82,10 @@ class RunIndex:
         return sorted(mine, key=lambda entry: (entry.step, entry.created, entry.name))
 
     def add(self, checkpoint: Path | str) -> IndexEntry:
-        """Add a checkpoint that this run has written into the folder; returns its entry."""
+        """Add a checkpoint that this run has written into the folder; return its entry."""
         checkpoint = Path(checkpoint)
         if checkpoint.parent.resolve() != self.folder.resolve():
-            raise CheckpointError(f"{checkpoint} does not lie in {self.folder}; this index cannot hold it.")
+            raise CheckpointError(f"{checkpoint} is not in {self.folder}, the folder of this index.")
         manifest = read_manifest(checkpoint)
         entry = IndexEntry(
             check_relative(checkpoint.name, "the index"),
@@ -95,15 +95,15 @@ class RunIndex:
             dict(manifest.metrics),
             self.run,
         )
-        with self._alone():
+        with self._locked():
             self._store([*(known for known in self._load() if known.name != entry.name), entry])
         return entry
 
     def delete(self, name: str) -> None:
         """Delete one of this run's checkpoints from the disk and from the index.
 
-        A checkpoint that is not the one that was added is not deleted: that is a `CheckpointError`. If it is missing,
-        only its entry is deleted.
+        A folder that another checkpoint has replaced is not deleted: that is a `CheckpointError`. If the folder is
+        missing, only its entry is deleted.
         """
         entries = self._load()
         entry = next((known for known in entries if known.name == name and known.run == self.run), None)
@@ -115,14 +115,15 @@ class RunIndex:
         if target.is_symlink() or (target.exists() and read_manifest(target).created != entry.created):
             raise CheckpointError(f"{target} is no longer the checkpoint that this run wrote; it is not deleted.")
         if target.is_dir():
-            with contextlib.suppress(FileNotFoundError):  # another process that resumed this run was faster
+            with contextlib.suppress(FileNotFoundError):  # another process of this run may have deleted it
                 remove_folder(target)
-        with self._alone():
+        with self._locked():
             self._store([known for known in self._load() if (known.name, known.run) != (entry.name, entry.run)])
 
     def ranked(self, monitor: str, mode: Literal["min", "max"] = "min") -> list[IndexEntry]:
-        """Return this run's checkpoints that have the metric `monitor`, the best first. NaN is last; of equal ones the
-        earlier is first.
+        """Return this run's checkpoints that have the metric `monitor`, best first.
+
+        NaN values come last. Among equal values the earlier checkpoint comes first.
         """
         if mode not in ("min", "max"):
             raise CheckpointError(f"mode={mode!r}, expected 'min' or 'max'.")
@@ -155,24 +156,24 @@ class RunIndex:
         except CheckpointError as error:
             entries = rebuilt(self.folder, _runs_named(data))
             warnings.warn(
-                f"{error} It is made again from the manifests of the {len(entries)} checkpoint(s) beside it whose run "
-                "is known; others stay and are no longer managed.",
+                f"{error} It is rebuilt from the manifests of the {len(entries)} checkpoint(s) in its folder whose run "
+                "is known. Other checkpoints are not deleted automatically any more.",
                 TrainwrightWarning,
                 stacklevel=4,
             )
-            with contextlib.suppress(OSError):  # who may only read goes on without
+            with contextlib.suppress(OSError):  # the folder may be read-only
                 self._store(entries)
             return entries
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other runs that share the folder from changing the index meanwhile; waits for those that do."""
+    def _locked(self) -> Iterator[None]:
+        """Lock the index against changes by other runs that share the folder. Waits for the lock."""
         make_folder(self.folder)
         with alone_in(self.folder):
             yield
 
     def _store(self, entries: list[IndexEntry]) -> None:
-        # JSON has no NaN; text keeps it readable and exact.
+        # JSON has no NaN, so that metrics are stored as text, which is exact.
         items = [
             asdict(entry) | {"metrics": {name: repr(float(value)) for name, value in entry.metrics.items()}}
             for entry in entries
@@ -181,8 +182,11 @@ class RunIndex:
 
 
 def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntry]:
-    """Return the entries of the checkpoints in a folder, from their manifests. `runs` gives the run by name and time of
-    writing for checkpoints that do not store it (of kind `"weights"`).
+    """Return the entries of the checkpoints in a folder, from their manifests.
+
+    Args:
+        folder: the checkpoints' folder.
+        runs: (name, time of writing) → run, for checkpoints of kind `"weights"`, which do not store their run.
     """
     entries = []
     for found in find_checkpoints(folder):
@@ -192,7 +196,7 @@ def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntr
         try:
             run = read_checkpoint(found.path, parts=("trainer",)).trainer.get("run_id")
         except CheckpointError:
-            run = None  # nobody can say whose it is; nobody deletes it then
+            run = None  # unknown, so that no run deletes it
         run = run or runs.get((name, manifest.created))
         if run is not None:
             entries.append(
@@ -202,23 +206,23 @@ def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntr
 
 
 def _runs_named(data: bytes) -> dict[tuple[str, str], str]:
-    """Return what a damaged index can still be believed: the runs of checkpoints that it names and dates rightly."""
+    """Return (name, time of writing) → run from a damaged index. It is used where both match a checkpoint."""
     try:
         with reading(RUN_INDEX):
             items = load_json(data, RUN_INDEX)["checkpoints"]
             return {(str(item["name"]), str(item["created"])): str(item["run"]) for item in items}
-    except CheckpointError:  # what cannot be read is not used
+    except CheckpointError:  # too damaged
         return {}
 
 
 class _OutsideError(CheckpointError):
-    """An index names something outside its folder, which no damage explains."""
+    """Raised for an index that names a path outside its folder, which is not accidental damage."""
 
 
 def _parse(data: bytes, origin: str) -> list[IndexEntry]:
-    """Return the entries of an index: a sealed one, or one from before indices were sealed.
+    """Return the entries of an index. Early versions wrote indices without a seal.
 
-    Damage is a `CheckpointError`; its subclasses `NewerFormatError` and `_OutsideError` are no damage.
+    Damage is a `CheckpointError`. Its subclasses `NewerFormatError` and `_OutsideError` mean other problems.
     """
     fits = seal_fits(data)
     if not fits:
@@ -240,7 +244,7 @@ def _entry(item: Any, origin: str) -> IndexEntry:
     except CheckpointError as error:
         raise _OutsideError(str(error)) from error
     if "/" in name or name.startswith("."):
-        raise _OutsideError(f"{origin} names {name!r}, which is no checkpoint in its folder. It is refused.")
+        raise _OutsideError(f"{origin} names {name!r}, which is not a checkpoint in its folder.")
     if item["kind"] not in PARTS:
         raise ValueError(f"unknown kind {item['kind']!r}")
     metrics = {str(metric): float(value) for metric, value in item["metrics"].items()}

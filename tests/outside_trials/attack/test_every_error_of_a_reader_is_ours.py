@@ -41,7 +41,7 @@ def test_a_senseless_value_is_our_error_and_gives_way(name: str, tmp_path: Path)
     for read in (read_checkpoint, check_checkpoint):
         with pytest.raises(CheckpointError, match=later.name):
             read(later)
-    with pytest.warns(TrainwrightWarning, match="passing over the damaged checkpoint"):
+    with pytest.warns(TrainwrightWarning, match="skipping the damaged checkpoint"):
         assert newest_valid(tmp_path) == earlier
 
 
@@ -76,7 +76,7 @@ def test_last_falls_back_past_what_is_sealed_and_makes_no_sense(change: Any, tmp
 
     fit(4)
     edit_trainer(tmp_path / "run" / "step=4", change)
-    with pytest.warns(TrainwrightWarning, match="passing over the damaged checkpoint"):
+    with pytest.warns(TrainwrightWarning, match="skipping the damaged checkpoint"):
         assert fit(6, "last").global_step == 6
 
 

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from trainwright.checkpoint import Box, Region, Span
-from trainwright.checkpoint.format import pieces as module
-from trainwright.checkpoint.format.pieces import overlap
+from trainwright.checkpoint.format import regions as module
+from trainwright.checkpoint.format.regions import overlap
 from trainwright.core.errors import CheckpointError
 
 NUM = 20_000
@@ -77,7 +77,7 @@ def test_a_layout_that_would_take_too_long_is_refused() -> None:
     bars = [Box((index, 0), (1, size)) for index in range(size)] + [
         Box((0, index), (size, 1)) for index in range(size)
     ]  # fmt: skip
-    with pytest.raises(CheckpointError, match="not laid out as any number of ranks"):
+    with pytest.raises(CheckpointError, match="layout that no number of ranks produces"):
         overlap([*bars], (size, size))
 
 

@@ -1,4 +1,4 @@
-"""The index of a run: any change of its bytes is noticed, and it is made again from the manifests."""
+"""The index of a run: any change of its bytes is noticed, and it is rebuilt from the manifests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_flipped_bit_of_an_index_is_noticed_and_mended(tmp_path: Path) -> 
         damaged = bytearray(whole)
         damaged[place] ^= 1 << numbers.randrange(8)
         file.write_bytes(damaged)
-        with pytest.warns(TrainwrightWarning, match="made again from the manifests"):
+        with pytest.warns(TrainwrightWarning, match="rebuilt from the manifests"):
             found = RunIndex(tmp_path, run="0123456789abcdef").entries()
         # The weights say nothing of their run: they are kept if the index still names them rightly, and else left.
         assert found in (entries, entries[:2])
@@ -62,5 +62,5 @@ def test_a_damaged_index_that_may_not_be_written_is_used_as_it_is_made_again(
         raise PermissionError("read-only")
 
     monkeypatch.setattr("trainwright.checkpoint.retention.replace_file", refuse)
-    with pytest.warns(TrainwrightWarning, match="made again"):
+    with pytest.warns(TrainwrightWarning, match="rebuilt"):
         assert RunIndex(tmp_path, run="0123456789abcdef").entries() == entries[:2]

@@ -21,7 +21,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import regression_loader
 from trainwright import ModelCheckpoint
 from trainwright.checkpoint import AsyncWriter, Snapshot, read_checkpoint, verify
-from trainwright.checkpoint.disk import durable, host_buffers, quiet_file, quiet_thread
+from trainwright.checkpoint.disk import durable, host_buffers, low_priority_file, low_priority_thread
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, DISK_BLOCK_BYTES
 from trainwright.checkpoint.disk.host_copies import LaterCopy
 
@@ -102,14 +102,14 @@ def test_a_large_save_is_laid_out_for_the_disk_to_fetch_by_itself(
     tmp_path: Path, writer: AsyncWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     direct: list[int] = []
-    pieces = quiet_file.QuietFile._write_direct
+    pieces = low_priority_file.LowPriorityFile._write_direct
 
-    def count(file: quiet_file.QuietFile, piece: memoryview, position: int) -> int:
-        if quiet_file._address(piece) % DISK_BLOCK_BYTES == 0 and position % DISK_BLOCK_BYTES == 0:
+    def count(file: low_priority_file.LowPriorityFile, piece: memoryview, position: int) -> int:
+        if low_priority_file._address(piece) % DISK_BLOCK_BYTES == 0 and position % DISK_BLOCK_BYTES == 0:
             direct.append(len(piece) - len(piece) % DISK_BLOCK_BYTES)
         return pieces(file, piece, position)
 
-    monkeypatch.setattr(quiet_file.QuietFile, "_write_direct", count)
+    monkeypatch.setattr(low_priority_file.LowPriorityFile, "_write_direct", count)
     monkeypatch.setattr(host_buffers, "BLOCK_BYTES", 4 * 2**20)  # a file lies in several
     snapshot = large()
     writer.submit(tmp_path / "a", snapshot)
@@ -125,7 +125,7 @@ def test_whoever_waits_for_a_save_has_it_finished_although_the_quiet_thread_neve
     tmp_path: Path, writer: AsyncWriter, hashed: list[tuple[int, str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed = threading.Event()
-    monkeypatch.setattr(quiet_thread, "run_at_lowest_priority", lambda: fed.wait(60))
+    monkeypatch.setattr(low_priority_thread, "run_at_lowest_priority", lambda: fed.wait(60))
     writer.submit(tmp_path / "a", large())
     timer = threading.Timer(1.0, fed.set)  # the thread itself has to end too
     timer.start()
@@ -147,7 +147,7 @@ def test_nothing_is_copied_beside_a_step_that_computes_on_every_core(
             later.append(self)
 
     monkeypatch.setattr(host_buffers, "LaterCopy", Counted)
-    monkeypatch.setattr(quiet_thread, "usable_cores", lambda: cores)
+    monkeypatch.setattr(low_priority_thread, "usable_cores", lambda: cores)
     checkpoint = ModelCheckpoint(every_n_train_steps=2)
     quiet_trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=[checkpoint]).fit(Wide(), regression_loader(16, 4))
     assert bool(later) is (cores > torch.get_num_threads())
@@ -161,7 +161,8 @@ def test_on_a_machine_that_others_keep_busy_a_save_ends_soon_once_it_is_waited_f
     tmp_path: Path, writer: AsyncWriter
 ) -> None:
     others = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * quiet_thread.usable_cores())
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(2 * low_priority_thread.usable_cores())
     ]
     try:
         begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""Writing that survives a crash: files and folders are on the disk before anything points at them."""
+"""Durable writes: files and folders are synced to the disk before anything refers to them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from types import TracebackType
 import xxhash
 
 CHUNK_BYTES = 8 * 2**20
-_HAND_OVER_BYTES = 32 * 2**20
-_THREAD_FROM_BYTES = 16 * 2**20  # below this a thread costs more than it saves
-DIRECT_FROM_BYTES = 4 * 2**20  # files from this size on are laid out for writing past the page cache
-DISK_BLOCK_BYTES = 4096  # memory, place and length of such a write are multiples of it
+_WRITEBACK_BYTES = 32 * 2**20
+_THREAD_FROM_BYTES = 16 * 2**20  # a thread slows smaller files down
+DIRECT_FROM_BYTES = 4 * 2**20  # files of at least this size are aligned for writing with O_DIRECT
+DISK_BLOCK_BYTES = 4096  # O_DIRECT needs addresses, offsets and lengths that are multiples of it
 
 FaultHook = Callable[[str, Path], None]
 _fault_hook: FaultHook | None = None
@@ -38,9 +38,9 @@ class FileEntry:
 
 
 def set_fault_hook(hook: FaultHook | None) -> None:
-    """Call `hook(event, path)` after every operation that a crash could follow. None removes the hook.
+    """Call `hook(event, path)` after every disk operation, to simulate crashes in tests. None removes the hook.
 
-    For tests: the hook may raise, or kill the process. Events: `"mkdir"`, `"open"`, `"write"`, `"fsync"`,
+    The hook may raise or kill the process. Events: `"mkdir"`, `"open"`, `"write"`, `"fsync"`,
     `"fsync_folder"`, `"rename"`, `"link"`, `"delete"`.
     """
     global _fault_hook
@@ -48,14 +48,14 @@ def set_fault_hook(hook: FaultHook | None) -> None:
 
 
 def fault_point(event: str, path: Path) -> None:
-    """Tell the hook of `set_fault_hook`, if there is one, that `event` has just happened to `path`."""
+    """Call the hook of `set_fault_hook`, if there is one, after the operation `event` on `path`."""
     if _fault_hook is not None:
         _fault_hook(event, path)
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have errors of the system name `path`: those of an open file do not say what they are about."""
+    """Add `path` to system errors, since those of an open file do not name it."""
     try:
         yield
     except OSError as error:
@@ -65,7 +65,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class HashingFile:
-    """A new file that is hashed while it is written, and synced at the latest when it is closed.
+    """A new file that is hashed while it is written, and synced when it is closed or before.
 
     Args:
         path: must not exist.
@@ -81,7 +81,7 @@ class HashingFile:
         self._hash = _Hash(in_thread=size >= _THREAD_FROM_BYTES)
         self._size = 0
         self._synced = False
-        self._handed_over = 0  # bytes that the disk has been told to start on
+        self._written_back = 0  # bytes that the system has begun to write to the disk
 
     def __enter__(self) -> HashingFile:
         self._file = open(self.path, "xb", buffering=0)
@@ -96,33 +96,33 @@ class HashingFile:
         """Append `data`, which must not change before the file is closed."""
         view = memoryview(data)
         for start in range(0, len(view), CHUNK_BYTES):
-            piece = view[start : start + CHUNK_BYTES]
-            self._hash.update(piece)
+            chunk = view[start : start + CHUNK_BYTES]
+            self._hash.update(chunk)
             written = 0
             with naming(self.path):
-                while written < len(piece):  # a raw file may take less than it is given
-                    written += self._file.write(piece[written:])
-            self._size += len(piece)
-            self._hand_over()
+                while written < len(chunk):  # an unbuffered write may be partial
+                    written += self._file.write(chunk[written:])
+            self._size += len(chunk)
+            self._start_writeback()
             fault_point("write", self.path)
 
-    def _hand_over(self) -> None:
-        """Have the system start writing to the disk what has come since the last time, without waiting for it."""
-        start, count = self._handed_over, self._size - self._handed_over
-        if count < _HAND_OVER_BYTES or not hasattr(os, "posix_fadvise"):
+    def _start_writeback(self) -> None:
+        """Start writing the bytes since the last call to the disk, without waiting."""
+        start, count = self._written_back, self._size - self._written_back
+        if count < _WRITEBACK_BYTES or not hasattr(os, "posix_fadvise"):
             return
-        # On Linux this starts the writing of pages that are not on the disk yet, and such pages stay cached. It is a
-        # hint, which a file system may refuse.
+        # On Linux this starts to write pages that are not on the disk yet; these pages stay cached. It is a hint, which
+        # a file system may reject.
         with contextlib.suppress(OSError):
             os.posix_fadvise(self._file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
-        self._handed_over = self._size
+        self._written_back = self._size
 
     def finish(self) -> None:
-        """Set `entry`; nothing may be written afterwards."""
+        """Set `entry`. Nothing may be written afterwards."""
         self.entry = FileEntry(self._size, self._hash.finish())
 
     def sync(self) -> None:
-        """Wait until the file's bytes are on the disk; its name is when its folder has been synced."""
+        """Wait until the file's bytes are on the disk. Its name is on the disk once its folder has been synced."""
         with naming(self.path):
             os.fsync(self._file.fileno())
         self._synced = True
@@ -132,30 +132,30 @@ class HashingFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._file:
-            self.finish()  # after an error too: its thread must end
+            self.finish()  # after an error too, to end the hashing thread
             if kind is None and not self._synced:
                 self.sync()
 
 
 class _Hash:
-    """XXH3 of pieces, in a second thread if requested; at most one piece waits for it."""
+    """The XXH3 hash of consecutive chunks. A second thread, if requested, is at most one chunk behind."""
 
     def __init__(self, *, in_thread: bool) -> None:
         self._digest = xxhash.xxh3_128()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainwright-hash") if in_thread else None
         self._last: Future[None] | None = None
 
-    def update(self, piece: memoryview) -> None:
-        """Add a piece, which must not change before `finish`."""
+    def update(self, chunk: memoryview) -> None:
+        """Add a chunk, which must not change before `finish`."""
         if self._pool is None:
-            self._digest.update(piece)
+            self._digest.update(chunk)
             return
         if self._last is not None:
             self._last.result()
-        self._last = self._pool.submit(self._digest.update, piece)
+        self._last = self._pool.submit(self._digest.update, chunk)
 
     def finish(self) -> str:
-        """Return the hash in hexadecimal; ends the thread. May be called twice."""
+        """End the thread and return the hash in hexadecimal. May be called twice."""
         if self._pool is not None:
             self._pool.shutdown()
         return self._digest.hexdigest()
@@ -169,15 +169,15 @@ def write_file(path: Path, data: bytes) -> FileEntry:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk. File systems that cannot do this are taken as they are."""
+    """Wait until the names in `folder` are on the disk, if the file system supports that."""
     if os.name == "nt":
-        return  # Windows cannot open a folder for syncing; its journal keeps renames in order
+        return  # Windows cannot sync a folder; its journal preserves the order of renames
     handle = os.open(folder, os.O_RDONLY)
     try:
         with naming(folder):
             os.fsync(handle)
     except OSError as error:
-        # Some network file systems have no sync for folders and say so with these.
+        # Network file systems that cannot sync folders raise these.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
             raise
     finally:
@@ -186,13 +186,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, *, sync: bool = True) -> None:
-    """Create `folder` and its missing parents, each synced into the folder above it. With `sync=False`,
-    `sync_new_folders` syncs them later.
+    """Create `folder` and its missing parents, and sync the parent of each; `sync=False` leaves that to
+    `sync_new_folders`.
     """
     if folder.is_dir():
         return
     make_folder(folder.parent, sync=sync)
-    # Another process may make the same parent at the same moment.
+    # Another process may create the same parent at the same time.
     with contextlib.suppress(FileExistsError):
         folder.mkdir()
     fault_point("mkdir", folder)
@@ -203,15 +203,16 @@ def make_folder(folder: Path, *, sync: bool = True) -> None:
 
 
 def sync_new_folders() -> None:
-    """Sync what `make_folder(sync=False)` has created."""
+    """Sync the folders that `make_folder(sync=False)` has created."""
     while _unsynced:
         with contextlib.suppress(FileNotFoundError, IndexError):  # deleted, or synced by another thread
             sync_folder(_unsynced.pop())
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename `source` to `target` in the same folder and wait until that is on the disk. A file at `target` is
-    replaced; a folder that is not empty is an OSError.
+    """Rename `source` to `target` in the same folder and wait until that is on the disk.
+
+    A file at `target` is replaced; a folder that is not empty is an OSError.
     """
     os.replace(source, target)
     fault_point("rename", target)
@@ -224,7 +225,7 @@ def hidden(path: Path, role: str) -> Path:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put `data` in the place of the file `path`: after a crash it holds the old bytes or the new ones, whole."""
+    """Replace the content of the file `path` atomically: after a crash it has either the old bytes or the new ones."""
     temporary = hidden(path, "tmp")
     try:
         write_file(temporary, data)

@@ -1,8 +1,8 @@
-"""Host memory that is kept between saves, and the copy of a checkpoint's tensors into it.
+"""Host buffers that are reused between saves, and the copy of a checkpoint's tensors into them.
 
-That copy is all that the training waits for, and not even for all of it where some of the tensors are known to rest
-for a while. The memory is a row of blocks which the files' bytes fill one after
-the other, so that a state that grows only adds a block, and each file is a few long pieces when it is written.
+Training waits only for this copy. Tensors that are known not to change for some time are copied later. The bytes of the
+files fill a list of blocks one after the other, so that a growing state only adds blocks, and each file is written from
+a few large contiguous ranges.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ import torch
 
 from trainwright.checkpoint.disk.durable import DIRECT_FROM_BYTES, DISK_BLOCK_BYTES
 from trainwright.checkpoint.disk.host_copies import Copy, LaterCopy, copy_now
+from trainwright.checkpoint.disk.low_priority_thread import usable_cores
 from trainwright.checkpoint.disk.planned_file import PlannedFile, flat_bytes, host_bytes
-from trainwright.checkpoint.disk.quiet_thread import usable_cores
 from trainwright.core.host.device_types import properties
 
-# Powers of two: torch rounds pinned memory up to one, and would take up to twice as much for other sizes.
+# Powers of two, since torch rounds the size of pinned memory up to one.
 BLOCK_BYTES = 64 * 2**20
 _SMALLEST_BLOCK_BYTES = 2**20
-_CHUNK_BYTES = 8 * 2**20  # copied by one thread in one go; the last ones keep only one of them busy
-_ALIGNMENT = 64  # of each file's first tensor byte, so that a slot can be seen as any dtype
-_WORTH_WAITING = 2**16  # bytes; below that lie counters and learning rates, which others than an optimizer change too
+_CHUNK_BYTES = 8 * 2**20  # copied by one thread in one call; small, so that all threads end at about the same time
+_ALIGNMENT = 64  # of each file's first tensor byte, so that a range can be viewed as any dtype
+_LATER_FROM_BYTES = 2**16  # smaller tensors are counters and learning rates, which not only an optimizer changes
 
 
 class HostBuffers:
     """Blocks of host memory for one copy of a state, allocated when first needed and then reused.
 
-    They are pinned if a tensor comes from an accelerator. `num_threads` copy within the host while the training waits.
-    Default: one per core, at most four.
+    They are pinned if a tensor is on an accelerator.
+
+    Args:
+        num_threads: threads that copy host tensors while training waits. Default: one per core, at most 4.
     """
 
     def __init__(self, *, num_threads: int | None = None) -> None:
@@ -46,33 +48,32 @@ class HostBuffers:
 
     @property
     def addresses(self) -> list[int]:
-        """Where the blocks lie; equal from save to save unless one had to be added."""
+        """The addresses of the blocks. They do not change between saves unless a block is added."""
         return [block.data_ptr() for block in self._blocks]
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
+        """Size of the allocated memory."""
         return sum(block.numel() for block in self._blocks)
 
     def release(self) -> None:
-        """Give the memory back. Whatever was staged in it must not be used any more."""
+        """Free the memory. Staged copies must not be used afterwards."""
         self._blocks.clear()
         self._starts.clear()
 
     def stage(self, files: Sequence[PlannedFile]) -> LaterCopy | None:
-        """Copy the tensors of `files` into the buffers, which overwrites the previous content. The files then hold the
-        copies.
+        """Copy the tensors of `files` into the buffers, and make the files refer to the copies.
 
-        Blocks until the copies are done, those from devices too; afterwards the tensors may change. Tensors on several
-        devices are copied at the same time.
+        Overwrites the previous content. Blocks until the copies are done, including those from devices; afterwards the
+        tensors may change. Devices copy at the same time.
 
         Returns:
-            The copies that are left: large tensors in plain host memory of files that are `at_rest`. Call its `finish`
-                before these files are read or the tensors change. None: nothing is left.
+            The remaining copies: large host tensors of files that are `at_rest`. Call its `finish` before these files
+                are read or these tensors change. None: no copy remains.
         """
         starts: dict[int, int] = {}
         end = 0
-        # What rests comes last: the memory that has been made ready is for the copies that the training waits for.
+        # Files at rest come last: the memory that `fillings` has prepared is for the copies that training waits for.
         for file in sorted(files, key=lambda file: file.at_rest):
             size = file.num_tensor_bytes
             alignment = DISK_BLOCK_BYTES if size >= DIRECT_FROM_BYTES else _ALIGNMENT
@@ -86,37 +87,40 @@ class HostBuffers:
         resting: list[torch.Tensor] = []
         for file in files:
             resting += self._place(file, starts[id(file)], now, later)
-        copy_now(now, self._num_threads)  # devices copy meanwhile
+        copy_now(now, self._num_threads)  # devices copy at the same time
         for device in devices:
             torch.accelerator.synchronize(device)
         for file in files:
-            pieces = self._pieces(starts[id(file)], file.num_tensor_bytes)
-            staged = [memoryview(host_bytes(piece)) for piece in pieces]
+            ranges = self._ranges(starts[id(file)], file.num_tensor_bytes)
+            staged = [memoryview(host_bytes(part)) for part in ranges]
             file.tensors, file.staged = [], staged
         return LaterCopy(later, resting) if later else None
 
     def _place(self, file: PlannedFile, position: int, now: list[Copy], later: list[Copy]) -> list[torch.Tensor]:
-        """Add what is to be copied of a file, or copy it where memory alone will not do; return whose copy is later."""
+        """Add the copies of a file's tensors to `now` or `later`; return the tensors that are copied later.
+
+        Tensors that are not contiguous host memory are copied here.
+        """
         resting: list[torch.Tensor] = []
         for tensor in file.tensors:
             size = tensor.numel() * tensor.element_size()
             if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_neg():
                 self._gather(tensor, position, size)
-            elif file.at_rest and size >= _WORTH_WAITING and not tensor.is_inference():  # those have no version
-                self._cut(tensor.data_ptr(), position, size, later)
+            elif file.at_rest and size >= _LATER_FROM_BYTES and not tensor.is_inference():  # has no version counter
+                self._add_copies(tensor.data_ptr(), position, size, later)
                 resting.append(tensor)
             else:
-                self._cut(tensor.data_ptr(), position, size, now)
+                self._add_copies(tensor.data_ptr(), position, size, now)
             position += size
         return resting
 
     def reserve(self, num_bytes: int, *, pinned: bool = False) -> None:
-        """Hold at least so many bytes; pinned ones replace what is held already and is not."""
+        """Allocate memory until it has at least `num_bytes`. With `pinned`, unpinned memory is replaced."""
         if pinned and not self._pinned:
             self.release()
         self._pinned |= pinned
         missing = num_bytes - self.num_bytes
-        # Not as inference tensors, if a save happens to be asked for in inference mode: those are never written again.
+        # A save may run in inference mode, and inference tensors cannot be overwritten outside of it.
         with torch.inference_mode(False):
             while missing > 0:
                 size = min(BLOCK_BYTES, max(_SMALLEST_BLOCK_BYTES, 1 << (missing - 1).bit_length()))
@@ -125,9 +129,9 @@ class HostBuffers:
                 missing -= size
 
     def fillings(self) -> Iterator[Callable[[], Any]]:
-        """Yield functions that each write to a piece of memory that is held, by which the system really gives it.
+        """Yield functions that each write to a part of the memory, so that the system maps its pages.
 
-        On a virtual machine that can take seconds for a gigabyte. They overwrite what is staged.
+        On a virtual machine that can take seconds for a gigabyte. Staged copies are overwritten.
         """
         for block in self._blocks:
             for done in range(0, block.numel(), _CHUNK_BYTES):
@@ -135,7 +139,7 @@ class HostBuffers:
                 yield partial(_fill, block, done, size)
 
     def _spans(self, start: int, count: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Yield where the bytes from `start` on lie: a block, an offset in it, and how many of them."""
+        """Yield the locations of `count` bytes from `start` on: a block, an offset in it, and a length."""
         number = bisect.bisect_right(self._starts, start) - 1
         while count:
             block, offset = self._blocks[number], start - self._starts[number]
@@ -143,12 +147,12 @@ class HostBuffers:
             yield block, offset, length
             start, count, number = start + length, count - length, number + 1
 
-    def _pieces(self, start: int, count: int) -> list[torch.Tensor]:
-        """Return the bytes from `start` on, one piece for each block that they lie in."""
+    def _ranges(self, start: int, count: int) -> list[torch.Tensor]:
+        """Return `count` bytes from `start` on, as one view of each block that has some of them."""
         return [block[offset : offset + length] for block, offset, length in self._spans(start, count)]
 
-    def _cut(self, source: int, position: int, size: int, copies: list[Copy]) -> None:
-        """Add what is to be copied of memory at the address `source`. Training waits: no object is made of it."""
+    def _add_copies(self, source: int, position: int, size: int, copies: list[Copy]) -> None:
+        """Add the copies of `size` bytes at the address `source`, in chunks. Uses plain integers, which are fast."""
         for block, offset, length in self._spans(position, size):
             target = block.data_ptr() + offset
             for done in range(0, length, _CHUNK_BYTES):
@@ -156,24 +160,24 @@ class HostBuffers:
             source += length
 
     def _gather(self, tensor: torch.Tensor, position: int, size: int) -> None:
-        """Copy a tensor that is not plain host memory, or start to, from a device that copies beside the host."""
-        pieces = self._pieces(position, size)
+        """Copy a tensor that is not contiguous host memory, or start an asynchronous copy from its device."""
+        ranges = self._ranges(position, size)
         on_host = tensor.device.type == "cpu"
-        if on_host and len(pieces) == 1:
-            pieces[0].view(tensor.dtype).view(tensor.shape).copy_(tensor)  # in one go, without a contiguous copy
+        if on_host and len(ranges) == 1:
+            ranges[0].view(tensor.dtype).view(tensor.shape).copy_(tensor)  # without a contiguous copy
             return
-        # The next operation in a device's queue may take the memory of `flat`: by then it has been read.
+        # The device runs operations in order, so that the memory of `flat` is read before it is reused.
         flat = flat_bytes(tensor.detach().resolve_neg().contiguous())
-        for piece, part in zip(pieces, torch.split(flat, [len(piece) for piece in pieces]), strict=True):
-            piece.copy_(part, non_blocking=properties(tensor.device.type).copies_beside)
+        for target, part in zip(ranges, torch.split(flat, [len(part) for part in ranges]), strict=True):
+            target.copy_(part, non_blocking=properties(tensor.device.type).copies_beside)
 
 
 def _fill(block: torch.Tensor, offset: int, size: int) -> None:
-    ctypes.memset(block.data_ptr() + offset, 0, size)  # it lets go of the interpreter
+    ctypes.memset(block.data_ptr() + offset, 0, size)  # ctypes releases the GIL
 
 
 def _block(size: int, *, pinned: bool) -> torch.Tensor:
-    """Allocate bytes that begin a page of the system; large pages where there are such, since each is filled once."""
+    """Allocate page-aligned memory, with huge pages if the system has them."""
     if pinned:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows

@@ -1,4 +1,4 @@
-"""Copies from host memory to host memory: at once by several threads, or later by whoever has time."""
+"""Copies within host memory: by several threads at once, or later by every thread that needs them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-Copy = tuple[int, int, int]  # to, from: addresses; and how many bytes
+Copy = tuple[int, int, int]  # target address, source address, number of bytes
 
 _WORTH_A_THREAD = 64 * 2**20  # bytes
 
 
 def copy_now(copies: Sequence[Copy], num_threads: int) -> None:
-    """Copy and block until it is done. `num_threads` threads share the copies, the calling one among them; a small
-    amount is copied by that one alone.
+    """Run the copies in `num_threads` threads, including the calling one, and block until they are done.
+
+    The calling thread alone copies small amounts.
     """
-    # The C library's copy lets go of the interpreter. torch's own copy divides each tensor among all its threads and
-    # waits for the slowest, which takes twice as long where another process needs a core.
-    left = iter(copies)  # shared: whoever is free takes the next one
+    # ctypes releases the GIL. torch's own copy divides each tensor among all its threads and waits for the slowest,
+    # which takes twice as long if another process needs a core.
+    left = iter(copies)  # shared: each thread takes the next copy when it is free
     if num_threads == 1 or sum(size for _, _, size in copies) < _WORTH_A_THREAD:
         _copy_all(left)
         return
@@ -32,9 +33,7 @@ def copy_now(copies: Sequence[Copy], num_threads: int) -> None:
 
 
 class LaterCopy:
-    """Copies of `tensors` that remain to be made. Every thread that calls `finish` helps; the tensors must not change
-    before.
-    """
+    """Copies that are made when a thread calls `finish`. `tensors`, the sources, must not change before."""
 
     def __init__(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
         self._left = iter(copies)
@@ -42,11 +41,12 @@ class LaterCopy:
         self._before = [(tensor.detach(), tensor._version) for tensor in tensors]
         self._quiet = threading.Condition()
         self._busy = 0  # threads that may be copying
-        self._unchanged: bool | None = None  # once it is done
+        self._unchanged: bool | None = None  # None: not finished
 
     def finish(self) -> bool:
-        """Copy what is left, wait for other threads, and return whether no tensor has changed before. It may be called
-        again. A change through `tensor.data` or another library is not detected.
+        """Run the remaining copies, wait for other threads, and return whether the tensors were unchanged.
+
+        Several threads may call it, and repeatedly. A change through `tensor.data` or another library is not detected.
         """
         if self._unchanged is not None:
             return self._unchanged

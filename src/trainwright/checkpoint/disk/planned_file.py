@@ -1,4 +1,4 @@
-"""Checkpoint files that are encoded but not yet written: a head of bytes, followed by tensors."""
+"""Checkpoint files that are encoded but not written yet: header bytes, followed by tensors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, FileEntry, HashingFile
 
 if TYPE_CHECKING:
-    from trainwright.checkpoint.disk.quiet_thread import QuietThread
+    from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
 
-_OPEN_AT_ONCE = 64  # files; systems allow a process some hundreds
-QUIET_FROM_BYTES = 2**20  # below this nobody notices the work
+_OPEN_AT_ONCE = 64  # files; systems limit a process to some hundreds
+LOW_PRIORITY_FROM_BYTES = 2**20  # smaller saves do not slow training down
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor that is read when it is written.
+    """A tensor whose values are read while its file is written.
 
     Attributes:
-        like: its shape and dtype, on the meta device.
+        like: a meta tensor of its shape and dtype.
         read: yields its elements in order as flat tensors on the CPU, which may share one buffer.
-        in_memory: the tensor itself, if it is in memory.
+        in_memory: the tensor, if it is in memory.
     """
 
     like: torch.Tensor
@@ -36,21 +36,21 @@ class Weight:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Weight:
-        """Return the weight for a tensor on any device but meta. Its values are read when the file is written."""
+        """Return the weight for a tensor on any device except meta."""
         tensor = tensor.detach()
         like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return cls(like, lambda: _chunks_of(tensor), tensor)
 
     def chunks(self) -> Iterator[memoryview]:
-        """Yield its bytes in order; each chunk is overwritten when the next one is asked for."""
+        """Yield its bytes in order. The next chunk may overwrite the previous one."""
         for part in self.read():
             data: Any = flat_bytes(part).numpy()
             yield memoryview(data)
-            del part, data  # before the next one is made
+            del part, data  # frees it before the next one is created
 
 
 def _chunks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a tensor's elements in order; one copy of it is made if they are not in that order in memory."""
+    """Yield a tensor's elements in order. A tensor that is not contiguous is copied once."""
     flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     count = CHUNK_BYTES // flat.element_size()
     for begin in range(0, flat.numel(), count):
@@ -62,12 +62,12 @@ class PlannedFile:
     """One file, ready to be written.
 
     Attributes:
-        path: relative to the folder that it goes into.
-        head: how it begins: all of a JSON file; length and header of a safetensors file.
-        tensors: what follows without gaps, in this order, on any device: the live ones, not copies.
-        staged: the same bytes in pieces of host memory, once they have been copied; then `tensors` is empty.
-        streamed: instead of `tensors`, what is read while the file is written.
-        at_rest: the tensors change in nothing but the next step of an optimizer.
+        path: relative to its folder.
+        head: its first bytes: all of a JSON file; header length and header of a safetensors file.
+        tensors: the tensors that follow without gaps, in this order, on any device. They are not copies.
+        staged: copies of the tensors' bytes in host memory, as consecutive ranges; `tensors` is then empty.
+        streamed: used instead of `tensors`: weights that are read while the file is written.
+        at_rest: only the next step of an optimizer changes the tensors.
     """
 
     path: str
@@ -79,12 +79,12 @@ class PlannedFile:
 
     @property
     def num_tensor_bytes(self) -> int:
-        """Bytes after the head."""
+        """Number of bytes after the head."""
         likes = [*self.tensors, *(weight.like for weight in self.streamed)]
-        return sum(t.numel() * t.element_size() for t in likes) + sum(len(piece) for piece in self.staged)
+        return sum(t.numel() * t.element_size() for t in likes) + sum(map(len, self.staged))
 
-    def pieces(self) -> Iterator[bytes | memoryview]:
-        """Yield the file's bytes in order; device tensors are moved to the host one at a time, and waited for."""
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """Yield the file's bytes in order. Device tensors are copied to the host one at a time."""
         yield self.head
         for tensor in self.tensors:
             if tensor.numel():
@@ -95,52 +95,54 @@ class PlannedFile:
 
 
 def host_bytes(tensor: torch.Tensor) -> Any:
-    """Return a tensor's bytes as a flat uint8 array: its own memory when it is on the host and contiguous."""
+    """Return a tensor's bytes as a flat uint8 array, which shares the memory of a contiguous host tensor."""
     return flat_bytes(tensor.detach().resolve_neg().cpu().contiguous()).numpy()
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor as one of dtype uint8 with one dimension, in the same memory."""
-    # One element counts as contiguous with any stride, and with another one than 1 its bytes cannot be seen.
+    """Return a contiguous tensor as a 1-D uint8 view."""
+    # A tensor of one element is contiguous with any stride, but can be viewed as bytes with stride 1 only.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def write_files(
-    folder: Path, files: Iterable[PlannedFile], *, quiet: QuietThread | None = None
+    folder: Path, files: Iterable[PlannedFile], *, quiet: LowPriorityThread | None = None
 ) -> dict[str, FileEntry]:
-    """Write files below `folder`, into folders that exist, and block until they are on the disk.
+    """Write files below `folder`, into existing folders, and block until they are on the disk.
 
-    With `quiet`, that thread does the heavy work for `staged` files. By default they are written at full speed, and
-    large ones are hashed in a second thread.
+    With `quiet`, that low-priority thread writes and hashes `staged` files. By default they are written at full speed,
+    and large ones are hashed in a second thread.
 
     Returns:
-        Size and hash of each by its path.
+        Size and hash of each file by its path.
     """
     entries: dict[str, FileEntry] = {}
     left = iter(files)
     while batch := list(itertools.islice(left, _OPEN_AT_ONCE)):
         with contextlib.ExitStack() as stack:
             written = [_write(folder, planned, quiet, stack) for planned in batch]
-            # All are written before the first is synced: a journaling file system then commits once and not per file.
+            # All are written before the first sync, so that a journaling file system commits once for all files.
             for file in written:
                 file.sync()
         entries |= {planned.path: file.entry for planned, file in zip(batch, written, strict=True)}
     return entries
 
 
-def _write(folder: Path, planned: PlannedFile, quiet: QuietThread | None, stack: contextlib.ExitStack) -> HashingFile:
+def _write(
+    folder: Path, planned: PlannedFile, quiet: LowPriorityThread | None, stack: contextlib.ExitStack
+) -> HashingFile:
     path, size = folder / planned.path, len(planned.head) + planned.num_tensor_bytes
-    is_quiet = quiet is not None and size >= QUIET_FROM_BYTES
+    is_quiet = quiet is not None and size >= LOW_PRIORITY_FROM_BYTES
     if quiet is not None and is_quiet:
-        from trainwright.checkpoint.disk.quiet_file import QuietFile  # readers do not need the import
+        from trainwright.checkpoint.disk.low_priority_file import LowPriorityFile  # not needed for reading
 
-        file: HashingFile = stack.enter_context(QuietFile(path, size=size, quiet=quiet))
+        file: HashingFile = stack.enter_context(LowPriorityFile(path, size=size, quiet=quiet))
     else:
-        # size=0 hashes in this thread: streamed chunks are overwritten and would have to be copied for another one.
+        # size=0 hashes in this thread, since streamed chunks are overwritten.
         file = stack.enter_context(HashingFile(path, size=size if quiet is None and not planned.streamed else 0))
-    for piece in planned.pieces():
-        file.write(piece)
-        del piece  # before the next one is made
+    for chunk in planned.chunks():
+        file.write(chunk)
+        del chunk  # frees it before the next one is created
     if not is_quiet:
         file.finish()
     return file

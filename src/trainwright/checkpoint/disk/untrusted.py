@@ -1,4 +1,4 @@
-"""What a file says is checked before it is used: JSON within bounds, and paths that stay inside their folder."""
+"""Checks of untrusted file content: JSON of limited size, and paths that stay inside their folder."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ import torch
 
 from trainwright.core.errors import CheckpointError
 
-# 140,000 tensors of optimizer state in shards make an index of 50 MB and 2,300,000 values.
+# The index of 140,000 sharded tensors of optimizer state has 50 MB and 2,300,000 values.
 MAX_JSON_BYTES = 128 * 2**20
-# What a parsed file takes in memory goes by its values (an empty list of two bytes takes 64), not by its length.
+# The memory of parsed JSON depends on the number of values, not on the length: an empty list of 2 bytes takes 64.
 MAX_JSON_VALUES = 4_000_000
 
 
 def dump_json(value: Any, *, indent: int | None = None) -> str:
-    """Return `value` as JSON text; NaN and infinities are a ValueError, since JSON cannot hold them."""
+    """Return `value` as JSON text. NaN and infinities, which JSON lacks, are a ValueError."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
 
 
 def load_json(data: bytes, origin: str) -> Any:
-    """Parse strict UTF-8 JSON. A key that occurs twice in one object is a `CheckpointError` too, as two readers could
-    take different values for it.
-    """
+    """Parse strict UTF-8 JSON. A duplicate key in an object is a `CheckpointError`, since readers differ in them."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise CheckpointError(f"{origin}: the key {key!r} stands twice in one object. The file is not ours.")
+                raise CheckpointError(f"{origin}: an object has the key {key!r} twice. Use another file.")
             found[key] = value
         return found
 
@@ -46,70 +44,73 @@ def load_json(data: bytes, origin: str) -> Any:
         return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(
-            f"{origin} is not readable JSON: {shortened(error)}. It is damaged or not ours."
+            f"{origin} is not readable JSON: {shortened(error)}. It is damaged or has another format."
         ) from error
 
 
 def check_json_size(data: bytes, origin: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Return `data` if readers accept its length and its number of values, which is estimated without parsing it:
-    commas and brackets are counted, those in text too. Otherwise raise a `CheckpointError`.
+    """Return `data` if readers accept its length and number of values; otherwise raise a `CheckpointError`.
+
+    The number of values is estimated without parsing: commas and brackets are counted, including those in text.
     """
     if len(data) > max_bytes:
         raise CheckpointError(
-            f"{origin} has {len(data)} bytes, more than the {max_bytes} that are read. Save long lists as tensors or "
-            "arrays."
+            f"{origin} has {len(data)} bytes, and the limit is {max_bytes}. Save long lists as tensors or arrays."
         )
-    if len(data) > MAX_JSON_VALUES:  # a value takes a byte
+    if len(data) > MAX_JSON_VALUES:  # a value has at least one byte
         count = data.count(b",") + data.count(b"[") + data.count(b"{")
         if count > MAX_JSON_VALUES:
             raise CheckpointError(
-                f"{origin} has {count} values, more than the {MAX_JSON_VALUES} that are read. Save long lists as "
-                "tensors or arrays."
+                f"{origin} has {count} values, the limit is {MAX_JSON_VALUES}. Save long lists as tensors or arrays."
             )
     return data
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file as `load_json` does. Nothing is read if it is longer than `max_bytes`."""
+    """Read a JSON file; see `load_json` and `read_bytes`."""
     return load_json(read_bytes(path, max_bytes=max_bytes), str(path))
 
 
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
-    """Return the content of a small file. Nothing is read if it is longer than `max_bytes`."""
+    """Return the content of a small file. A file longer than `max_bytes` is a `CheckpointError` and is not read."""
     check_regular(path)
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
-            raise CheckpointError(f"{path} has {size} bytes, more than the {max_bytes} that are read. It is not ours.")
+            raise CheckpointError(
+                f"{path} has {size} bytes, the limit is {max_bytes}. It is damaged or has another format."
+            )
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise CheckpointError(f"{path} is longer than the {max_bytes} bytes that are read. It is not ours.")
+        raise CheckpointError(
+            f"{path} is longer than the limit of {max_bytes} bytes. It is damaged or has another format."
+        )
     return data
 
 
 def check_relative(path: object, origin: str) -> str:
-    """Return `path` if it is a plain relative path below its folder on every operating system; otherwise raise a
+    """Return `path` if it is a plain relative path inside its folder on every operating system; otherwise raise a
     `CheckpointError`.
     """
     if not isinstance(path, str) or not path or any(char in path for char in "\\:\0") or not is_printable(path):
-        raise CheckpointError(f"{origin} names {path!r}, which is no plain relative path.")
+        raise CheckpointError(f"{origin} names {path!r}, which is not a plain relative path.")
     if path.startswith("/") or any(step in ("", ".", "..") for step in path.split("/")):
-        raise CheckpointError(f"{origin} names {path!r}, which may lie outside its folder. It is refused.")
+        raise CheckpointError(f"{origin} names {path!r}, which may be outside its folder.")
     return path
 
 
 def inside(folder: Path, relative: str, origin: str) -> Path:
     """Return `folder / relative`. Raise a `CheckpointError` if it leaves `folder`, symbolic links included."""
     path = folder / PurePosixPath(check_relative(relative, origin))
-    with reading(path):  # a link to itself, for one
+    with reading(path):  # such as a link to itself
         target, root = path.resolve(), folder.resolve()
     if not target.is_relative_to(root):
-        raise CheckpointError(f"{origin} names {relative!r}, a link to {target} outside {folder}. It is refused.")
+        raise CheckpointError(f"{origin} names {relative!r}, a link to {target} outside {folder}.")
     return path
 
 
 def is_printable(text: str) -> bool:
-    """Tell whether `text` survives UTF-8 (lone surrogates, as in undecodable file names, do not)."""
+    """Return whether `text` can be encoded as UTF-8. Lone surrogates, as in undecodable file names, cannot."""
     if text.isascii():
         return True
     try:
@@ -119,34 +120,35 @@ def is_printable(text: str) -> bool:
     return True
 
 
-_SHOWN = 300  # characters of another error's text: it may quote a file
+_SHOWN = 300  # characters of another error's message, which may quote a file
 
 
 @contextlib.contextmanager
 def reading(what: object, problem: str = "cannot be read") -> Iterator[None]:
     """Turn every error of reading a file, except `torch.OutOfMemoryError`, into a `CheckpointError` that names `what`.
 
-    The values in a file decide what goes wrong with it (a size that overflows, an impossible name, a link to itself),
-    so that no list of exceptions is complete.
+    Untrusted values raise many kinds of exceptions (overflowing sizes, invalid names, links to themselves), so that a
+    list of them would be incomplete.
     """
     try:
         yield
     except (CheckpointError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise CheckpointError(f"{what} {problem}: {shortened(error)}. It is damaged or not ours.") from error
+        raise CheckpointError(f"{what} {problem}: {shortened(error)}. It is damaged or has another format.") from error
 
 
 def check_regular(path: os.PathLike[str] | str) -> None:
-    """Refuse a pipe, a device, a socket or a folder: opening a pipe would block. A missing file passes, and opening it
-    is an error.
+    """Raise a `CheckpointError` for a pipe, a device, a socket or a folder: opening a pipe would block.
+
+    A missing file passes; opening it raises an error.
     """
     with contextlib.suppress(OSError):
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CheckpointError(f"{path} is no regular file. It is damaged or not ours.")
+            raise CheckpointError(f"{path} is not a regular file. It is damaged or has another format.")
 
 
 def shortened(error: BaseException) -> str:
-    """Return an error's type and text, cut to a length that a message can hold."""
+    """Return an error's type and message, truncated to `_SHOWN` characters."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

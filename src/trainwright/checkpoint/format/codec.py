@@ -1,10 +1,10 @@
-"""State trees to JSON and tensors and back, exactly and without pickle.
+"""Conversion of state trees to JSON and tensors and back, exactly and without pickle.
 
 `encode` turns nested plain data into a JSON value and a dict of tensors, which the value refers to by name. `decode`
-reverses this. Types that JSON has are written as they are; any other value is an object whose key `"$"` holds its type:
+reverses this. JSON's own types are written directly. Any other value is an object whose key `"$"` holds its type:
 `{"$": "tuple", "v": [1, 2]}`.
 
-Reading never imports or calls anything that the file names. The types are the closed list in this module.
+Reading never imports or calls anything that the file names. Only the types in this module can be read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainwright.checkpoint.disk.untrusted import (
     reading,
     shortened,
 )
-from trainwright.checkpoint.format.pieces import Pieces
+from trainwright.checkpoint.format.regions import Pieces
 from trainwright.checkpoint.format.safetensors_io import (
     dtype_name,
     from_storable,
@@ -46,7 +46,7 @@ from trainwright.core.errors import CheckpointError
 T = TypeVar("T")
 
 TAG = "$"
-# Deep enough for any honest state, shallow enough for Python's and the JSON parser's own stacks.
+# More than real states need, and less than the recursion limits of Python and the JSON parser.
 MAX_DEPTH = 150
 
 _FACTORIES: dict[str, Callable[[], Any]] = {
@@ -59,15 +59,15 @@ _ARRAY_KINDS = _SCALAR_KINDS + "SU"
 _ARRAY_DTYPE = re.compile(r"[<>|=]?[a-zA-Z][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Zμ]{1,7}\])?")
 
 
-FindPieces = Callable[[str, tuple[int, ...], str], torch.Tensor]
+FindShards = Callable[[str, tuple[int, ...], str], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """Where the tensors of a tree are found: by name, or as shards by name, shape and dtype (None: there are none)."""
+    """The sources of a tree's tensors: full ones by name, sharded ones by name, shape and dtype (None: no shards)."""
 
     tensors: Mapping[str, torch.Tensor]
-    pieces: FindPieces | None = None
+    pieces: FindShards | None = None
 
 
 def encode(
@@ -79,26 +79,26 @@ def encode(
         tree: nested None, numbers, text, bytes, built-in containers, Counters, OrderedDicts, defaultdicts of a built-in
             factory, torch tensors, sizes, dtypes and devices, numpy arrays and scalars, dates and times, paths and
             `Duration`s. Keys and members of sets may be any of these that is hashable, except tensors. Subclasses are
-            refused.
-        root: the beginning of error messages and tensor names.
-        pieces: receives the `Pieces` in the tree by name. None: `Pieces` are an error.
+            not supported.
+        root: the prefix of paths in error messages and tensor names.
+        pieces: receives each `Pieces` in the tree by name. None: `Pieces` are an error.
 
     Returns:
-        The JSON value, and the tensors by their path in the tree: detached, not copied. Two places that hold the same
-            tensor object share one entry.
+        The JSON value, and the tensors by their path in the tree: detached, not copied. A tensor object that occurs
+            twice has one entry.
 
     Raises:
-        CheckpointError: another type is in the tree, it contains itself, or it is nested more than 150 deep. The
-            message names the place, as in `callbacks.EarlyStopping.best`.
+        CheckpointError: the tree has a value of another type, contains itself, or is nested more than 150 levels deep.
+            The message names the path, as in `callbacks.EarlyStopping.best`.
     """
     encoder = _Encoder(root, pieces)
     return encoder.value(tree, root, 0), encoder.tensors
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor], pieces: FindPieces | None = None) -> Any:
+def decode(value: Any, tensors: Mapping[str, torch.Tensor], pieces: FindShards | None = None) -> Any:
     """Rebuild the tree that `encode` split.
 
-    Its tensors are those of `tensors`, on their devices and without `requires_grad`.
+    Its tensors are the objects in `tensors`.
 
     Raises:
         CheckpointError: a tensor is missing or the value is not what `encode` writes.
@@ -106,7 +106,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], pieces: FindPieces |
     try:
         return _decode(value, Stores(tensors, pieces))
     except RecursionError as error:
-        raise CheckpointError("the saved state is nested too deeply to be ours.") from error
+        raise CheckpointError("the saved state is nested too deeply. Trainwright did not write it.") from error
 
 
 def _join(path: str, key: object) -> str:
@@ -120,7 +120,7 @@ class _Encoder:
         self.root = root
         self.tensors: dict[str, torch.Tensor] = {}
         self._pieces = pieces
-        self._open: set[int] = set()  # ids of the containers that we are inside of
+        self._open: set[int] = set()  # ids of the containers around the current value
         self._seen: dict[int, Any] = {}  # id of a tensor → its node
 
     def value(self, value: Any, path: str, depth: int) -> Any:
@@ -133,7 +133,7 @@ class _Encoder:
         if kind in _TENSOR_TYPES:
             return self._tensor(value, path)
         if kind is Pieces:
-            return self._in_pieces(value, path)
+            return self._sharded(value, path)
         if kind is np.ndarray:
             return self._array(value, path)
         if isinstance(value, np.generic) and value.dtype.kind in _SCALAR_KINDS:
@@ -157,7 +157,7 @@ class _Encoder:
             items = [self.value(item, f"{path}[{index}]", depth) for index, item in enumerate(value)]
             return items if kind is list else {TAG: "tuple", "v": items}
         if kind in (set, frozenset):
-            # Sorted, since the order of a set of strings differs from process to process.
+            # Sorted, since the iteration order of a set of strings differs between processes.
             members = sorted((self._hashable(item, path, depth) for item in value), key=dump_json)
             return {TAG: kind.__name__, "v": members}
         if kind is dict and all(type(key) is str and is_printable(key) for key in value) and TAG not in value:
@@ -171,14 +171,14 @@ class _Encoder:
             if factory is not None and factory not in _FACTORY_NAMES:
                 raise CheckpointError(
                     f"{path or 'the state'}: a defaultdict of {factory!r} cannot be saved; only "
-                    f"{', '.join(_FACTORIES)} can be named in a file. Save dict(it) and build it again on load."
+                    f"{', '.join(_FACTORIES)} are supported. Save dict(...) of it, and rebuild it on load."
                 )
             node["factory"] = None if factory is None else _FACTORY_NAMES[factory]
         return node
 
     def _hashable(self, key: Any, path: str, depth: int) -> Any:
         if isinstance(key, torch.Tensor):
-            raise CheckpointError(f"{path or 'the state'} has a tensor as a key or member, which no file can name.")
+            raise CheckpointError(f"{path or 'the state'} has a tensor as a key or set member. Use plain values.")
         return self.value(key, _join(path, key), depth)
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
@@ -193,17 +193,17 @@ class _Encoder:
             self._seen[id(tensor)] = node
         return self._seen[id(tensor)]
 
-    def _in_pieces(self, whole: Pieces, path: str) -> Any:
+    def _sharded(self, value: Pieces, path: str) -> Any:
         if self._pieces is None:
-            raise CheckpointError(f"{path or 'the state'} lies in pieces, which only all ranks together can save.")
-        if id(whole) not in self._seen:
-            self._seen[id(whole)] = {
+            raise CheckpointError(f"{path or 'the state'} is sharded. Save it with all ranks (see plan_share).")
+        if id(value) not in self._seen:
+            self._seen[id(value)] = {
                 TAG: "pieces",
-                "v": add_named(self._pieces, whole, path),
-                "shape": list(whole.shape),
-                "dtype": dtype_name(whole.dtype),
+                "v": add_named(self._pieces, value, path),
+                "shape": list(value.shape),
+                "dtype": dtype_name(value.dtype),
             }
-        return self._seen[id(whole)]
+        return self._seen[id(value)]
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
         if array.dtype.kind not in _ARRAY_KINDS:
@@ -230,12 +230,12 @@ class _Encoder:
         return CheckpointError(
             f"{path or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it is "
             "JSON and tensors, never pickle. Save plain data instead (numbers, text, lists, dicts, tensors, arrays, "
-            "dates, paths), for example from state_dict(), and build the object again on load."
+            "dates, paths), for example from state_dict(), and rebuild the object on load."
         )
 
 
 def add_named(kept: dict[str, T], value: T, path: str) -> str:
-    """Add a value under its path, with a number if the name is taken, and return the name."""
+    """Add a value under its path, with a number appended if that name exists, and return the name."""
     name = path.encode("utf-8", "backslashreplace").decode() or "value"
     chosen, count = name, 1
     while chosen in kept or chosen == "__metadata__":
@@ -246,7 +246,7 @@ def add_named(kept: dict[str, T], value: T, path: str) -> str:
 
 
 def _encode_int(value: int) -> Any:
-    # Beyond 64 bits other JSON readers round, and Python refuses more than 4300 decimal digits.
+    # Other JSON readers round integers of more than 64 bits, and Python parses at most 4300 decimal digits.
     return value if -(2**63) <= value < 2**64 else {TAG: "int", "v": hex(value)}
 
 
@@ -290,12 +290,12 @@ def _decode(value: Any, stores: Stores) -> Any:
         return {key: _decode(item, stores) for key, item in value.items()}
     decoder = _DECODERS.get(value[TAG]) if isinstance(value[TAG], str) else None
     if decoder is None:
-        raise CheckpointError(f"the saved state holds a {value[TAG]!r}, which this Trainwright does not know.")
+        raise CheckpointError(f"the saved state holds a {value[TAG]!r}, which this Trainwright cannot read.")
     try:
         return decoder(value, stores)
     except (CheckpointError, RecursionError):
         raise
-    except Exception as error:  # the constructors of these types raise whatever they like for values of no sense
+    except Exception as error:  # constructors raise various exceptions for invalid values
         raise CheckpointError(
             f"the saved state holds a {value[TAG]!r} that cannot be read: {shortened(error)}."
         ) from error
@@ -308,17 +308,17 @@ def _stored(node: Any, stores: Stores) -> torch.Tensor:
     return stores.tensors[name]
 
 
-def _decode_pieces(node: Any, stores: Stores) -> torch.Tensor:
+def _decode_shards(node: Any, stores: Stores) -> torch.Tensor:
     if stores.pieces is None:
-        raise CheckpointError(f"the tensor {node['v']!r} is said to lie in pieces, and there are none here.")
+        raise CheckpointError(f"the tensor {node['v']!r} is sharded, and its shards are missing.")
     shape = node["shape"]
     if any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"{shape!r} is no shape")
+        raise ValueError(f"{shape!r} is not a shape")
     return stores.pieces(str(node["v"]), tuple(shape), str(node["dtype"]))
 
 
 def _array_dtype(name: Any, kinds: str) -> np.dtype[Any]:
-    if not isinstance(name, str) or not _ARRAY_DTYPE.fullmatch(name):  # numpy parses much more than names of dtypes
+    if not isinstance(name, str) or not _ARRAY_DTYPE.fullmatch(name):  # np.dtype also parses structured types
         raise ValueError(f"{name!r} is not a dtype of an array")
     dtype = np.dtype(name)
     if dtype.kind not in kinds:
@@ -338,7 +338,7 @@ def _decode_array(node: Any, stores: Stores) -> Any:
 def _decode_scalar(node: Any, stores: Stores) -> Any:
     dtype, data = _array_dtype(node["dtype"], _SCALAR_KINDS), bytes.fromhex(node["v"])
     if len(data) != dtype.itemsize:
-        raise ValueError(f"{len(data)} bytes are no scalar of dtype {dtype}")
+        raise ValueError(f"{len(data)} bytes for a scalar of dtype {dtype}")
     return np.frombuffer(data, dtype)[0]
 
 
@@ -375,7 +375,7 @@ def _pairs(node: Any, stores: Stores) -> dict[Any, Any]:
 
 _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
     "tensor": lambda node, stores: from_storable(_stored(node, stores), node.get("dtype")),
-    "pieces": _decode_pieces,
+    "pieces": _decode_shards,
     "ndarray": _decode_array,
     "npscalar": _decode_scalar,
     "npstr": lambda node, stores: np.str_(_decode(node["v"], stores)),
@@ -408,7 +408,7 @@ _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
 def plan_tree(stem: str, tree: Any, *, root: str = "", pieces: dict[str, Pieces] | None = None) -> list[PlannedFile]:
     """Encode `tree` as `stem.json` and, if it holds tensors, `stem.safetensors`; other arguments as in `encode`.
 
-    Everything except the tensors is encoded when this returns; tensors are the tree's own memory.
+    Everything except the tensors is encoded when this returns. Tensors are not copied.
     """
     value, tensors = encode(tree, root, pieces=pieces)
     return plan_pair(stem, value, tensors)
@@ -423,8 +423,8 @@ def plan_pair(stem: str, value: Any, tensors: Mapping[str, torch.Tensor]) -> lis
     return files
 
 
-def read_tree(folder: Path, stem: str, *, copy: bool = True, pieces: FindPieces | None = None) -> Any:
-    """Read the files of `plan_tree`. Tensors are on the CPU and, unless `copy` is False, independent of the file."""
+def read_tree(folder: Path, stem: str, *, copy: bool = True, pieces: FindShards | None = None) -> Any:
+    """Read the files of `plan_tree`. Tensors are on the CPU. `copy=False` leaves them mapped to the file."""
     path = inside(folder, f"{stem}.json", str(folder))
     if not path.is_file():
         raise CheckpointError(f"{path} is missing.")

@@ -1,4 +1,4 @@
-"""What lies where in a checkpoint folder, and the manifest that seals it.
+"""The layout of a checkpoint folder, and its manifest.
 
     step-00001200/
       manifest.json                    this module; written last
@@ -7,8 +7,8 @@
       trainer.json                     progress, schedulers, callbacks, ... (+ trainer.safetensors)
       rng/rank-00000.json              one per rank (+ .safetensors)
 
-Where tensors lie in pieces, model/ is the tree model/state.json instead, and model/ and optimizer/ have for each rank
-rank-00000.json, which says what its pieces are, and rank-00000.safetensors.
+In a sharded checkpoint, model/ holds the tree model/state.json instead. model/ and optimizer/ then also hold two files
+for each rank: rank-00000.safetensors with its shards, and rank-00000.json, which describes them.
 
 Every path in a manifest or an index is relative and stays inside its folder, so that checkpoints can be moved.
 """
@@ -30,17 +30,17 @@ from trainwright.core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 MODEL_FOLDER = "model"
-MODEL_STEM = f"{MODEL_FOLDER}/state"  # of a model in pieces
+MODEL_STEM = f"{MODEL_FOLDER}/state"  # of a sharded model
 OPTIMIZER_FOLDER = "optimizer"
 RNG_FOLDER = "rng"
 TRAINER_STEM = "trainer"
 PROGRESS = "progress"  # the key of trainer.json under which `Snapshot.state` is stored
 RUN_INDEX = "index.json"
-# What a checkpoint folder may hold at its top level; a hidden folder that holds anything else is not ours to delete.
+# The entries that a checkpoint folder may have. A hidden folder with any other entry is never deleted.
 TOP_LEVEL = frozenset(
     {MANIFEST, MODEL_FOLDER, OPTIMIZER_FOLDER, RNG_FOLDER, f"{TRAINER_STEM}.json", f"{TRAINER_STEM}.safetensors"}
 )
-# Bounds that writer and readers share. A file of each rank of 10,000 makes a manifest of 8 MB.
+# Writer and readers use the same limit. With one file per rank, 10,000 ranks need a manifest of 8 MB.
 MAX_MANIFEST_BYTES = 16 * 2**20
 Kind = Literal["full", "weights"]
 PARTS: dict[Kind, tuple[str, ...]] = {
@@ -49,27 +49,27 @@ PARTS: dict[Kind, tuple[str, ...]] = {
 }
 
 _SEAL = re.compile(rb'"seal": "([0-9a-f]{32})"\n}\n\Z')
-_SEAL_BYTES = 46  # that the pattern takes
+_SEAL_BYTES = 46  # length of a match of `_SEAL`
 _UNSEALED = "0" * 32
 _VERSION = re.compile(rb'\s*{\s*"format_version":\s*([0-9]{1,9})\b')
 
 
-FORMAT_VERSION = 2  # the newest that is read
-PLAIN_VERSION = 1  # what checkpoints of whole tensors, and indices, are written as
-PIECES_VERSION = 2  # those whose tensors lie in pieces
+FORMAT_VERSION = 2  # the newest version that can be read
+PLAIN_VERSION = 1  # of checkpoints with full tensors only, and of indices
+SHARDED_VERSION = 2  # of checkpoints with sharded tensors
 
 Trees = dict[str, Any]
 Upgrade = Callable[[Trees], Trees]
 
-# Version → what makes the next one of it. It is called with the trees that were read, and only those: a reader that
-# wants the weights alone has no others. Under "manifest" the object of a manifest.json (before any part is read),
-# under "index" that of a run's index.json, under "remote_index" that of its remote copy; under the name of a part the
-# decoded part: "trainer" (a dict), "model" (name → value), "optimizer" and "rng" (lists of trees).
-UPGRADES: dict[int, Upgrade] = {1: lambda trees: trees}  # 2 has added tensors in pieces, and changed nothing
+# Version → the function that converts trees to the next version. It receives only the trees that were read, by name:
+# "manifest" (the object in manifest.json, before any part is read), "index" (a run's index.json), "remote_index" (the
+# index of its uploads), and the decoded parts "trainer" (a dict), "model" (name → value), "optimizer" and "rng" (lists
+# of trees).
+UPGRADES: dict[int, Upgrade] = {1: lambda trees: trees}  # version 2 only adds sharded tensors
 
 
 class NewerFormatError(CheckpointError):
-    """A file was written by a newer Trainwright than this one; it is not damaged."""
+    """Raised for a file that a newer Trainwright wrote. The file is not damaged."""
 
 
 def upgraded(trees: Trees, version: int) -> Trees:
@@ -82,11 +82,14 @@ def upgraded(trees: Trees, version: int) -> Trees:
 
 
 def check_format_version(version: object, origin: str) -> int:
-    """Return the version that the file `origin` states. A newer one than `FORMAT_VERSION` is a `NewerFormatError`,
-    anything else that is not a version a `CheckpointError`.
+    """Check the version that the file `origin` states, and return it.
+
+    Raises:
+        NewerFormatError: it is newer than `FORMAT_VERSION`.
+        CheckpointError: it is not a version number.
     """
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(f"{origin}: format_version={version!r}, expected a whole number from 1 on.")
+        raise CheckpointError(f"{origin}: format_version={version!r}, expected an integer of at least 1.")
     if version > FORMAT_VERSION:
         raise NewerFormatError(
             f"{origin}: format_version={version} is newer than {FORMAT_VERSION}, the newest that this Trainwright "
@@ -105,7 +108,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says about itself.
+    """The description of a checkpoint, stored in its `manifest.json`.
 
     Attributes:
         step: completed optimizer steps.
@@ -116,7 +119,7 @@ class Manifest:
         topology: the world sizes of the run that wrote it, `{"world_size": 4}`.
         versions: of trainwright, torch and python.
         metrics: the latest metrics when it was written; may hold NaN and infinities.
-        format_version: of the checkpoint as it lies on the disk; everything else here is of today's.
+        format_version: of the files on the disk. The other attributes have been converted to the newest format.
     """
 
     step: int
@@ -130,7 +133,7 @@ class Manifest:
     format_version: int = PLAIN_VERSION
 
     def to_bytes(self) -> bytes:
-        """Return the manifest as JSON whose last entry, the seal, is the hash of everything else in it."""
+        """Return the manifest as JSON; see `sealed`."""
         values = asdict(self)
         # JSON has no NaN; text keeps it readable and exact.
         values["metrics"] = {name: repr(float(value)) for name, value in self.metrics.items()}
@@ -139,18 +142,18 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, origin: str) -> Manifest:
-        """Read the bytes that `to_bytes` wrote; `origin` names the file in messages.
+        """Parse the bytes that `to_bytes` wrote; `origin` names the file in messages.
 
         Raises:
-            CheckpointError: it was changed, is of a newer format, or names a file outside its folder.
+            CheckpointError: it was changed, has a newer format, or names a file outside its folder.
         """
         if not seal_fits(data):
             check_not_newer(data, origin)
             raise CheckpointError(
-                f"{origin} has been changed or cut short since it was written: its seal does not match. "
-                "Use another checkpoint; a manifest cannot be edited by hand."
+                f"{origin} was changed or truncated after it was written: its seal does not match. "
+                "Use another checkpoint; a manifest cannot be edited."
             )
-        values = load_json(data, origin)  # not before: parsing is what a forged or damaged file could make expensive
+        values = load_json(data, origin)  # after the seal: a forged or damaged file could make parsing expensive
         if not isinstance(values, dict):
             raise CheckpointError(f"{origin}: expected a JSON object, got {type(values).__name__}.")
         version = check_format_version(values.get("format_version"), origin)
@@ -175,7 +178,7 @@ class Manifest:
         kind, created = values["kind"], _text(values["created"])
         if kind not in PARTS:
             raise ValueError(f"unknown kind {kind!r}")
-        if datetime.datetime.fromisoformat(created).tzinfo is None:  # later checkpoints are given later times
+        if datetime.datetime.fromisoformat(created).tzinfo is None:  # `next_moment` compares it with UTC
             raise ValueError(f"{created!r} has no time zone")
         return cls(
             step=_count(values["step"]),
@@ -203,14 +206,14 @@ def _text(value: Any) -> str:
 
 
 def sealed(values: dict[str, Any]) -> bytes:
-    """Return an object as JSON whose last entry, the seal, is the hash of everything else in it."""
+    """Return an object as JSON whose last entry, the seal, is the hash of the rest."""
     text = dump_json({**values, "seal": _UNSEALED}, indent=2).encode() + b"\n"
     digest = xxhash.xxh3_128_hexdigest(text)
     return _SEAL.sub(f'"seal": "{digest}"\n}}\n'.encode(), text)
 
 
 def seal_fits(data: bytes) -> bool:
-    """Tell whether `data` ends with a seal, and that is the hash of the rest; parses nothing."""
+    """Return whether `data` ends with a seal that equals the hash of the rest. Parses nothing."""
     seal = _SEAL.search(data, max(0, len(data) - _SEAL_BYTES))
     if seal is None:
         return False
@@ -220,7 +223,7 @@ def seal_fits(data: bytes) -> bool:
 
 
 def check_not_newer(data: bytes, origin: str) -> None:
-    """Raise a `NewerFormatError` if the version at the beginning of a file is newer; the rest is not read."""
+    """Raise a `NewerFormatError` if the version at the beginning of a file is newer. Reads nothing else."""
     stated = _VERSION.match(data)
     if stated is not None and int(stated[1]) > 0:
         check_format_version(int(stated[1]), origin)
@@ -237,22 +240,22 @@ def numbered(files: Iterable[str], folder: str, stem: str) -> list[str]:
     return [f"{folder}/{stem}-{number:05d}" for number in found]
 
 
-_youngest = ""  # when the newest checkpoint that this process knows was written
+_newest = ""  # time of writing of the newest checkpoint that this process knows
 
 
-def go_on_from(created: str) -> None:
+def order_after(created: str) -> None:
     """Order new checkpoints of this process after one written at `created`, even if the clock is behind."""
-    global _youngest
-    _youngest = max(_youngest, created)
+    global _newest
+    _newest = max(_newest, created)
 
 
 def next_moment() -> str:
-    """Return the present time in UTC, or the first microsecond behind the newest checkpoint's."""
+    """Return the current UTC time, or one microsecond after the newest checkpoint if the clock is behind it."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
-    if now <= _youngest:
-        after = datetime.datetime.fromisoformat(_youngest) + datetime.timedelta(microseconds=1)
+    if now <= _newest:
+        after = datetime.datetime.fromisoformat(_newest) + datetime.timedelta(microseconds=1)
         now = after.isoformat(timespec="microseconds")
-    go_on_from(now)
+    order_after(now)
     return now
 
 
@@ -267,14 +270,14 @@ class Snapshot:
         trainer: values that `codec.encode` accepts, by name: schedulers, callbacks, `hyper_parameters`, ... The name
             `"progress"` is reserved.
         rng: one tree per rank; a full checkpoint needs `world_size` of them.
-        metrics: the latest values, also in the manifest.
-        world_size: processes of the run.
-        kind: `"weights"` has no optimizers and RNG.
-        missing: after reading: requested parts that are absent, and allowed to be.
-        in_pieces: before writing: all ranks write such snapshots together, with `Pieces` as tensors (see `plan_share`).
-        overlaps: before writing: only `torch.optim.Optimizer.step` changes the optimizers' tensors, so that
+        metrics: the latest values, also stored in the manifest.
+        world_size: number of processes in the run.
+        kind: `"weights"` has no optimizers and no RNG states.
+        missing: set by reading: the requested parts that are absent and were allowed to be.
+        in_pieces: for writing: tensors are `Pieces`, and all ranks write the checkpoint together (see `plan_share`).
+        overlaps: for writing: only `torch.optim.Optimizer.step` changes the optimizers' tensors, so that
             `AsyncWriter` may copy them until the next step.
-        extra: before writing: a folder on the same disk whose files become part of the checkpoint.
+        extra: for writing: a folder on the same disk whose files become part of the checkpoint.
     """
 
     state: dict[str, Any] = field(default_factory=dict)

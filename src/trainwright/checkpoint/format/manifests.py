@@ -1,4 +1,4 @@
-"""Finding checkpoint folders, and comparing their files with what their manifests say. No part is parsed here."""
+"""Search for checkpoint folders, and comparison of their files with their manifests. No part is parsed here."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import xxhash
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, FileEntry
 from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading, shortened
 from trainwright.checkpoint.format.layout import MANIFEST, MAX_MANIFEST_BYTES, TRAINER_STEM, Manifest
-from trainwright.checkpoint.format.staging import stepped_aside
+from trainwright.checkpoint.format.staging import replaced_checkpoint
 from trainwright.core.errors import CheckpointError, nearest
 from trainwright.core.names.hidden_names import split_hidden
 
 HashFiles = Callable[[Sequence[Path]], list[str]]
-"""Returns the hash of each of some files, as `hash_files` does; several processes may share the work."""
+"""A function such as `hash_files`; several processes may share its work."""
 
 
 def hash_file(path: Path) -> str:
-    """Return the XXH3 128-bit hash of a file in hexadecimal, reading it in pieces."""
+    """Return the XXH3 128-bit hash of a file in hexadecimal. Reads the file in chunks."""
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
@@ -30,51 +30,51 @@ def hash_file(path: Path) -> str:
 
 
 def hash_files(paths: Sequence[Path]) -> list[str]:
-    """Return the hash of each of some files, one after the other."""
+    """Return the hash of each file."""
     return [hash_file(path) for path in paths]
 
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """A checkpoint folder and what its manifest says; its files have not been verified."""
+    """A checkpoint folder and its manifest; its files have not been verified."""
 
     path: Path
     manifest: Manifest
 
 
-LookedAt = tuple[Path, FoundCheckpoint | Exception]  # a checkpoint, or why it cannot be opened
+OpenResult = tuple[Path, FoundCheckpoint | Exception]  # a checkpoint, or the error of opening it
 
 
 def read_manifest(path: Path | str) -> Manifest:
-    """Return the manifest of the checkpoint folder `path`; reads nothing else.
+    """Return the manifest of the checkpoint folder `path`. Reads nothing else.
 
     Raises:
-        FileNotFoundError: nothing is there; the message lists the checkpoints nearby.
-        CheckpointError: a plain file is there, or the manifest is missing, damaged or of a newer format.
+        FileNotFoundError: `path` does not exist; the message lists the checkpoints in its folder.
+        CheckpointError: `path` is a file, or the manifest is missing, damaged or of a newer format.
     """
     return open_checkpoint(path).manifest
 
 
 def open_checkpoint(path: Path | str | FoundCheckpoint) -> FoundCheckpoint:
-    """Parse the manifest of the checkpoint at `path`; a checkpoint that is open is returned as it is."""
+    """Parse the manifest of the checkpoint at `path`; return a `FoundCheckpoint` unchanged."""
     if isinstance(path, FoundCheckpoint):
         return path
     folder = _locate(Path(path))
     file = folder / MANIFEST
     if not file.is_file():
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or one that was never finished.")
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or its save did not finish.")
     inside(folder, MANIFEST, str(folder))
     return FoundCheckpoint(folder, Manifest.from_bytes(read_bytes(file, max_bytes=MAX_MANIFEST_BYTES), str(file)))
 
 
 def _locate(path: Path) -> Path:
-    """Return the folder to read for `path`, which a crash may have left under a hidden name."""
-    with reading(path):  # a name that no file can have
+    """Return the folder to read for `path`; after a crash the checkpoint may still have a hidden name."""
+    with reading(path):  # the name may be invalid
         if path.is_dir():
             return path
         if path.exists():
-            raise CheckpointError(_about_plain_file(path))
-        aside = stepped_aside(path)
+            raise CheckpointError(_not_a_folder(path))
+        aside = replaced_checkpoint(path)
     if aside is not None:
         return aside
     near = [found.path.name for found in find_checkpoints(path.parent) if not problems_of(found, hash_files=None)]
@@ -82,28 +82,28 @@ def _locate(path: Path) -> Path:
     raise FileNotFoundError(f"there is no checkpoint {str(path)!r}.{listed}")
 
 
-def _about_plain_file(path: Path) -> str:
+def _not_a_folder(path: Path) -> str:
     if path.suffix == ".safetensors":
         return (
-            f"{path} is a file of bare weights, and a checkpoint is a folder. Load it with "
+            f"{path} is a file of weights, and a checkpoint is a folder. Load it with "
             "safetensors.torch.load_file and task.load_state_dict."
         )
     return (
         f"{path} is a single file, and a checkpoint is a folder with a {MANIFEST}. Files such as .ckpt, .pt, .pth and "
-        ".bin are pickles: opening one can run any code, so this never does. Take it over with "
-        "`trainwright checkpoint convert`, which reads such files without running anything in them."
+        ".bin are pickles, which can run any code when they are loaded. Convert it with "
+        "`trainwright checkpoint convert`, which reads such files without running code from them."
     )
 
 
 def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None = None) -> list[str]:
-    """Compare a checkpoint with its manifest and return a list of its flaws in words.
+    """Compare a checkpoint with its manifest and return a list of problems, in words.
 
-    Files that the manifest does not list are ignored. Nothing at `path` is a `FileNotFoundError`.
+    Files that the manifest does not list are ignored. A missing `path` is a `FileNotFoundError`.
 
     Args:
         path: the checkpoint folder.
         hashes: hash every file. False only finds missing files and wrong sizes.
-        parts: only these parts.
+        parts: the parts to compare. Default: all.
     """
     try:
         found = open_checkpoint(path)
@@ -115,7 +115,7 @@ def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None
 def problems_of(
     found: FoundCheckpoint, *, hash_files: HashFiles | None = hash_files, parts: Iterable[str] | None = None
 ) -> list[str]:
-    """Return what is wrong with the files of a checkpoint's parts; None for `hash_files` compares sizes only."""
+    """Return the problems of the files of a checkpoint's parts. `hash_files=None` compares sizes only."""
     wanted = set(found.manifest.parts if parts is None else parts)
     listed = [
         (name, relative, entry)
@@ -128,7 +128,7 @@ def problems_of(
         sound = [i for i, flaw in enumerate(flaws) if flaw is None]
         try:
             hashes = hash_files([inside(found.path, listed[i][1], MANIFEST) for i in sound])
-        except OSError as error:  # the disk cannot read back what it holds
+        except OSError as error:  # a read error of the disk
             return [f"its files cannot be read: {shortened(error)}"]
         for i, found_hash in zip(sound, hashes, strict=True):
             _, relative, entry = listed[i]
@@ -154,30 +154,30 @@ def _file_problem(folder: Path, relative: str, entry: FileEntry) -> str | None:
 def find_checkpoints(folder: Path | str) -> list[FoundCheckpoint]:
     """Return the checkpoints in `folder` (not below it), by step and then by time of writing.
 
-    Only manifests are read; a folder without a readable one is left out. A checkpoint that a crash left hidden while
-    it was being replaced counts. A folder that does not exist has none.
+    Only manifests are read; a folder without a readable one is skipped. A checkpoint that a crash left under a hidden
+    name while it was being replaced is included. If `folder` does not exist, the list is empty.
     """
     found = [item for _, item in scan(Path(folder)) if isinstance(item, FoundCheckpoint)]
     return sorted(found, key=lambda item: (item.manifest.step, item.manifest.created, item.path.name))
 
 
-def scan(folder: Path) -> Iterator[LookedAt]:
-    """Yield each checkpoint in `folder`, or what is wrong with what looks like one, with its path."""
+def scan(folder: Path) -> Iterator[OpenResult]:
+    """Yield the path of each folder that looks like a checkpoint, with the open checkpoint or the error."""
     if not folder.is_dir():
         return
     for entry in sorted(folder.iterdir()):
         split = split_hidden(entry.name)
-        if entry.name.startswith(".") and (split is None or stepped_aside(folder / split[0]) != entry):
+        if entry.name.startswith(".") and (split is None or replaced_checkpoint(folder / split[0]) != entry):
             continue
         if not entry.is_dir():
             continue
-        looks_ours = (entry / MANIFEST).exists() or (entry / f"{TRAINER_STEM}.json").exists()
-        if looks_ours:
-            yield look_at(entry)
+        is_candidate = (entry / MANIFEST).exists() or (entry / f"{TRAINER_STEM}.json").exists()
+        if is_candidate:
+            yield open_or_error(entry)
 
 
-def look_at(path: Path) -> LookedAt:
-    """Open a checkpoint, or return what is wrong with it."""
+def open_or_error(path: Path) -> OpenResult:
+    """Open a checkpoint; return the error if that fails."""
     try:
         return path, open_checkpoint(path)
     except (CheckpointError, OSError) as error:

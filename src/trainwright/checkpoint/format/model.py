@@ -24,7 +24,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict by plain names, without what wrappers added. Two equal names are a `CheckpointError`."""
+    """Return a state dict without the name prefixes that wrappers add. Two equal names are a `CheckpointError`."""
     found: dict[str, Any] = {}
     for long_name, value in state_dict.items():
         name = plain_name(long_name)
@@ -37,13 +37,13 @@ def plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def load_plain_state(
     module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Load a state dict into `module`, in place; names with or without those of wrappers.
+    """Load a state dict into `module` in place. Names may have the prefixes that wrappers add.
 
     Returns:
         The module's names that are not in `state`, and those of `state` that are not in the module.
 
     Raises:
-        CheckpointError: shapes differ, or names do and `strict`.
+        CheckpointError: shapes differ; or names differ, with `strict`.
     """
     own = {plain_name(name): name for name in module.state_dict()}
     renamed = {own.get(plain_name(name), name): value for name, value in state.items()}
@@ -51,21 +51,21 @@ def load_plain_state(
         found = module.load_state_dict(renamed, strict=strict)
     except RuntimeError as error:
         if "size mismatch" in str(error):
-            hint = " Build it with the sizes below, or rename the layers that start from scratch and pass strict=False."
+            hint = " Build it with the sizes below, or rename the layers to initialize and pass strict=False."
         else:
             hint = " Pass strict=False to load the weights whose names are found in both."
         raise CheckpointError(f"the saved weights do not fit {type(module).__name__}.{hint} {error}") from error
-    if found is None:  # a module that overrides load_state_dict need not return what torch's does
+    if found is None:  # an overridden load_state_dict may return nothing
         return [], []
     return [plain_name(name) for name in found.missing_keys], [plain_name(name) for name in found.unexpected_keys]
 
 
 def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> list[PlannedFile]:
-    """Lay a state dict out as numbered safetensors shards with an index; copies and writes nothing.
+    """Plan the files of a state dict: numbered safetensors shards with an index. Copies and writes nothing.
 
-    Tied names (the same memory with the same strides) are stored once, under the first of them, and recorded in the
-    index. Complex and rare 1-byte dtypes are stored as views of plain ones and recorded likewise. Other values
-    (`get_extra_state`) go through the codec.
+    Tied names (the same memory with the same strides) are stored once, under the first name, and recorded in the
+    index. Complex and rare 1-byte dtypes are stored as views of plain ones, also recorded in the index. Other values
+    (`get_extra_state`) are encoded by `codec`.
 
     Args:
         state_dict: name → tensor, on any device.
@@ -110,22 +110,22 @@ def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHAR
 def write_model(
     folder: Path, state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> dict[str, FileEntry]:
-    """Write a state dict into `folder`, which exists and is empty, as `plan_model` lays it out.
+    """Write the files of `plan_model` into the empty folder `folder`; return size and hash of each by its name.
 
-    Blocks until everything is synced. The extra memory is one tensor. Returns size and hash of each file by its name.
+    Blocks until the files are synced. The extra memory is one tensor.
     """
     return write_files(folder, plan_model(state_dict, max_shard_bytes=max_shard_bytes))
 
 
 def memory_key(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors that are the same memory seen in the same way."""
+    """Return a key that is equal for tensors with the same memory, shape and strides."""
     if tensor.numel() == 0:
         return (name,)  # empty tensors all begin at address 0
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_neg())
 
 
 def deal_out(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
-    """Return the names of the tensors in each shard; at least one shard, which may be empty.
+    """Divide tensors into shards; return the names in each. There is at least one shard, which may be empty.
 
     A tensor larger than `max_shard_bytes` gets a shard of its own, and the current shard stays open, as in
     huggingface_hub's `split_torch_state_dict_into_shards`: a shard of the same number holds the same tensors.
@@ -147,15 +147,15 @@ def deal_out(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
     return shards or [[]]
 
 
-def shard_names(num: int, *, stem: str = "model", suffix: str = ".safetensors", apart: str = "") -> list[str]:
-    """Return the file names of `num` shards; with `apart`, longer ones that no finished model has."""
-    return [f"{stem}{apart and f'-{apart}'}-{number:05d}-of-{num:05d}{suffix}" for number in range(1, num + 1)]
+def shard_names(num: int, *, stem: str = "model", suffix: str = ".safetensors", infix: str = "") -> list[str]:
+    """Return the file names of `num` shards. `infix` is inserted for temporary names, which no complete model has."""
+    return [f"{stem}{infix and f'-{infix}'}-{number:05d}-of-{num:05d}{suffix}" for number in range(1, num + 1)]
 
 
 def shard_index(
     sizes: Mapping[str, int], shards: Mapping[str, Sequence[str]], metadata: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Return the index of a model in shards: `sizes` by name, `shards` as file → names, and more metadata."""
+    """Return a model's index: `sizes` are bytes by name, `shards` are file → names, `metadata` has further entries."""
     files = {name: file for file, names in shards.items() for name in names}
     return {
         "metadata": {"total_size": sum(sizes.values()), **metadata},
@@ -165,7 +165,7 @@ def shard_index(
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """The content of a `model.safetensors.index.json`: names in their order, by shard, and our notes on them."""
+    """The content of a `model.safetensors.index.json`: the names in order and by shard, and Trainwright's metadata."""
 
     names: list[str]
     shards: dict[Path, list[str]]
@@ -182,12 +182,12 @@ def read_index(path: Path, files: Collection[str] | None = None) -> ShardIndex:
         notes = dict(index.get("metadata", {}).get("trainwright", {}))
         tied, dtypes = dict(notes.get("tied", {})), dict(notes.get("dtypes", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors shards: {error!r}.") from error
+        raise CheckpointError(f"{path} is not an index of safetensors shards: {error!r}.") from error
     shards: dict[Path, list[str]] = {}
     for file in dict.fromkeys(weight_map.values()):
         shard = inside(path.parent, file, str(path))
         if files is not None and file not in files:
-            raise CheckpointError(f"{path} names the shard {file!r}, which the manifest does not list. It is refused.")
+            raise CheckpointError(f"{path} names the shard {file!r}, which the manifest does not list.")
         if not shard.is_file():
             raise CheckpointError(f"{path} names the shard {file!r}, which is missing.")
         shards[shard] = []
@@ -208,7 +208,7 @@ def read_model(
         folder: holds `model.safetensors.index.json` and its shards, or one `model.safetensors`.
         device: where the tensors go.
         copy: see `read_safetensors`.
-        files: the only ones that may be read, besides the index: those that a manifest lists. None: any.
+        files: the files that may be read besides the index: those that a manifest lists. None: any.
 
     Returns:
         Name → tensor; tied names hold the same tensor.

@@ -1,4 +1,4 @@
-"""Optimizer state keyed by parameter name, so that it survives reordered and regrouped parameters."""
+"""Optimizer state keyed by parameter name, so that parameters can be reordered and regrouped."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from trainwright.core.errors import CheckpointError, nearest
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import iterate_tensors, map_tensors
 
-# Keys of a group in torch's format that are positions or copies of names, not hyper-parameters.
+# Keys of a parameter group that are positions or names, not hyper-parameters.
 _NOT_HYPERPARAMETERS = ("params", "param_names")
 
 
 def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-    """Return the state of any torch optimizer with parameter names instead of positions.
+    """Return the state of a torch optimizer, keyed by parameter name instead of position.
 
     Args:
         optimizer: its `state_dict()` is called, so its state-dict hooks run.
-        names: parameter → name, for at least every parameter of the optimizer. Names of wrappers are removed.
+        names: parameter → name, for every parameter of the optimizer. Prefixes that wrappers add are removed.
 
     Returns:
         `{"class": name, "groups": [{hyper-parameters..., "params": [names]}], "state": {name: {key: value}}}`, with
             `{}` for a parameter without state. Optional keys: `"shared"` (state that belongs to no parameter),
-            `"extra"` (further entries of the state dict), `"dtypes"` (of parameters whose states have others). Tensors
-            are the optimizer's own. Quantized states are dictionaries of their tensors (see `flatten_quantized`).
+            `"extra"` (other entries of the state dict), `"dtypes"` (dtypes of the parameters whose state has a
+            different one). Tensors are not copied. Quantized states are dictionaries of their tensors (see
+            `flatten_quantized`).
 
     Raises:
         CheckpointError: a parameter has no name, or two have the same.
@@ -76,12 +77,13 @@ def load_named_optimizer_state(
     """Load the result of `named_optimizer_state` into an optimizer over the same parameters, in any order.
 
     Calls `optimizer.load_state_dict`, so that its hooks run and tensors are moved to each parameter's device. A tensor
-    that was saved in its parameter's dtype takes the dtype that the parameter has now; others keep theirs. Groups are
-    matched by their parameters, and then in order. The optimizer shares no memory with `tree` afterwards.
+    that was saved in its parameter's dtype is cast to the parameter's current dtype; others keep theirs. Groups are
+    matched by their parameters, and then in order. Afterwards the optimizer shares no memory with `tree`.
 
     Raises:
-        CheckpointError: another class or number of groups; parameters that only one side has, or without saved state
-            (each is named); an LBFGS whose parameters have another order. The optimizer is left as it was.
+        CheckpointError: the class or the number of groups differs, a parameter is missing on either side or has no
+            saved state (each is named), or the parameters of an LBFGS have a different order. The optimizer is
+            unchanged.
     """
     own_class = type(optimizer).__qualname__
     try:
@@ -92,23 +94,23 @@ def load_named_optimizer_state(
     if saved_class != own_class:
         raise CheckpointError(
             f"the checkpoint holds the state of {saved_class}, and this optimizer is {own_class}. Use {saved_class}, "
-            "or pass allow_missing=['optimizer'] to start the optimizer anew."
+            "or pass allow_missing=['optimizer'] to start with a new optimizer state."
         )
     packed = optimizer.state_dict()
     names_of = _names_by_index(optimizer, packed, names)
     own_groups = [[names_of[index] for index in group["params"]] for group in packed["param_groups"]]
     _check_names(own_class, own_groups, saved_names, saved_state)
     matches = _match_groups(own_groups, saved_names)
-    # LBFGS flattens all parameters in their order into one vector; its history means nothing in another order.
+    # LBFGS flattens all parameters into one vector, so that its history is valid for one parameter order only.
     if isinstance(optimizer, torch.optim.LBFGS) and own_groups != saved_names:
         raise CheckpointError(
-            f"LBFGS was saved with the parameters in the order {saved_names[0]} and has them now in the order "
-            f"{own_groups[0]}; its state holds for the saved order only."
+            f"LBFGS was saved with the parameters in the order {saved_names[0]}, and now their order is "
+            f"{own_groups[0]}. Its state requires the saved order."
         )
     groups = []
     for group, match in zip(packed["param_groups"], matches, strict=True):
         saved = {key: value for key, value in saved_groups[match].items() if key != "params"}
-        # A key that a newer torch has added keeps its present value.
+        # A key that only a newer torch has keeps its current value.
         groups.append({**group, **saved, "params": group["params"]})
     state: dict[Any, Any] = map_tensors(torch.clone, dict(tree.get("shared", {})))
     parameters = dict(zip(names_of, _parameters(optimizer), strict=True))
@@ -131,7 +133,7 @@ def load_named_optimizer_state(
             if parameter in optimizer.state:
                 optimizer.state[parameter] = _restored(optimizer.state[parameter])
 
-    # After the user's hooks of the one kind and before those of the other: they see plain states.
+    # User hooks see plain states: the wrapping runs after their pre-hooks, the unwrapping before their post-hooks.
     before = optimizer.register_load_state_dict_pre_hook(keep)
     after = optimizer.register_load_state_dict_post_hook(restore, prepend=True)
     try:
@@ -149,8 +151,9 @@ class _Kept:
 
 
 def _kept(value: Any, dtype: torch.dtype | None, device: torch.device, key: Any = None) -> Any:
-    """Return a state in which every value that torch would cast, or copy from a generator, is `_Kept`. `dtype` is that
-    of the parameter when it was saved. None: all its states have it.
+    """Wrap in `_Kept` every value of a state that torch would cast, or convert from another iterable.
+
+    `dtype` is the parameter's dtype when it was saved. None: all its states have that dtype.
     """
     if isinstance(value, torch.Tensor):
         if is_quantized(value):
@@ -176,7 +179,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _own_copy(values: Any, device: torch.device) -> Any:
-    # What lies on another device is copied by the move itself; scalars (torch leaves `step` where it is) may not be.
+    # Tensors on another device are copied when they are moved. Scalars such as `step` may stay on the CPU.
     return map_tensors(lambda value: value.clone() if value.device == device or value.numel() <= 1 else value, values)
 
 
@@ -188,7 +191,7 @@ def _names_by_index(
         for parameter, index in zip(group["params"], packed_group["params"], strict=True):
             if parameter not in names:
                 raise CheckpointError(
-                    f"{type(optimizer).__qualname__} holds a parameter of shape {tuple(parameter.shape)} that is no "
+                    f"{type(optimizer).__qualname__} holds a parameter of shape {tuple(parameter.shape)} that is not a "
                     "parameter of the task, so that its state cannot be saved by name. Register it in the task."
                 )
             found[index] = plain_name(names[parameter])
@@ -208,17 +211,17 @@ def _check_names(
     problems += [f"{name!r} has no saved state." for name in sorted(own & saved - saved_state.keys())]
     if problems:
         shown = " ".join(problems[:10]) + (f" (and {len(problems) - 10} more)" if len(problems) > 10 else "")
-        advice = " If a callback adds groups, have it add them again in on_fit_start: by then it has its own state."
+        advice = " If a callback adds groups, add them again in its on_fit_start; its state has been loaded by then."
         raise CheckpointError(f"the saved state of {own_class} does not fit: {shown}{advice if saved - own else ''}")
     if len(own_groups) != len(saved_groups):
         raise CheckpointError(
-            f"{own_class} was saved with {len(saved_groups)} parameter groups and has {len(own_groups)} now; "
-            "hyper-parameters belong to groups, so their number must be the same."
+            f"{own_class} was saved with {len(saved_groups)} parameter groups and now has {len(own_groups)}. "
+            "Use the same number of groups."
         )
 
 
 def _match_groups(own: list[list[str]], saved: list[list[str]]) -> list[int]:
-    """Return for each own group which saved one it continues: that of the same members, else the next one left."""
+    """Return the index of the saved group for each own group: one with the same members, else the next unused one."""
     free = dict.fromkeys(range(len(saved)))
     matches: list[int | None] = []
     for group in own:

@@ -1,7 +1,7 @@
-"""Quantized optimizer states of torchao as plain tensors, and from them again.
+"""Conversion of torchao's quantized optimizer states to plain tensors and back.
 
-torchao keeps a state in a tensor subclass: codes of 8 or 4 bits, and a scale for each block of them. A checkpoint holds
-its tensors in a dictionary. Only the classes in this module are built when it is read.
+torchao stores a state in a tensor subclass: codes of 8 or 4 bits, and a scale for each block of codes. A checkpoint
+stores these tensors in a dictionary. Reading it creates only the classes that this module lists.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MODULES = {
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor, or what this rank holds of it, is a quantized state of torchao."""
+    """Return whether a tensor, or this rank's shard of it, is a quantized state of torchao."""
     kind = type(tensor.to_local() if is_cut(tensor) else tensor)
     return _MODULES.get(kind.__name__) == kind.__module__
 
@@ -51,12 +51,12 @@ def flatten_quantized(tensor: torch.Tensor) -> Any:
 
 
 def is_flat(value: Any) -> bool:
-    """Return whether a value of a state is what `flatten_quantized` returns for a quantized one."""
+    """Return whether a value is a quantized state that `flatten_quantized` converted."""
     return type(value) is dict and value.get(KIND) in list(_MODULES)
 
 
 def _check(flat: dict[str, Any]) -> None:
-    """Check that the tensors of a flattened state belong together, as far as the step relies on it."""
+    """Check that the tensors of a flattened state have the shapes and dtypes that the optimizer step needs."""
     name, shape, codes, scale = (flat.get(key) for key in (KIND, "shape", "codes", "scale"))
     if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor) or not isinstance(shape, torch.Size):
         raise CheckpointError(f"a saved {name} lacks its shape, codes or scale.")
@@ -71,8 +71,9 @@ def _check(flat: dict[str, Any]) -> None:
 
 
 def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Shard the full tensors of a flattened state as the parameter `like` is sharded, with `shard(full, like)`. Not
-    collective. A block of codes that would be divided between ranks is a `CheckpointError`.
+    """Shard the full tensors of a flattened state like the parameter `like`, with `shard(full, like)`.
+
+    Not collective. A block of codes that would be split between ranks is a `CheckpointError`.
     """
     _check(flat)
     if not is_cut(like):
@@ -84,7 +85,7 @@ def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[A
         if (local * full.numel()) % numel or tuple(like.shape) != tuple(flat["shape"]) or not is_even(like):
             raise CheckpointError(
                 f"a quantized state of shape {tuple(flat['shape'])} has {flat['scale'].numel()} blocks, which cannot "
-                "be divided between ranks as the parameter is. Use another number of ranks, or strategy='ddp'."
+                "be sharded like the parameter. Use another number of ranks, or strategy='ddp'."
             )
         own = torch.empty(local * full.numel() // numel, dtype=full.dtype, device=like.to_local().device)
         shape = None if full.dim() == 1 else tuple(full.shape)
@@ -93,7 +94,7 @@ def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[A
 
 
 def is_even(tensor: torch.Tensor) -> bool:
-    """Return whether all ranks hold as many rows of a sharded tensor, and nothing else divides it."""
+    """Return whether a tensor is sharded along its rows only, with the same number of rows on every rank."""
     if not is_cut(tensor):
         return True
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
@@ -103,7 +104,7 @@ def is_even(tensor: torch.Tensor) -> bool:
 
 
 def build_quantized(value: Any, device: torch.device) -> Any:
-    """Return a tree of state in which each flattened state is a quantized tensor again, on `device`."""
+    """Convert each flattened state in a tree back to a quantized tensor on `device`."""
     if not is_flat(value):
         return {key: build_quantized(item, device) for key, item in value.items()} if type(value) is dict else value
     _check(value)
@@ -130,8 +131,9 @@ def _built(flat: dict[str, Any], device: torch.device) -> torch.Tensor:
 
 
 def _sharded_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
-    """Return a local tensor as the shard of one that is sharded as `like` is; unchanged if `like` is full. `shape` is
-    the full shape. None: a vector, of which every rank holds as many elements.
+    """Return a tensor that is sharded like `like`, with `local` as this rank's shard; `local` if `like` is not sharded.
+
+    `shape` is the full shape. None: a vector with the same number of elements on every rank.
     """
     if not is_cut(like):
         return local

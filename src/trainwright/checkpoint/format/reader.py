@@ -1,4 +1,4 @@
-"""Reading checkpoints: without pickle, and with an error for every incomplete or damaged one."""
+"""Reading of checkpoints, without pickle. An incomplete or damaged checkpoint is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainwright.checkpoint.disk.untrusted import reading
-from trainwright.checkpoint.format.codec import FindPieces, read_tree
+from trainwright.checkpoint.format.codec import FindShards, read_tree
 from trainwright.checkpoint.format.layout import (
     MODEL_FOLDER,
     MODEL_STEM,
@@ -29,13 +29,13 @@ from trainwright.checkpoint.format.layout import (
 )
 from trainwright.checkpoint.format.manifests import FoundCheckpoint, HashFiles, hash_files, open_checkpoint, problems_of
 from trainwright.checkpoint.format.model import read_model
-from trainwright.checkpoint.format.piece_files import RANK_STEM, PieceFiles
+from trainwright.checkpoint.format.shard_files import RANK_STEM, ShardFiles
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.state import TrainState
 from trainwright.core.tree import map_tensors
 
-_INSTEAD = (
-    "Use another checkpoint: on_damaged='fall_back' takes the newest whole one before it, "
+_ADVICE = (
+    "Use another checkpoint: on_damaged='fall_back' uses the newest valid one before it, "
     "trainwright.checkpoint.newest_valid(folder) finds it."
 )
 
@@ -52,18 +52,18 @@ def read_checkpoint(
     """Read a checkpoint, or some of its parts.
 
     Args:
-        path: the checkpoint folder, or a checkpoint that is open.
-        verify: hash the files of the parts first. Sizes and presence are always checked.
+        path: the checkpoint folder, or an open checkpoint.
+        verify: hash the files of the parts first. Missing files and wrong sizes are always detected.
         parts: any of `"trainer"`, `"model"`, `"optimizer"`, `"rng"`. Default: all that its kind has.
         allow_missing: parts that may be absent, besides those that the manifest marks as not required. They are named
             in `Snapshot.missing` and in a warning. A damaged part is still an error.
         device: of the model's tensors; all others are on the CPU.
-        copy_model: see `read_model`. False leaves the model's and the optimizers' tensors mapped to the files, or as
-            `SavedTensor` if they are sharded, for a caller that copies them.
+        copy_model: False leaves the model's and the optimizers' tensors mapped to the files (see `read_model`), and
+            sharded ones as `SavedTensor`, for a caller that copies them.
 
     Raises:
-        FileNotFoundError: nothing is at `path`.
-        CheckpointError: a plain file is at `path`; a part is missing or damaged (it is named) or unknown.
+        FileNotFoundError: `path` does not exist.
+        CheckpointError: `path` is a file, or a part is missing, damaged or unknown (the message names it).
     """
     found = open_checkpoint(path)
     wanted = _wanted(found, parts, allow_missing)
@@ -84,7 +84,7 @@ def _snapshot(
     copy: bool,
     copy_model: bool,
 ) -> Snapshot:
-    """Parse the parts that are there; without `copy` and `copy_model` all tensors stay in their files, unread."""
+    """Parse the parts that are present. Without `copy` and `copy_model` all tensors stay mapped to their files."""
     manifest = found.manifest
     snapshot = Snapshot(
         metrics=dict(manifest.metrics),
@@ -108,8 +108,8 @@ def check_checkpoint(
 ) -> Manifest:
     """Hash and parse the parts of a checkpoint, and return its manifest.
 
-    `read_checkpoint` can then read it with `verify=False`. One process does this for all ranks. It reads every byte of
-    the parts, or `hash_files` does. Other arguments and errors are those of `read_checkpoint`.
+    `read_checkpoint` can then read it with `verify=False`. One process calls it for all ranks. `hash_files` reads every
+    byte of the parts. The other arguments and errors are those of `read_checkpoint`.
     """
     found = open_checkpoint(path)
     wanted = _wanted(found, parts, allow_missing)
@@ -117,25 +117,23 @@ def check_checkpoint(
     try:
         _snapshot(found, wanted, missing, copy=False, copy_model=False)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} {_INSTEAD}") from error
+        raise CheckpointError(f"{error} {_ADVICE}") from error
     return found.manifest
 
 
 def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: Sequence[str]) -> tuple[str, ...]:
-    """Return the parts to read: `parts`, or all that the checkpoint's kind has."""
+    """Return the parts to read. Default: all that the checkpoint's kind has."""
     wanted = tuple(PARTS[found.manifest.kind] if parts is None else parts)
     for name in (*wanted, *allow_missing):
         if name not in PARTS["full"]:
-            raise CheckpointError(f"no checkpoint has a part {name!r}. Parts are: {', '.join(PARTS['full'])}.")
+            raise CheckpointError(f"parts contains {name!r}, expected some of {', '.join(PARTS['full'])}.")
     return wanted
 
 
 def _examine(
     found: FoundCheckpoint, wanted: Sequence[str], allow_missing: Sequence[str], hash_files: HashFiles | None
 ) -> list[str]:
-    """Return the wanted parts that are absent and may be. Other absent parts, and changed files, are a
-    `CheckpointError`.
-    """
+    """Return the requested parts that are absent and may be. Other absent parts and changed files are errors."""
     folder, manifest = found.path, found.manifest
     missing = [name for name in wanted if _is_absent(folder, manifest, name)]
     lost = [
@@ -144,22 +142,22 @@ def _examine(
         if name not in allow_missing and (name not in manifest.parts or manifest.parts[name].required)
     ]
     if lost:
-        raise CheckpointError(_about_lost(folder, manifest, lost))
+        raise CheckpointError(_missing_parts(folder, manifest, lost))
     problems = problems_of(found, hash_files=hash_files, parts=[name for name in wanted if name not in missing])
     if problems:
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems).removesuffix('.')}. {_INSTEAD}")
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems).removesuffix('.')}. {_ADVICE}")
     return missing
 
 
 def _is_absent(folder: Path, manifest: Manifest, name: str) -> bool:
-    """Tell whether a part is not listed, or all of its files are gone; some files gone is damage, not absence."""
+    """Return whether a part is not listed, or all of its files are missing. Some missing files are damage instead."""
     part = manifest.parts.get(name)
     if part is None:
         return True
     return bool(part.files) and not any(os.path.lexists(folder / file) for file in part.files)
 
 
-def _about_lost(folder: Path, manifest: Manifest, lost: list[str]) -> str:
+def _missing_parts(folder: Path, manifest: Manifest, lost: list[str]) -> str:
     reasons = []
     for name in lost:
         part = manifest.parts.get(name)
@@ -168,18 +166,18 @@ def _about_lost(folder: Path, manifest: Manifest, lost: list[str]) -> str:
         else:
             reasons.append(f"the part {name!r} is missing: {', '.join(part.files)}")
     return (
-        f"{folder} is incomplete: {'; '.join(reasons)}. Use another checkpoint, or pass allow_missing={lost!r} to go "
-        "on without, knowing that the run will differ."
+        f"{folder} is incomplete: {'; '.join(reasons)}. Use another checkpoint, or pass allow_missing={lost!r} to "
+        "continue without it; the run will then differ."
     )
 
 
 def _read_parts(
     found: FoundCheckpoint, present: Sequence[str], device: torch.device | str, *, copy: bool, copy_model: bool
 ) -> dict[str, Any]:
-    """Return part → tree, as the format of the checkpoint has it."""
+    """Return part → tree, in the format version of the checkpoint."""
     folder, parts = found.path, found.manifest.parts
     trees: dict[str, Any] = {}
-    pieces = {name: find_pieces(found, name, copy=copy_model) for name in ("optimizer", "model") if name in present}
+    pieces = {name: find_shards(found, name, copy=copy_model) for name in ("optimizer", "model") if name in present}
     if "trainer" in present:
         trees["trainer"] = read_tree(folder, TRAINER_STEM, copy=copy)
     if "optimizer" in present:
@@ -188,32 +186,33 @@ def _read_parts(
     if "rng" in present:
         trees["rng"] = [read_tree(folder, stem, copy=copy) for stem in numbered(parts["rng"].files, RNG_FOLDER, "rank")]
     if "model" in present and f"{MODEL_STEM}.json" in parts["model"].files:
-        trees["model"] = _read_model_in_pieces(folder, pieces["model"], device, copy_model)
+        trees["model"] = _read_sharded_model(folder, pieces["model"], device, copy_model)
     elif "model" in present:
         sealed = {relative.removeprefix(f"{MODEL_FOLDER}/") for relative in parts["model"].files}
         trees["model"] = read_model(folder / MODEL_FOLDER, device, copy=copy_model, files=sealed)
     return trees
 
 
-def _read_model_in_pieces(folder: Path, pieces: FindPieces | None, device: torch.device | str, copy: bool) -> Any:
+def _read_sharded_model(folder: Path, pieces: FindShards | None, device: torch.device | str, copy: bool) -> Any:
     weights = read_tree(folder, MODEL_STEM, copy=copy, pieces=pieces)
     if not isinstance(weights, dict):
         raise CheckpointError(f"{folder / MODEL_STEM}.json holds a {type(weights).__name__}, expected a dictionary.")
     if torch.device(device).type == "cpu":
         return weights
-    return map_tensors(functools.cache(lambda tensor: tensor.to(device)), weights)  # tied ones stay one
+    return map_tensors(functools.cache(lambda tensor: tensor.to(device)), weights)  # keeps tied tensors tied
 
 
-def find_pieces(found: FoundCheckpoint, part: str, *, copy: bool) -> FindPieces | None:
-    """Return how the sharded tensors of a part, `"model"` or `"optimizer"`, are found by name; None if it has none.
-    With `copy` they are assembled in memory; otherwise each is a `SavedTensor`.
+def find_shards(found: FoundCheckpoint, part: str, *, copy: bool) -> FindShards | None:
+    """Return a function that finds the sharded tensors of the part `"model"` or `"optimizer"` by name.
+
+    Returns None if the part has none. With `copy`, tensors are assembled in memory; otherwise each is a `SavedTensor`.
     """
     files, folder = found.manifest.parts[part].files, {"model": MODEL_FOLDER, "optimizer": OPTIMIZER_FOLDER}[part]
     if f"{folder}/{RANK_STEM}-00000.json" not in files:
         return None
-    pieces = PieceFiles(found.path, folder, files)
+    pieces = ShardFiles(found.path, folder, files)
 
-    @functools.cache  # weights that are tied stay one tensor
+    @functools.cache  # keeps tied tensors tied
     def find(name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         tensor = pieces.find(name, shape, dtype)
         return tensor.load() if copy else tensor
@@ -225,7 +224,9 @@ def _fill(snapshot: Snapshot, trees: dict[str, Any], folder: Path) -> None:
     if "trainer" in trees:
         tree = trees["trainer"]
         if not isinstance(tree, dict) or not isinstance(tree.get(PROGRESS), dict):
-            raise CheckpointError(f"{folder / TRAINER_STEM}.json holds no {PROGRESS!r}; it is damaged or not ours.")
+            raise CheckpointError(
+                f"{folder / TRAINER_STEM}.json holds no {PROGRESS!r}; it is damaged or has another format."
+            )
         snapshot.state = tree.pop(PROGRESS)
         snapshot.trainer = tree
         origin = f"{folder / TRAINER_STEM}.json"
@@ -254,7 +255,7 @@ def _list_of(check: Check) -> Check:
 
 
 def _with(**checks: Check) -> Check:
-    """Return a check of a dict, and of those of its entries that are there."""
+    """Return a check for a dict that also checks the named entries that are present."""
     return lambda value: (
         isinstance(value, dict) and all(name not in value or check(value[name]) for name, check in checks.items())
     )
@@ -265,11 +266,11 @@ def _is_place(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    whole = isinstance(value, dict) and (not value or {"position", "epoch"} <= value.keys())
-    return whole and _with(position=_is_place, epoch=_is_count, order=_is(dict))(value)
+    complete = isinstance(value, dict) and (not value or {"position", "epoch"} <= value.keys())
+    return complete and _with(position=_is_place, epoch=_is_count, order=_is(dict))(value)
 
 
-# The entries of the trainer part that a resume takes apart, and what each is (see docs/checkpoint-format.md).
+# The entries of the trainer part that a resume reads, with their types (see docs/checkpoint-format.md).
 _ENTRIES: dict[str, tuple[str, Check]] = {
     "task": ("a dict", _is(dict)),
     "callbacks": ("a dict", _is(dict)),
@@ -292,19 +293,19 @@ _GROUP = _with(params=_list_of(_is(str)))
 
 
 def check_progress(state: Mapping[str, Any], origin: str) -> None:
-    """Check the counters of a run: numbers of plausible size."""
+    """Check that the counters of a run have plausible values."""
     for field in dataclasses.fields(TrainState):
         value, kind = state.get(field.name, field.default), type(field.default)
         fits = type(value) is kind or (kind is float and type(value) is int)
         if not fits or not 0 <= value < _BOUND:
-            raise CheckpointError(f"{origin}: progress.{field.name} is {value!r}; it is damaged or not ours.")
+            raise CheckpointError(f"{origin}: progress.{field.name} is {value!r}; it is damaged or has another format.")
 
 
 def check_entries(trainer: Mapping[str, Any], origin: str) -> None:
     """Check that the entries of the trainer part have the form that a resume needs."""
     for name, (expected, check) in _ENTRIES.items():
         if name in trainer and not check(trainer[name]):
-            raise CheckpointError(f"{origin}: {name!r} is not {expected}; it is damaged or not ours.")
+            raise CheckpointError(f"{origin}: {name!r} is not {expected}; it is damaged or has another format.")
 
 
 def check_optimizers(trees: Sequence[Any], origin: str) -> None:
@@ -313,4 +314,6 @@ def check_optimizers(trees: Sequence[Any], origin: str) -> None:
         groups = tree.get("groups", tree.get("param_groups", [])) if isinstance(tree, dict) else None
         states, dtypes = (tree.get("state", {}), tree.get("dtypes", {})) if isinstance(tree, dict) else (None, None)
         if not _list_of(_GROUP)(groups) or not isinstance(states, dict) or not isinstance(dtypes, dict):
-            raise CheckpointError(f"{origin}: optimizer {number} has no groups and states; it is damaged or not ours.")
+            raise CheckpointError(
+                f"{origin}: optimizer {number} has no groups and states; it is damaged or has another format."
+            )

@@ -1,8 +1,8 @@
-"""The safetensors format, streamed out with its hash and read back with bounds.
+"""Writing of safetensors files with their hash, and checked reading.
 
 The format (huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header
 `{name: {dtype, shape, data_offsets}, "__metadata__": {text: text}}` padded with spaces, then the tensors' bytes
-without gaps. The library's own `save_file` builds no hash and does not sync, and `save` holds the whole file in memory.
+without gaps. The library's `save_file` computes no hash and does not sync, and its `save` builds the file in memory.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from trainwright.checkpoint.disk.planned_file import PlannedFile, Weight, write_
 from trainwright.checkpoint.disk.untrusted import check_json_size, check_regular, dump_json, load_json, reading
 from trainwright.core.errors import CheckpointError
 
-MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library itself
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _ALIGNMENT = 8
-_LENGTH_BYTES = 8  # of the number before the header
+_LENGTH_BYTES = 8  # of the header length at the start of the file
 
-# Only what every safetensors since 0.5 can read; `to_storable` turns other dtypes into these.
+# The dtypes that every safetensors since 0.5 can read; `to_storable` converts other dtypes to these.
 _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}  # by their names in the format
-# What only newer readers know. Our checkpoints keep these as views of plain dtypes; other programs look for the names.
+DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}  # by name in the format
+# Dtypes that only newer readers support. Checkpoints store them as views of plain dtypes; exports use these names.
 NATIVE_NAMES: dict[torch.dtype, str] = {
     torch.complex64: "C64", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
@@ -49,7 +49,7 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()} | _SPECIAL
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the format's name of a dtype, `"F32"`; of one that is stored as a view, torch's, `"torch.complex64"`."""
+    """Return the format's name of a dtype, such as `"F32"`, or torch's name of one that is stored as a view."""
     name = _DTYPE_NAMES.get(dtype, str(dtype))
     if name not in _BY_NAME:
         raise CheckpointError(f"tensors of {dtype} cannot be saved.")
@@ -59,15 +59,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype for a name of `dtype_name`."""
     if name not in _BY_NAME:
-        raise CheckpointError(f"{name!r} is no dtype that a checkpoint can hold.")
+        raise CheckpointError(f"{name!r} is not a dtype that a checkpoint can hold.")
     return _BY_NAME[name]
 
 
 def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
-    """Return `tensor` as safetensors can store it, and the name of its dtype if that had to change.
+    """Return `tensor`, or a view of it with a dtype that safetensors can store and the name of the original dtype.
 
-    Complex numbers become pairs of reals (a last dim of 2), rare 1-byte floats become uint8; both are views. Tensors
-    without plain bytes (quantized, sparse, meta, DTensors, ...) are a `CheckpointError`.
+    Complex numbers become pairs of reals (a last dimension of 2), rare 1-byte floats become uint8. Tensors without
+    plain bytes (quantized, sparse, meta, DTensors, ...) are a `CheckpointError`.
     """
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise CheckpointError(f"a {type(tensor).__name__} wraps other tensors; gather it into a plain tensor first.")
@@ -105,20 +105,20 @@ def plan_safetensors(
     *,
     native: bool = False,
 ) -> PlannedFile:
-    """Return the header and the order of the tensors of a safetensors file; copies and writes nothing.
+    """Plan a safetensors file: its header and the order of its tensors. Copies and writes nothing.
 
     Args:
-        path: of the file, relative to the folder of the checkpoint.
-        tensors: on any device. Tensors that share memory are written each.
-        metadata: text for the header, beside `{"format": "pt"}`, which transformers needs.
-        native: accept dtypes that only newer readers know (`NATIVE_NAMES`).
+        path: of the file, relative to the checkpoint folder.
+        tensors: on any device. Each is written, also if several share memory.
+        metadata: text for the header, besides `{"format": "pt"}`, which transformers needs.
+        native: accept dtypes that only newer readers support (`NATIVE_NAMES`).
     """
     if sys.byteorder != "little":
-        raise CheckpointError("safetensors are little-endian and this machine is not; saving is not supported on it.")
+        raise CheckpointError("safetensors files are little-endian; saving on a big-endian machine is not supported.")
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     file = path.rpartition("/")[2]
     known = _DTYPE_NAMES | NATIVE_NAMES if native else _DTYPE_NAMES
-    # Widest first: then every tensor begins at a multiple of its own width without any gaps.
+    # Widest first, so that every tensor is aligned to its element size without gaps.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     offset = 0
     for name in names:
@@ -133,7 +133,7 @@ def plan_safetensors(
         }
         offset = end
     encoded = dump_json(header).encode()
-    # Tensors of a large file begin where a block of the disk does: `QuietFile` writes such files without the processor.
+    # The tensors of a large file begin at a disk block, so that `LowPriorityFile` can write them with O_DIRECT.
     alignment = DISK_BLOCK_BYTES if offset >= DIRECT_FROM_BYTES else _ALIGNMENT
     encoded += b" " * (-(len(encoded) + _LENGTH_BYTES) % alignment)
     if len(encoded) > MAX_HEADER_BYTES:
@@ -146,8 +146,9 @@ def plan_safetensors(
 
 
 def plan_streamed(path: str, weights: Mapping[str, Weight], metadata: Mapping[str, str] | None = None) -> PlannedFile:
-    """Return a safetensors file whose tensors are read one after the other while it is written; see `plan_safetensors`
-    with `native`.
+    """Plan a safetensors file whose tensors are read one at a time while it is written.
+
+    See `plan_safetensors` with `native`.
     """
     planned = plan_safetensors(path, {name: weight.like for name, weight in weights.items()}, metadata, native=True)
     by_like = {id(weight.like): weight for weight in weights.values()}
@@ -158,16 +159,16 @@ def plan_streamed(path: str, weights: Mapping[str, Weight], metadata: Mapping[st
 def write_safetensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Write a new safetensors file, hashed as it is written and synced before this returns.
+    """Write a new safetensors file and return its size and hash. Blocks until it is synced.
 
-    The tensors are moved to the host one at a time. Arguments and errors are those of `plan_safetensors`.
+    Tensors are copied to the host one at a time. Arguments and errors are those of `plan_safetensors`.
     """
     planned = plan_safetensors(path.name, tensors, metadata)
     return write_files(path.parent, [planned])[planned.path]
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the JSON header of a safetensors file, after comparing it with the length of the file."""
+    """Return the JSON header of a safetensors file, after comparing it with the file's length."""
     check_regular(path)
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -175,30 +176,30 @@ def read_header(path: Path) -> dict[str, Any]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise CheckpointError(
-                f"{path} is not a safetensors file: {size} bytes with a header of {length}. It is cut short, damaged, "
-                "or of another format, such as torch.save's."
+                f"{path} is not a safetensors file: {size} bytes with a header of {length}. It is truncated, damaged, "
+                "or has another format, such as torch.save's."
             )
         header = load_json(file.read(length), str(path))
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is a {type(header).__name__}, expected an object.")
-    with reading(path, "has a header that does not fit it"):
+    with reading(path, "has a header that does not match its content"):
         _check_offsets(header, size - 8 - length)
     return header
 
 
 def _check_offsets(header: Mapping[str, Any], num_bytes: int) -> None:
-    """Check that the tensors follow each other without gaps to the end, each as long as its shape needs."""
+    """Check that the tensors fill the file without gaps, and that each has the length that its shape needs."""
     entries = (entry for name, entry in header.items() if name != "__metadata__")
     end = 0
     for begin, stop, entry in sorted(((*entry["data_offsets"], entry) for entry in entries), key=lambda item: item[:2]):
         shape, dtype = entry["shape"], NAMED_DTYPES.get(entry["dtype"])
         if any(type(number) is not int or number < 0 for number in (begin, stop, *shape)) or begin != end:
-            raise ValueError(f"{entry} at byte {end}")
+            raise ValueError(f"the entry {entry} is invalid at byte {end}")
         if dtype is not None and stop - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{entry} has {stop - begin} bytes")
         end = stop
     if end > num_bytes:
-        raise ValueError(f"it is cut short: its tensors have {end} bytes, and {num_bytes} follow the header")
+        raise ValueError(f"it is truncated: its tensors have {end} bytes, and {num_bytes} follow the header")
     if end != num_bytes:
         raise ValueError(f"its tensors have {end} bytes, and {num_bytes} follow the header")
 
@@ -211,18 +212,18 @@ def read_safetensors(
     Args:
         path: of the file.
         device: of the tensors.
-        names: which. Default: all.
-        copy: False leaves tensors on the CPU mapped to the file, for values that are copied at once: nothing is read
-            before it is used, and writing to them does not change the file.
+        names: of the tensors to read. Default: all.
+        copy: False leaves tensors on the CPU mapped to the file, for values that are copied soon: they are read on
+            first use, and writing to them does not change the file.
     """
     header = read_header(path)
     chosen = [name for name in header if name != "__metadata__"] if names is None else list(names)
     for name in chosen:
         if name not in header:
-            raise CheckpointError(f"{path} holds no tensor {name!r}.")
+            raise CheckpointError(f"{path} has no tensor {name!r}.")
     with reading(path), safe_open(path, framework="pt", device=str(device)) as file:
         tensors = {name: file.get_tensor(name) for name in chosen}
     if copy and torch.device(device).type == "cpu":
-        # safe_open maps the file: a tensor that stays mapped would change or fault with it.
+        # safe_open maps the file. A tensor that stays mapped changes with the file, or crashes if it is truncated.
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     return tensors

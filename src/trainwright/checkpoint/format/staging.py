@@ -1,8 +1,8 @@
-"""The hidden folders beside checkpoints, and how what a crash left of them is put right.
+"""The hidden folders beside checkpoints, and their cleanup after a crash.
 
-A hidden name is `.{name}.{role}-{16 hex digits}`: `tmp` is being written, `old` steps aside for a newer one of the
-same name, `del` is being deleted. Only the instant between two renames leaves an `old` without its successor; readers
-then take it, and `clean_stale` puts it back.
+A hidden name is `.{name}.{role}-{16 hex digits}`. A `tmp` folder is being written, an `old` one is being replaced by a
+newer checkpoint of the same name, a `del` one is being deleted. A crash between the two renames of a replacement leaves
+an `old` folder without its successor. Readers then use it, and `clean_stale` renames it back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainwright.core.names.hidden_names import split_hidden
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a checkpoint folder so that no half of it is ever visible: it is hidden by a rename first."""
+    """Rename a checkpoint folder to a hidden name, then delete it, so that readers never see a part of it."""
     doomed = hidden(folder, "del") if split_hidden(folder.name) is None else folder
     if doomed != folder:
         rename(folder, doomed)
@@ -26,8 +26,8 @@ def remove_folder(folder: Path) -> None:
     fault_point("delete", doomed)
 
 
-def stepped_aside(path: Path) -> Path | None:
-    """Return the sealed checkpoint that a crash left hidden while it was being replaced; None if `path` exists."""
+def replaced_checkpoint(path: Path) -> Path | None:
+    """Return the hidden `old` folder of a replacement of `path` that a crash interrupted; None if `path` exists."""
     if os.path.lexists(path) or not path.parent.is_dir():
         return None
     found = [
@@ -41,9 +41,9 @@ def stepped_aside(path: Path) -> Path | None:
 def clean_stale(folder: Path | str) -> list[Path]:
     """Remove the hidden folders of crashed writers and deletions in `folder`.
 
-    A checkpoint that was moved aside and never replaced gets its own name back. A hidden folder is deleted only if its
-    name has our form, it holds nothing but parts of a checkpoint, no living process holds it, and it is not a link.
-    Call it on one process, before writing. Returns the hidden paths that it removed.
+    A checkpoint whose replacement did not finish gets its own name back. A hidden folder is deleted only if its name
+    has the form above, it contains only entries of a checkpoint, no running process holds it, and it is not a link.
+    Call it on one process, before writing. Returns the removed hidden paths.
     """
     folder = Path(folder)
     gone: list[Path] = []
@@ -57,7 +57,7 @@ def clean_stale(folder: Path | str) -> list[Path]:
         if entry.is_file() and name == RUN_INDEX:
             entry.unlink()
         elif entry.is_dir() and {child.name for child in entry.iterdir()} <= TOP_LEVEL and not is_held(entry):
-            if role == "old" and stepped_aside(folder / name) == entry:
+            if role == "old" and replaced_checkpoint(folder / name) == entry:
                 rename(entry, folder / name)
             else:
                 shutil.rmtree(entry)

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: beside its place, synced, sealed, published by one rename."""
+"""Writing of a checkpoint: into a hidden folder that is synced, completed by its manifest, and renamed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from trainwright.checkpoint.disk.durable import (
     sync_new_folders,
     write_file,
 )
+from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
 from trainwright.checkpoint.disk.planned_file import PlannedFile, write_files
-from trainwright.checkpoint.disk.quiet_thread import QuietThread
 from trainwright.checkpoint.format.codec import plan_tree
 from trainwright.checkpoint.format.layout import (
     MANIFEST,
@@ -33,10 +33,10 @@ from trainwright.checkpoint.format.layout import (
     MODEL_STEM,
     OPTIMIZER_FOLDER,
     PARTS,
-    PIECES_VERSION,
     PLAIN_VERSION,
     PROGRESS,
     RNG_FOLDER,
+    SHARDED_VERSION,
     TRAINER_STEM,
     Kind,
     Manifest,
@@ -45,8 +45,8 @@ from trainwright.checkpoint.format.layout import (
     next_moment,
 )
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES, plain_names, plan_model
-from trainwright.checkpoint.format.piece_files import plan_pieces
-from trainwright.checkpoint.format.pieces import Pieces
+from trainwright.checkpoint.format.regions import Pieces
+from trainwright.checkpoint.format.shard_files import plan_shards
 from trainwright.checkpoint.format.staging import remove_folder
 from trainwright.core.errors import CheckpointError
 from trainwright.core.host.folders import held
@@ -59,8 +59,8 @@ class Contents:
     """A snapshot encoded into files, ready to be written.
 
     Attributes:
-        parts: part → its files by paths relative to the checkpoint folder.
-        step, epoch, kind, world_size, metrics, format_version: for the manifest.
+        parts: part → its files, with paths relative to the checkpoint folder.
+        step, epoch, kind, world_size, metrics, format_version: values for the manifest.
         extra: see `Snapshot`.
     """
 
@@ -80,13 +80,13 @@ class Contents:
 
 
 def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Contents:
-    """Encode everything of a snapshot except its tensors, and lay out its files. Nothing is copied or written.
+    """Encode a snapshot except its tensors, and plan its files. Copies and writes nothing.
 
     Raises:
-        CheckpointError: a value cannot be saved (its place is named), or a full snapshot lacks RNG states.
+        CheckpointError: a value cannot be saved (its path is named), or a full snapshot lacks RNG states.
     """
     _check_snapshot(snapshot)
-    # The small parts come first: a disk that is full or read-only shows before gigabytes are written.
+    # The small parts come first, so that a full or read-only disk fails before gigabytes are written.
     parts = _plan_small(snapshot)
     if snapshot.kind == "full":
         parts["optimizer"] = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers)
@@ -98,25 +98,25 @@ def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTE
 
 
 def plan_share(snapshot: Snapshot, rank: int) -> Contents:
-    """Encode the files that one rank writes of a sharded checkpoint; rank 0 also writes everything that is not sharded.
+    """Plan the files that one rank writes of a sharded checkpoint; rank 0 also writes everything that is not sharded.
 
-    Every rank calls this with its own snapshot; there is no communication. See `plan_checkpoint`.
+    Every rank calls it with its own snapshot. Not collective. See `plan_checkpoint`.
     """
     _check_snapshot(snapshot)
     parts = _plan_small(snapshot) if rank == 0 else {}
     if snapshot.kind == "full":
         pieces: dict[str, Pieces] = {}
         trees = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers, pieces)
-        parts["optimizer"] = [*(trees if rank == 0 else ()), *plan_pieces(OPTIMIZER_FOLDER, rank, pieces)]
+        parts["optimizer"] = [*(trees if rank == 0 else ()), *plan_shards(OPTIMIZER_FOLDER, rank, pieces)]
     if snapshot.model is not None:
         pieces = {}
         try:
             tree = plan_tree(MODEL_STEM, plain_names(snapshot.model), pieces=pieces)
         except CheckpointError as error:
             raise CheckpointError(f"model.{error}") from error
-        parts["model"] = [*(tree if rank == 0 else ()), *plan_pieces(MODEL_FOLDER, rank, pieces)]
+        parts["model"] = [*(tree if rank == 0 else ()), *plan_shards(MODEL_FOLDER, rank, pieces)]
     contents = _contents(snapshot, parts)
-    contents.format_version = PIECES_VERSION
+    contents.format_version = SHARDED_VERSION
     return contents
 
 
@@ -142,21 +142,21 @@ def _contents(snapshot: Snapshot, parts: dict[str, list[PlannedFile]]) -> Conten
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as Python floats, those that are tensors too (which waits for their device)."""
+    """Return metrics as Python floats. Waits for the devices of metrics that are tensors."""
     return {name: float(value) for name, value in metrics.items()}
 
 
 def write_checkpoint(
     path: Path | str, snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTES, fresh: bool = False
 ) -> Path:
-    """Write `snapshot` as the checkpoint folder `path`; when this returns it is on the disk.
+    """Write `snapshot` as the checkpoint folder `path`. Blocks until it is on the disk.
 
-    Even after a kill or a power failure, `path` holds its former content or all of the new checkpoint. An error leaves
-    no temporary folder. Call it on one process only; it blocks on the disk and on the devices, without collectives. The
+    Even after a kill or a power failure, `path` holds its previous content or all of the new checkpoint. After an error
+    no temporary folder remains. Call it on one process only; it waits for the devices and runs no collectives. The
     snapshot's tensors must not change before it returns.
 
     Args:
-        path: the folder to make, with its parents. A checkpoint there is replaced.
+        path: the folder to create, with its parents. A checkpoint there is replaced.
         snapshot: the content.
         max_shard_bytes: see `plan_model`.
         fresh: see `Draft`.
@@ -166,29 +166,29 @@ def write_checkpoint(
 
     Raises:
         CheckpointError: see `plan_checkpoint`; or `path` holds something that is not a checkpoint.
-        OSError: the disk is full, not writable, ...
+        OSError: the disk is full or not writable, or another system error.
     """
     check_target(Path(path))
     return write_contents(path, plan_checkpoint(snapshot, max_shard_bytes=max_shard_bytes), fresh=fresh)
 
 
 def write_contents(
-    path: Path | str, contents: Contents, *, quiet: QuietThread | None = None, fresh: bool = False
+    path: Path | str, contents: Contents, *, quiet: LowPriorityThread | None = None, fresh: bool = False
 ) -> Path:
-    """Write the result of `plan_checkpoint` as `write_checkpoint` does; `quiet` is for `write_files`."""
+    """Write the result of `plan_checkpoint` like `write_checkpoint`; `quiet` is passed to `write_files`."""
     with Draft(path, fresh=fresh) as draft:
         draft.publish(contents, draft.write(contents, quiet=quiet))
     return draft.path
 
 
 class Draft:
-    """A checkpoint that is being written: a hidden folder beside its place, locked by this process.
+    """A checkpoint that is being written: a hidden folder beside its final path, locked by this process.
 
     It is deleted at the end of its `with` block unless it was published.
 
     Args:
-        path: the folder to make in the end. Anything there that is not a checkpoint is an error.
-        fresh: nothing was there when the name was chosen: a checkpoint that is there in the end is not replaced.
+        path: the final folder. Anything there that is not a checkpoint is an error.
+        fresh: the name was unused when it was chosen. Publishing then fails if a checkpoint has it now.
     """
 
     def __init__(self, path: Path | str, *, fresh: bool = False) -> None:
@@ -213,35 +213,35 @@ class Draft:
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder, and delete it unless it was published."""
+        """Unlock the folder, and delete it unless it was published."""
         if not self._published:
             with contextlib.suppress(OSError):
                 remove_folder(self.folder)
         self._lock.close()
 
     def make_folders(self, contents: Contents) -> None:
-        """Make what the files of `contents` go into."""
+        """Create the folders for the files of `contents`."""
         for sub in self._folders(contents):
             make_folder(sub, sync=False)
 
-    def write(self, contents: Contents, *, quiet: QuietThread | None = None) -> dict[str, FileEntry]:
-        """Write this process's files into the folder; returns size and hash of each. Blocks until they are synced."""
+    def write(self, contents: Contents, *, quiet: LowPriorityThread | None = None) -> dict[str, FileEntry]:
+        """Write this process's files into the folder; return size and hash of each. Blocks until they are synced."""
         self.make_folders(contents)
         return write_files(self.folder, contents.files, quiet=quiet)
 
     def publish(self, contents: Contents, entries: Mapping[str, FileEntry]) -> None:
-        """Write the manifest and rename the folder to its place.
+        """Write the manifest and rename the folder to `path`.
 
         Args:
             contents: of this process, with the values for the manifest.
-            entries: every file in the folder, of this process and of others.
+            entries: every file in the folder, including those of other processes.
 
         Raises:
-            CheckpointError: the draft is `fresh`, and another checkpoint has taken its place.
+            CheckpointError: the draft is `fresh`, and `path` has become another checkpoint.
         """
         folders = self._folders(contents)
         if contents.extra is not None:
-            folders += self._take_in(contents.extra)
+            folders += self._move_extra(contents.extra)
         sync_new_folders()
         for sub in folders:
             sync_folder(sub)
@@ -262,15 +262,15 @@ class Draft:
             metrics=contents.metrics,
             format_version=contents.format_version,
         )
-        # Everything that the manifest vouches for is on the disk before the manifest is.
+        # Everything that the manifest lists must be on the disk before the manifest.
         sync_folder(self.folder)
         write_file(self.folder / MANIFEST, manifest.to_bytes())
         sync_folder(self.folder)
         _publish(self.folder, self.path, fresh=self.fresh)
         self._published = True
 
-    def _take_in(self, extra: Path) -> list[Path]:
-        """Move the entries of a folder into the draft; returns the folders among them."""
+    def _move_extra(self, extra: Path) -> list[Path]:
+        """Move the entries of a folder into the draft; return their folders."""
         found = []
         for folder, _, files in os.walk(extra):
             found.append(self.folder / Path(folder).relative_to(extra))
@@ -279,7 +279,9 @@ class Draft:
                     os.fsync(file.fileno())
         for entry in list(extra.iterdir()):
             if entry.name == MANIFEST or (self.folder / entry.name).exists():
-                raise CheckpointError(f"a save hook wrote {entry.name!r}, which a checkpoint holds itself.")
+                raise CheckpointError(
+                    f"a save hook wrote {entry.name!r}, which is a name of the checkpoint itself. Choose another."
+                )
             os.replace(entry, self.folder / entry.name)
         extra.rmdir()
         return found
@@ -289,14 +291,14 @@ class Draft:
 
 
 def check_target(path: Path) -> None:
-    """Check that a checkpoint may be written as `path`: a visible name, with nothing else there than a checkpoint."""
+    """Check that a checkpoint may be written as `path`: the name is not hidden, and only a checkpoint is replaced."""
     if not path.name or path.name.startswith("."):
-        raise CheckpointError(f"{str(path)!r} is no name for a checkpoint: names must not be empty or hidden.")
+        raise CheckpointError(f"{str(path)!r} is not a valid checkpoint name: it must not be empty or begin with '.'.")
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise CheckpointError(f"{path} exists and is no folder; it is not replaced. Choose another name.")
+        raise CheckpointError(f"{path} exists and is not a folder; it is not replaced. Choose another name.")
     if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
         raise CheckpointError(
-            f"{path} exists and is no checkpoint (it has no {MANIFEST}); it is not replaced. Choose another name."
+            f"{path} exists and is not a checkpoint (it has no {MANIFEST}); it is not replaced. Choose another name."
         )
 
 
@@ -304,11 +306,11 @@ def _check_snapshot(snapshot: Snapshot) -> None:
     if snapshot.kind not in PARTS:
         raise CheckpointError(f"kind={snapshot.kind!r}, expected one of {', '.join(PARTS)}.")
     if PROGRESS in snapshot.trainer:
-        raise CheckpointError(f"trainer[{PROGRESS!r}]: this name is taken by the progress itself. Choose another.")
+        raise CheckpointError(f"trainer[{PROGRESS!r}]: this name is reserved. Choose another.")
     if snapshot.kind == "full" and len(snapshot.rng) != snapshot.world_size:
         raise CheckpointError(
-            f"a full checkpoint of world_size={snapshot.world_size} got {len(snapshot.rng)} RNG states; it needs one "
-            "from each rank, or a resumed run would differ. Gather them, or write kind='weights'."
+            f"a full checkpoint of world_size={snapshot.world_size} got {len(snapshot.rng)} RNG states, expected one "
+            "from each rank. Gather them, or write kind='weights'."
         )
 
 
@@ -317,7 +319,7 @@ def _plan_trees(folder: str, stem: str, trees: list[Any], pieces: dict[str, Piec
     for number, tree in enumerate(trees):
         try:
             name = f"{stem}-{number:05d}"
-            # The pieces of all of a part's trees lie in one file for each rank.
+            # A rank writes the shards of all trees of a part into one file, so their names need a prefix.
             files += plan_tree(f"{folder}/{name}", tree, root="" if pieces is None else name, pieces=pieces)
         except CheckpointError as error:
             raise CheckpointError(f"{folder}[{number}].{error}") from error
@@ -340,8 +342,8 @@ def _publish(temporary: Path, path: Path, *, fresh: bool) -> None:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             raise CheckpointError(
-                f"another run has written {path} since this one chose the name; it is not replaced. Give each run a "
-                "folder of its own (default_root_dir, or ModelCheckpoint's dirpath or filename)."
+                f"another run has written {path} since this run chose the name; it is not replaced. Give each run its "
+                "own folder (default_root_dir, or ModelCheckpoint's dirpath or filename)."
             ) from error
         return
     aside = hidden(path, "old")
@@ -350,18 +352,18 @@ def _publish(temporary: Path, path: Path, *, fresh: bool) -> None:
             rename(path, aside)
             rename(temporary, path)
         except BaseException:
-            # Not `rename`: what must not be lost is put back first, and whether it is synced matters less.
+            # Not `rename`: renaming the old checkpoint back is urgent, syncing it is not.
             if aside.exists() and not path.exists():
                 os.replace(aside, path)
             raise
         finally:
-            # Only when the new one has taken its place.
+            # Only after the new checkpoint has its name.
             if aside.exists() and path.exists():
                 _discard(aside, path)
 
 
 def _discard(aside: Path, path: Path) -> None:
-    # Under the role `del` no reader ever takes it for a checkpoint again.
+    # Readers ignore folders with the role `del`.
     doomed = hidden(path, "del")
     try:
         rename(aside, doomed)

@@ -1,1 +1,1 @@
-"""Checkpoints and weights of others: conversion, export, comparison, foreign files."""
+"""Checkpoints of other programs: conversion, export, comparison, and their file formats."""

@@ -1,7 +1,8 @@
-"""Taking over what other programs saved: a Lightning `.ckpt`, a folder of Accelerate's `save_state`, of DeepSpeed or of
-torch.distributed.checkpoint, a state dict.
+"""Conversion of other programs' checkpoints.
 
-Files of pickle are parsed and never executed (see `torch_file`), unless the caller trusts them.
+It reads a Lightning `.ckpt`, a state dict, and folders of Accelerate, DeepSpeed and torch.distributed.checkpoint.
+
+Pickles are parsed and never executed (see `torch_file`), unless the caller trusts them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from trainwright.core.state import TrainState
 Source = Literal["lightning", "accelerate", "state dict", "torch.distributed", "deepspeed"]
 
 _LIGHTNING_VERSION = "pytorch-lightning_version"
-# What Lightning itself puts into a file; other entries are the user's, from hooks.
+# The entries that Lightning writes; all others come from the user's hooks.
 _LIGHTNING_KEYS = frozenset(
     {
         *("epoch", "global_step", _LIGHTNING_VERSION, "state_dict", "loops", "callbacks", "optimizer_states"),
@@ -45,23 +46,23 @@ _LIGHTNING_KEYS = frozenset(
         "datamodule_hyper_parameters",
     }
 )
-# What is read of Accelerate's folder beside the weights; samplers and loaders are objects of its own.
+# The files of Accelerate's folder that are read besides the weights. Samplers and loaders are pickled objects.
 _ACCELERATE = re.compile(
     r"(optimizer|scheduler)(_\d+)?\.bin|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
 )
-_NESTED_KEYS = ("state_dict", "model_state_dict", "model")  # under which hand-written loops keep the weights
+_NESTED_KEYS = ("state_dict", "model_state_dict", "model")  # common keys of the weights in files of user-written loops
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """How to read a foreign checkpoint.
+    """Options for reading a foreign checkpoint.
 
     Attributes:
         trust_pickle: unpickle with `torch.load(weights_only=False)`, which runs any code that the file names.
-        drop_unknown: skip, and report, values that are neither tensors nor plain data, instead of refusing the file.
+        drop_unknown: skip and report values that are neither tensors nor plain data. Default: False, which raises.
         param_names: for each optimizer, the names of its parameters in its order, if the file does not store them.
         optimizer_classes: for each optimizer, the name of its class, if the file does not store it.
-        step, epoch: completed optimizer steps and finished epochs, if the file does not store them or is wrong.
+        step, epoch: completed optimizer steps and finished epochs, used instead of the file's. Default: the file's.
     """
 
     trust_pickle: bool = False
@@ -81,8 +82,8 @@ class Converted:
         source: the kind of file that was read.
         kind: `"full"` can be resumed, `"weights"` can only be loaded.
         step, epoch: completed optimizer steps and finished epochs.
-        num_tensors: of the model.
-        notes: sentences: what was skipped or assumed, and why.
+        num_tensors: number of tensors of the model.
+        notes: sentences that say what was skipped or assumed, and why.
     """
 
     path: Path
@@ -97,26 +98,26 @@ class Converted:
 def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertOptions | None = None) -> Converted:
     """Write the checkpoint `target` from the checkpoint of another program.
 
-    The optimizers are converted, keyed by parameter name, if the names and the class of every one are in the file or in
-    `options`; otherwise the result holds weights only, and `notes` say why. Tensors are mapped from the source and
+    The optimizers are converted, keyed by parameter name, if the file or `options` give the parameter names and the
+    class of each. Otherwise the result holds weights only, and `notes` say why. Tensors are mapped from the source and
     written one at a time; the shards of several ranks are assembled in memory. One process calls it; it blocks on the
-    disk. Leftovers of a killed conversion beside `target` are deleted.
+    disk. Temporary folders of killed conversions to the same parent folder are deleted.
 
     Args:
         source: a Lightning `.ckpt`; a folder of Accelerate's `save_state`; a state dict in `.pt`, `.pth`, `.bin` or
-            `.safetensors`, also below a key `state_dict`, `model_state_dict` or `model`; a folder of Hugging Face
+            `.safetensors`, also under a key `state_dict`, `model_state_dict` or `model`; a folder of Hugging Face
             safetensors, of torch.distributed.checkpoint, or of DeepSpeed's `save_checkpoint`.
-        target: the checkpoint folder to make; must not exist.
+        target: the checkpoint folder to create; must not exist.
         options: see `ConvertOptions`.
 
     Raises:
-        FileNotFoundError: nothing is at `source`.
-        CheckpointError: `source` is none of these, is damaged, or names objects that are neither trusted nor dropped
-            (they are listed); `target` exists or cannot be written.
+        FileNotFoundError: `source` does not exist.
+        CheckpointError: `source` has another format, is damaged, or needs classes that `options` neither trust nor drop
+            (they are listed); or `target` exists or cannot be written.
     """
     source, target, options = Path(source), Path(target), options or ConvertOptions()
     if not source.exists():
-        raise FileNotFoundError(f"there is nothing at {source}.")
+        raise FileNotFoundError(f"{source} does not exist.")
     if target.exists():
         raise CheckpointError(f"{target} exists; it is not replaced. Choose another name.")
     notes: list[str] = []
@@ -130,9 +131,9 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
         snapshot.trainer = {key: _savable(value, key, notes) for key, value in snapshot.trainer.items()}
     try:
         if target.parent.is_dir():
-            clean_stale(target.parent)  # what a conversion that was killed has left
+            clean_stale(target.parent)
         write_checkpoint(target, snapshot)
-    except (OSError, MemoryError, RuntimeError) as error:  # torch says that memory is short with a RuntimeError
+    except (OSError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError without memory
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{target} cannot be written: {shortened(error)}.") from error
@@ -156,7 +157,7 @@ def _from_file(path: Path, options: ConvertOptions, notes: list[str]) -> tuple[S
 def _from_folder(path: Path, options: ConvertOptions, notes: list[str]) -> tuple[Source, Snapshot]:
     names = {entry.name for entry in path.iterdir()}
     if MANIFEST in names:
-        raise CheckpointError(f"{path} is a checkpoint of ours already.")
+        raise CheckpointError(f"{path} is a Trainwright checkpoint already.")
     if any(re.fullmatch(r"(optimizer|scheduler)(_\d+)?\.bin|random_states_\d+\.pkl", name) for name in names):
         return "accelerate", _from_accelerate(path, names, options, notes)
     sharded = read_sharded(path)
@@ -165,9 +166,9 @@ def _from_folder(path: Path, options: ConvertOptions, notes: list[str]) -> tuple
     if names & {MODEL_INDEX, SINGLE_FILE}:
         return "state dict", _weights(read_model(path, copy=False), notes)
     raise CheckpointError(
-        f"{path} is none of: a folder of Accelerate's save_state, of torch.distributed.checkpoint (it has no "
-        f"{METADATA}) or of DeepSpeed (no {LATEST}), a folder with {SINGLE_FILE} or {MODEL_INDEX}. "
-        f"It holds: {', '.join(sorted(names)[:10]) or 'nothing'}."
+        f"{path} cannot be converted. Pass a folder of Accelerate's save_state, of torch.distributed.checkpoint (with "
+        f"{METADATA}) or of DeepSpeed (with {LATEST}), or a folder with {SINGLE_FILE} or {MODEL_INDEX}. "
+        f"This one has: {', '.join(sorted(names)[:10]) or 'nothing'}."
     )
 
 
@@ -176,9 +177,9 @@ def _from_lightning(tree: Mapping[str, Any], options: ConvertOptions, notes: lis
     state = _lightning_progress(tree, notes)
     callbacks = tree.get("callbacks") or {}
     if callbacks:
-        notes.append(f"The states of Lightning's callbacks are left out: {', '.join(map(_short, callbacks))}.")
+        notes.append(f"The states of Lightning's callbacks are skipped: {', '.join(map(_short, callbacks))}.")
     if tree.get("datamodule_hyper_parameters"):
-        notes.append("The data module's hyper-parameters are left out.")
+        notes.append("The data module's hyper-parameters are skipped.")
     trainer: dict[str, Any] = {
         "hyper_parameters": tree.get("hyper_parameters") or {},
         "task": {key: value for key, value in tree.items() if key not in _LIGHTNING_KEYS},
@@ -198,27 +199,27 @@ def _from_lightning(tree: Mapping[str, Any], options: ConvertOptions, notes: lis
 
 
 def _lightning_progress(tree: Mapping[str, Any], notes: list[str]) -> TrainState:
-    """Return where the run stood, at the start of an epoch: Lightning's order of the data cannot be gone on with."""
+    """Return the run's progress at the start of an epoch, since Lightning's data order cannot be continued."""
     state = TrainState(step=int(tree.get("global_step", 0)), epoch=int(tree.get("epoch", 0)))
     fit = (tree.get("loops") or {}).get("fit_loop", {})
     batches = fit.get("epoch_loop.batch_progress", {})
     state.batches = int(batches.get("total", {}).get("completed", 0))
     epochs = (fit.get("epoch_progress") or {}).get("current", {})
-    # At the end of an epoch Lightning saves before it counts the epoch as completed; it is processed by then, or, when
-    # the validation after its last batch saves, only ready.
+    # At the end of an epoch Lightning saves before it counts the epoch as completed. It has counted it as processed by
+    # then, or, during the validation after the last batch, only as ready.
     state.epoch = max(state.epoch, int(epochs.get("processed", 0)))
     if batches.get("is_last_batch", False):
         state.epoch = max(state.epoch, int(epochs.get("ready", 0)))
     inside = int(batches.get("current", {}).get("completed", 0))
     if inside and not batches.get("is_last_batch", False):
         notes.append(
-            f"The file stands {inside} batches into epoch {state.epoch}; a resume begins that epoch anew, since "
-            "Lightning's order of the data is not ours."
+            f"The file was saved {inside} batches into epoch {state.epoch}. A resume restarts that epoch, since "
+            "Trainwright's data order differs from Lightning's."
         )
     if len(tree.get("optimizer_states") or []) > 1:
         notes.append(
-            "Lightning counts a step of each optimizer, and a step of all of them is one here: set the step with "
-            "--step if that matters."
+            "Lightning counts the steps of every optimizer separately, and Trainwright counts one step for all. Set "
+            "the step with --step if that matters."
         )
     return state
 
@@ -226,8 +227,8 @@ def _lightning_progress(tree: Mapping[str, Any], notes: list[str]) -> TrainState
 def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes: list[str]) -> Snapshot:
     if names & {"model_1.safetensors", "pytorch_model_1.bin", "pytorch_model_1", f"{FSDP_MODEL}1"}:
         raise CheckpointError(
-            f"{path} holds several models, and a checkpoint of ours is one task. Convert each model's file by itself, "
-            "and let the task load them by name."
+            f"{path} holds several models, and a checkpoint holds one task. Convert each model's file separately, "
+            "and load their weights by name in the task."
         )
     sharded = read_sharded(path)
     single = next((name for name in ("pytorch_model.bin", "pytorch_model_fsdp.bin") if name in names), None)
@@ -248,15 +249,15 @@ def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes
     state = TrainState(step=max((steps_of(item) for item in packed), default=0))
     if sharded is not None and sharded.step is not None:
         state.step = sharded.step
-    told = "its optimizer's own count" if state.step else "unknown"
+    origin = "the optimizer's step count" if state.step else "unknown"
     if options.step is None:
-        notes.append(f"Accelerate does not save the step; it is {state.step} ({told}). Set it with --step.")
-    notes.append("Accelerate does not save the epoch; a resume starts a new epoch. Set how many are done with --epoch.")
+        notes.append(f"Accelerate does not save the step; it is {state.step} ({origin}). Change it with --step.")
+    notes.append("Accelerate does not save the epoch; a resume starts a new one. Set the finished epochs with --epoch.")
     rng = [accelerate_rng(read[name]) for name in sorted(read, key=_number) if name.startswith("random_states_")]
     if len(rng) > 1 and any(name.startswith("scheduler") for name in read):
         notes.append(
-            f"Accelerate steps schedules once per process ({len(rng)}) unless told otherwise, and here they step once "
-            "per unit: check the learning rate that a resume begins with."
+            f"Accelerate by default steps schedulers once per process ({len(rng)}), and Trainwright once per step. "
+            "Check the learning rate of the resumed run."
         )
     custom = {Path(name).stem: value for name, value in read.items() if name.startswith("custom_checkpoint_")}
     return _with_optimizers(
@@ -290,9 +291,11 @@ def _from_sharded(sharded: Sharded, options: ConvertOptions, notes: list[str]) -
     if sharded.step is not None:
         state.step = sharded.step
     elif not sharded.progress and options.step is None:
-        notes.append(f"The source does not say the step; it is {state.step}, its optimizer's. Set it with --step.")
+        notes.append(f"The source does not store the step; the optimizer counts {state.step}. Change it with --step.")
     if not sharded.progress:
-        notes.append("The epoch is not in the source; a resume starts a new epoch. Set how many are done with --epoch.")
+        notes.append(
+            "The source does not store the epoch; a resume starts a new one. Set the finished epochs with --epoch."
+        )
     trainer = {"hyper_parameters": sharded.progress.get("hyper_parameters") or {}, "task": {}}
     return _with_optimizers(
         Snapshot(state.to_dict(), _state_dict(sharded.weights), trainer=trainer),
@@ -316,15 +319,17 @@ def _with_optimizers(
     notes: list[str],
     rng: Sequence[Any] = (),
 ) -> Snapshot:
-    """Make the snapshot a full one if every optimizer's parameters can be named."""
+    """Add the optimizers and make the snapshot a full one, if the parameters of every optimizer can be named."""
     snapshot.kind = "weights"
     if not packed:
-        notes.append("The source holds no optimizer, so that the result holds weights only.")
+        notes.append("The source has no optimizer, so that the result holds weights only.")
         return snapshot
     given, classes = list(options.param_names), list(options.optimizer_classes)
     for what, values in (("param_names", given), ("optimizer_classes", classes)):
         if values and len(values) != len(packed):
-            raise CheckpointError(f"{what} are given for {len(values)} optimizer(s), and the source has {len(packed)}.")
+            raise CheckpointError(
+                f"{what} has {len(values)} entries, expected one for each of {len(packed)} optimizers."
+            )
     trees = []
     for number, state in enumerate(packed):
         try:
@@ -337,8 +342,8 @@ def _with_optimizers(
             )
         except NamesUnknown as error:
             notes.append(
-                f"Weights only: the state of optimizer {number} cannot be keyed by name: {error} The names in the "
-                "optimizer's order can be given with --param-names."
+                f"Weights only: the state of optimizer {number} cannot be keyed by name: {error} Pass the "
+                "parameter names in the optimizer's order with --param-names."
             )
             return snapshot
         trees.append(_savable(tree, f"optimizer {number}", notes))
@@ -348,25 +353,25 @@ def _with_optimizers(
         "callbacks": {},
         "schedulers": schedulers,
         "strategy": {} if scaler is None else {"scaler": scaler},
-        "data": {},  # a resume begins the epoch
+        "data": {},  # a resume restarts the epoch
         "loggers": [],
         "datamodule": {},
-        "seed": 0,  # of the order of the data from here on; a resume needs one, and the same one each time
+        "seed": 0,  # of the data order; every resume needs the same one
         "run_id": secrets.token_hex(8),
     }
     snapshot.rng, snapshot.world_size = list(rng), len(rng)
     if not rng:
-        notes.append("The random number generators' states are not in the source; a resume begins them anew.")
+        notes.append("The source has no states of random number generators; a resume seeds them again.")
     return snapshot
 
 
 def _weights(weights: Any, notes: list[str]) -> Snapshot:
-    notes.append("The source holds weights only.")
+    notes.append("The source has weights only.")
     return Snapshot(model=_state_dict(weights), trainer={"hyper_parameters": {}}, kind="weights")
 
 
 def _state_dict(values: Any) -> dict[str, Any]:
-    """Return a state dict by plain names: without what DDP and `torch.compile` put in front."""
+    """Return a state dict without the name prefixes of DDP and `torch.compile`."""
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"the weights are a {type(values).__name__}, expected a dict of tensors by name.")
     wrapped = bool(values) and all(name.startswith("module.") for name in values)
@@ -382,20 +387,20 @@ def _find_state_dict(tree: Any, path: Path, notes: list[str]) -> Mapping[str, An
             if isinstance(found, Mapping) and any(isinstance(value, torch.Tensor) for value in found.values()):
                 others = [str(other) for other in tree if other != key]
                 if others:
-                    notes.append(f"The weights are those under {key!r}; left out: {', '.join(others)}.")
+                    notes.append(f"The weights are those under {key!r}; skipped: {', '.join(others)}.")
                 return found
         if any(isinstance(value, torch.Tensor) for value in tree.values()):
             return tree
     if isinstance(tree, torch.nn.Module):
         return tree.state_dict()
     keys = f" with the keys {', '.join(map(str, list(tree)[:10]))}" if isinstance(tree, Mapping) else ""
-    raise CheckpointError(f"{path} holds no state dict: it is a {type(tree).__name__}{keys}.")
+    raise CheckpointError(f"{path} has no state dict: it is a {type(tree).__name__}{keys}.")
 
 
 def _read_pickled(path: Path, options: ConvertOptions, notes: list[str]) -> Any:
     if options.trust_pickle:
         try:
-            # The caller has said that whoever made the file may run code here.
+            # The caller trusts the file: this may run code from it.
             return torch.load(path, map_location="cpu", weights_only=False)
         except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, RuntimeError, OSError) as error:
             raise CheckpointError(f"{path} cannot be unpickled: {error}") from error
@@ -405,17 +410,17 @@ def _read_pickled(path: Path, options: ConvertOptions, notes: list[str]) -> Any:
     if not options.drop_unknown:
         raise CheckpointError(
             f"{path} names {', '.join(unknown[:8])}{', ...' if len(unknown) > 8 else ''}, which is neither a tensor "
-            "nor plain data. It is refused, and nothing of it was executed. --drop-unknown leaves such values out, "
-            "still executing nothing; --trust-pickle executes the file: only if you trust who made it."
+            "nor plain data. No code from the file was run. Pass --drop-unknown to skip such values without running "
+            "code, or --trust-pickle to unpickle the file, which runs its code, if you trust its author."
         )
     dropped: list[str] = []
     tree = _without_unknown(tree, "", dropped)
-    notes.append(f"{path.name}: left out, unread: {', '.join(dropped[:20])}{', ...' if len(dropped) > 20 else ''}.")
+    notes.append(f"{path.name}: skipped: {', '.join(dropped[:20])}{', ...' if len(dropped) > 20 else ''}.")
     return tree
 
 
 def _without_unknown(tree: Any, path: str, dropped: list[str]) -> Any:
-    """Return `tree` without the entries of dicts that are unknown or hold something unknown in a sequence."""
+    """Return `tree` without dict entries that are, or contain in a sequence, an `Unknown`."""
     if isinstance(tree, dict):
         kept = {}
         for key, value in tree.items():
@@ -429,7 +434,7 @@ def _without_unknown(tree: Any, path: str, dropped: list[str]) -> Any:
         return type(tree)(_without_unknown(value, f"{path}[{number}]", dropped) for number, value in enumerate(tree))
     if isinstance(tree, Unknown):
         raise CheckpointError(
-            f"the file is a {tree.name} as a whole; there is nothing to take over without executing it."
+            f"the file is a {tree.name}, which cannot be read without running code of the file. Save its state dict."
         )
     return tree
 
@@ -441,7 +446,7 @@ def _is_unknown(value: Any) -> bool:
 
 
 def _savable(value: Any, path: str, notes: list[str]) -> Any:
-    """Return `value` as a checkpoint can hold it; entries of dicts that it cannot hold are left out and noted."""
+    """Return `value` without dict entries that a checkpoint cannot hold. Add a note for each of these."""
     try:
         encode(value)
     except CheckpointError:
@@ -457,15 +462,15 @@ def _savable(value: Any, path: str, notes: list[str]) -> Any:
             encode({key: None})
             kept[key] = _savable(item, f"{path}.{key}", notes)
         except CheckpointError as error:
-            notes.append(f"Left out: {path}.{key}: {error}")
+            notes.append(f"Skipped: {path}.{key}: {error}")
     return kept
 
 
 def _short(key: object) -> str:
-    """Return a callback's name from the key of its state."""
+    """Return the callback's name from the key of its state."""
     return str(key).partition("{")[0]
 
 
 def read_names(lines: Iterable[str]) -> list[str]:
-    """Return the parameter names of a text file: one a line, blank lines left out."""
+    """Return the parameter names in a text file that has one per line. Blank lines are skipped."""
     return [line.strip() for line in lines if line.strip()]

@@ -1,7 +1,7 @@
-"""Tensors in the shards of another program, and folders of torch.distributed.checkpoint.
+"""Sharded tensors of other programs, and folders of torch.distributed.checkpoint.
 
-Such a folder has a `.metadata` pickle, which says where each block of each tensor is, and files of one `torch.save`
-archive after the other. Both are parsed, never executed (see `torch_file`).
+Such a folder has a `.metadata` pickle with the location of each tensor's blocks, and files of consecutive `torch.save`
+archives. Both are parsed, never executed (see `torch_file`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 
 from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading
-from trainwright.checkpoint.format.piece_files import PieceFiles, SavedTensor, loaded
-from trainwright.checkpoint.format.pieces import Box, Region, lengths_of
+from trainwright.checkpoint.format.regions import Box, Region, lengths_of
 from trainwright.checkpoint.format.safetensors_io import dtype_name, to_storable
+from trainwright.checkpoint.format.shard_files import SavedTensor, ShardFiles, loaded
 from trainwright.checkpoint.interop.pickle_parser import Named, Node, PickleParser, checked_size, checked_sizes
 from trainwright.checkpoint.interop.torch_file import MAX_PICKLE_BYTES, STORABLE_DTYPES, read_torch_file
 from trainwright.core.errors import CheckpointError
@@ -35,8 +35,8 @@ class _Shard:
     shape: tuple[int, ...]
 
 
-class ForeignShards(PieceFiles):
-    """Shards that are read when they are used."""
+class ForeignShards(ShardFiles):
+    """Shards of another program's tensors, which are read on use."""
 
     def __init__(self) -> None:
         self._by_name = {}
@@ -44,24 +44,24 @@ class ForeignShards(PieceFiles):
     def add(
         self, name: str, region: Region, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
     ) -> None:
-        """Add one shard: `region` of the full tensor `name` of `shape` and `dtype`. `read` returns its values."""
+        """Add the shard `region` of the tensor `name`, whose full shape is `shape`. `read` returns its values."""
         shard: Any = _Shard(region, read, dtype_name(dtype), shape)
         self._by_name.setdefault(name, []).append(shard)
 
     def full(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, origin: Path) -> SavedTensor:
-        """Return the full tensor, which is read when it is used. Its shards must cover it without overlaps."""
+        """Return the full tensor, which is read on use. Its shards must cover it without overlaps."""
         try:
             return self.find(name, shape, dtype_name(dtype))
         except CheckpointError as error:
             raise CheckpointError(f"{origin} is incomplete: {error}") from error
 
-    def _mapped(self, piece: Any) -> torch.Tensor:
-        return to_storable(piece.read().reshape(lengths_of(piece.region)))[0]
+    def _mapped(self, shard: Any) -> torch.Tensor:
+        return to_storable(shard.read().reshape(lengths_of(shard.region)))[0]
 
 
 @dataclass
 class Sharded:
-    """A checkpoint put together from its shards; tensors are read when they are used.
+    """The content of a sharded checkpoint of another program. Tensors are read on use.
 
     Attributes:
         source: the library that wrote it.
@@ -69,8 +69,8 @@ class Sharded:
         optimizers: state dicts of torch, by name or position.
         step: completed optimizer steps; None: unknown.
         schedulers: states of learning-rate schedules.
-        progress: what Lightning saved beside the shards.
-        notes: sentences: what was skipped.
+        progress: the entries that Lightning saved besides the shards.
+        notes: sentences that say what was skipped.
     """
 
     source: Literal["torch.distributed", "deepspeed"]
@@ -82,7 +82,7 @@ class Sharded:
     notes: list[str] = field(default_factory=list)
 
     def load(self) -> Sharded:
-        """Put all tensors together in memory; what is one tensor under two names remains one. Returns itself."""
+        """Read all tensors into memory, and return this object. Tied tensors remain tied."""
         full: dict[int, torch.Tensor] = {}
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Sharded:
                 full[id(tensor)] = loaded(tensor)
             return full[id(tensor)]
 
-        # The sources stay alive until both are done: their ids are the keys.
+        # The sources must stay alive until both are loaded, since their ids are the keys.
         self.weights, self.optimizers = map_tensors(once, (self.weights, self.optimizers))
         return self
 
@@ -98,14 +98,14 @@ class Sharded:
 def read_dcp(folder: Path) -> dict[str, Any]:
     """Read a folder of torch.distributed.checkpoint as the nested state dict that was saved.
 
-    Tensors are read when they are used. A file that is missing, damaged, or names something other than tensors and
-    plain data is a `CheckpointError`.
+    Tensors are read on use. A file that is missing, damaged, or names something other than tensors and plain data is a
+    `CheckpointError`.
     """
     path = folder / METADATA
     if not path.is_file():
         raise CheckpointError(
-            f"{path} is missing, so that the other files of the folder cannot be read. It is written last: the save "
-            "was interrupted, or the copy is incomplete. Copy it, or use another checkpoint."
+            f"{path} is missing, which is needed to read the folder. It is written last: the save was interrupted, or "
+            "the copy is incomplete. Copy it, or use another checkpoint."
         )
     with reading(path, "is not metadata of torch.distributed.checkpoint"):
         data = read_bytes(path, max_bytes=MAX_PICKLE_BYTES)
@@ -115,7 +115,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
 
 
 class _Metadata:
-    """The parsed metadata: what the state dict held, and where each block of it is."""
+    """The parsed metadata: the structure of the state dict, and the location of each block."""
 
     def __init__(self, folder: Path, tree: Any) -> None:
         self._folder, self._origin = folder, folder / METADATA
@@ -131,11 +131,11 @@ class _Metadata:
             self._places[key["fqn"], None if offset is None else self._size(offset)] = self._place(info)
 
     def path(self, name: str) -> tuple[str | int, ...]:
-        """Return where a value was in the nested state dict."""
+        """Return the path of a value in the nested state dict."""
         return tuple(self._paths.get(name, (name,)))
 
     def value(self, name: str, entry: Any) -> Any:
-        """Return one value; tensors are read when they are used."""
+        """Return one value. Tensors are read on use."""
         if isinstance(entry, Node) and entry.name == (f"{_TORCH}.metadata", "BytesStorageMetadata"):
             return self._read(self._places[name, None])
         state = self._state(entry, "metadata.TensorStorageMetadata")
@@ -143,14 +143,14 @@ class _Metadata:
         named = properties[0] if isinstance(properties, tuple) else properties["dtype"]
         dtype = STORABLE_DTYPES.get(named.name) if isinstance(named, Named) else None
         if dtype is None:
-            raise CheckpointError(f"{self._origin}: {name!r} has no dtype that is read.")
+            raise CheckpointError(f"{self._origin}: the dtype of {name!r} is not supported.")
         shape = self._size(state["size"])
         for chunk in state["chunks"]:
             block = self._state(chunk, "metadata.ChunkStorageMetadata")
             region = Box(self._size(block["offsets"]), self._size(block["sizes"]))
             place = self._places.get((name, region.offsets))
             if place is None:
-                raise CheckpointError(f"{self._origin} does not say where {name!r} at {region.offsets} is stored.")
+                raise CheckpointError(f"{self._origin} has no location for the block of {name!r} at {region.offsets}.")
             self._shards.add(name, region, shape, dtype, partial(self._tensor, place, dtype))
         return self._shards.full(name, shape, dtype, self._folder)
 
@@ -165,8 +165,8 @@ class _Metadata:
         tree, unknown = read_torch_file(path, span=(offset, length))
         if unknown:
             raise CheckpointError(
-                f"{path} names {', '.join(unknown[:8])}, which is neither a tensor nor plain data. It is refused, and "
-                "nothing of it was executed. Save the state dict without it."
+                f"{path} names {', '.join(unknown[:8])}, which is neither a tensor nor plain data. No code from the "
+                "file was run. Save the state dict without it."
             )
         return tree
 
@@ -182,7 +182,7 @@ class _Metadata:
         offset, length = checked_size(state["offset"]), checked_size(state["length"])
         if offset + length > self._sizes[path]:
             raise CheckpointError(
-                f"{path} has {self._sizes[path]} bytes, expected at least {offset + length}: it is cut short. Copy it "
+                f"{path} has {self._sizes[path]} bytes, expected at least {offset + length}: it is truncated. Copy it "
                 "again, or use another checkpoint."
             )
         return path, offset, length
@@ -192,20 +192,19 @@ class _Metadata:
         if not isinstance(node, Node) or node.name != (module, kind):
             got = ".".join(node.name) if isinstance(node, (Node, Named)) else type(node).__name__
             raise CheckpointError(
-                f"{self._origin} names {got} where {module}.{kind} was expected. It is refused, and nothing of it was "
-                "executed."
+                f"{self._origin} names {got}, expected {module}.{kind}. No code from the file was run."
             )
         return node.state
 
     @staticmethod
     def _size(node: Any) -> tuple[int, ...]:
         if not isinstance(node, Node) or node.name != ("torch", "Size"):
-            raise ValueError("a shape that is not a torch.Size")
+            raise ValueError("expected a torch.Size")
         return tuple(checked_sizes(node.args[0]))
 
 
 def _nested(values: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
-    """Return nested containers of values by their paths; numbers in a path are positions in a list."""
+    """Return nested containers from values by path. Integers in a path are list indices."""
     root: dict[Any, Any] = {}
     for path, value in values.items():
         target = root

@@ -1,8 +1,8 @@
 """Checkpoints of DeepSpeed's `save_checkpoint`: full float32 weights and optimizer states from the partitions of ZeRO.
 
-Stages 1 and 2 divide each parameter group, as one flat vector, into one partition per rank. Stage 3 divides each
-parameter, and each rank keeps its parts of all of them in flat vectors, one per sub-group. Files are parsed, never
-executed (see `torch_file`).
+Stages 1 and 2 flatten each parameter group into one vector and split it into one partition per rank. Stage 3 splits
+each parameter, and each rank stores its shards in flat vectors, one per sub-group. Files are parsed, never executed
+(see `torch_file`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading
-from trainwright.checkpoint.format.pieces import Span
+from trainwright.checkpoint.format.regions import Span
 from trainwright.checkpoint.interop.dcp_folder import ForeignShards, Sharded
 from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
@@ -25,7 +25,7 @@ from trainwright.core.errors import CheckpointError
 LATEST = "latest"
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-# DeepSpeed's own objects that are not needed: they are skipped, unread.
+# DeepSpeed's objects that are not needed; they are skipped.
 _SKIPPED = frozenset(
     {
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -38,7 +38,7 @@ _WEIGHT = "fp32"
 
 
 def find_deepspeed(folder: Path) -> Path | None:
-    """Return the folder with the files of the ranks: `folder`, or the one that its `latest` names; None: neither."""
+    """Return the folder with the ranks' files: `folder`, or the one that its `latest` names. None if there is none."""
     if any(_MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()):
         return folder
     latest = folder / LATEST
@@ -53,8 +53,9 @@ def find_deepspeed(folder: Path) -> Path | None:
 
 
 def read_deepspeed(folder: Path) -> Sharded:
-    """Read the folder of one tag, such as `global_step100`. Layouts other than data parallelism are a
-    `CheckpointError`.
+    """Read the folder of one tag, such as `global_step100`.
+
+    Tensor, pipeline and expert parallelism are a `CheckpointError`.
     """
     models = _read_ranks(folder, _MODEL_FILE)
     if not models:
@@ -65,7 +66,7 @@ def read_deepspeed(folder: Path) -> Sharded:
     where = "experts" if any(folder.glob("layer_*_expert_*")) or any(folder.glob("expp_*")) else where
     if where:
         raise CheckpointError(
-            f"{folder} was saved with {where}, and data parallelism alone is read. Convert it with DeepSpeed first: "
+            f"{folder} was saved with {where}; only data parallelism is supported. Convert it with DeepSpeed first: "
             "python -m deepspeed.checkpoint.ds_to_universal."
         )
     shapes = first.get("param_shapes")
@@ -79,15 +80,15 @@ def read_deepspeed(folder: Path) -> Sharded:
                 state.optimizers = [dict(saved)]
             elif saved is not None:
                 state.notes.append(
-                    "The optimizer and its float32 weights are skipped: DeepSpeed's 16-bit optimizers without ZeRO are "
-                    "not read. Those of ZeRO stage 1 are."
+                    "The optimizer and its float32 weights are skipped: DeepSpeed's 16-bit optimizers are supported "
+                    "with ZeRO only. Save with stage 1 to convert them."
                 )
             return state
         ranks = int(first["dp_world_size"])
         if len(partitions) != ranks:
             raise CheckpointError(
-                f"{folder} has {len(partitions)} files *_optim_states.pt, and {ranks} ranks saved. Copy the files of "
-                "every rank; the weights cannot be put together without them."
+                f"{folder} has {len(partitions)} files *_optim_states.pt, expected one from each of {ranks} ranks. "
+                "Copy the files of every rank."
             )
         zero = _Zero(folder, [dict(group) for group in shapes], partitions)
         found = zero.tensors()
@@ -103,14 +104,14 @@ def read_deepspeed(folder: Path) -> Sharded:
 
 
 def _read_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
-    """Read the files of one kind, in the order of their ranks."""
+    """Read the files whose names match `pattern`, in the order of their ranks."""
     names = {path.name: pattern.fullmatch(path.name) for path in folder.iterdir()}
     ranks = sorted((int(found[1] or 0), name) for name, found in names.items() if found)
     missing = next((rank for rank, (own, _) in enumerate(ranks) if rank != own), None)
     if missing is not None:
         raise CheckpointError(
-            f"{folder} has no file of rank {missing} beside {ranks[-1][1]}, or was saved with tensor parallelism. Copy "
-            "the files of every rank."
+            f"{folder} has {ranks[-1][1]}, but no such file of rank {missing}, or was saved with tensor parallelism. "
+            "Copy the files of every rank."
         )
     states = []
     for _, name in ranks:
@@ -119,14 +120,14 @@ def _read_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
         if strange or not isinstance(tree, dict):
             raise CheckpointError(
                 f"{folder / name} names {', '.join(strange[:8]) or 'no dict'}, which is neither a tensor nor plain "
-                "data. It is refused, and nothing of it was executed. Save without client_state objects."
+                "data. No code from the file was run. Save without client_state objects."
             )
         states.append(tree)
     return states
 
 
 class _Zero:
-    """The partitions of all ranks, by what they are of: weights or one entry of the optimizer's state."""
+    """The partitions of all ranks, by kind: the weights, or one entry of the optimizer state."""
 
     def __init__(self, folder: Path, shapes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> None:
         self.folder, self.shapes, self._num_ranks = folder, shapes, len(ranks)
@@ -134,16 +135,16 @@ class _Zero:
         saved = [rank["optimizer_state_dict" if self._is_stage_3 else "base_optimizer_state"] for rank in ranks]
         if not isinstance(saved[0], Mapping):
             raise CheckpointError(
-                f"{folder} is an elastic checkpoint, which is not read. Save it with "
+                f"{folder} is an elastic checkpoint, which is not supported. Save it with "
                 '{"zero_optimization": {"elastic_checkpoint": false}}.'
             )
         self.groups = [dict(group) for group in saved[0]["param_groups"]]
         key = "fp32_flat_groups" if self._is_stage_3 else "single_partition_of_fp32_groups"
         weights = [list(rank[key]) for rank in ranks]
         numbers = range(len(weights[0]))
-        # For each kind, rank and group (stage 3: sub-group) its flat vector.
+        # kind → rank → group (stage 3: sub-group) → flat vector
         self._flat: dict[str, list[list[torch.Tensor]]] = {_WEIGHT: weights}
-        # Values of the state that are not divided, such as the step, by group.
+        # Values that are not partitioned, such as the step, by group.
         self.plain: list[dict[str, Any]] = [{} for _ in numbers]
         for kind in dict.fromkeys(kind for number in numbers for kind in saved[0]["state"].get(number, {})):
             values = [[rank["state"][number][kind] for number in numbers] for rank in saved]
@@ -185,7 +186,7 @@ class _Zero:
         return found
 
     def frozen(self, fragments: list[Mapping[str, torch.Tensor]], first: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the parameters without gradients, which each rank has its part of in stage 3."""
+        """Return the frozen parameters, of which each rank has a shard in stage 3."""
         found: dict[str, torch.Tensor] = {}
         for name, size in (first.get("frozen_param_shapes") or {}).items():
             parts = [ranks[name].view(-1) for ranks in fragments] if self._is_stage_3 else [fragments[0][name].view(-1)]
@@ -198,7 +199,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(vectors: Iterable[torch.Tensor], begin: int, count: int, first: int) -> Iterator[tuple[Span, torch.Tensor]]:
-    """Yield `count` elements from `begin` on of vectors one after the other, as spans from `first` on of a tensor."""
+    """Yield elements `[begin, begin + count)` of concatenated vectors, as spans of a tensor that begin at `first`."""
     start, end = 0, begin + max(count, 0)
     for vector in vectors:
         low, high = max(begin, start), min(end, start + vector.numel())
@@ -210,10 +211,10 @@ def _cut(vectors: Iterable[torch.Tensor], begin: int, count: int, first: int) ->
 def _torch_state(
     zero: _Zero, kinds: Mapping[str, Mapping[str, torch.Tensor]], first: Mapping[str, Any], notes: list[str]
 ) -> list[Any]:
-    """Return the optimizer's state as torch.optim has it, by name; empty if its groups are unknown."""
+    """Return the optimizer state in torch.optim's form, by name; empty if its groups are unknown."""
     if len(zero.groups) != len(zero.shapes):
         notes.append(
-            f"Weights only: the optimizer has {len(zero.groups)} groups, and the model's parameters are in "
+            f"Weights only: the optimizer has {len(zero.groups)} groups, and the model's parameters have "
             f"{len(zero.shapes)}."
         )
         return []

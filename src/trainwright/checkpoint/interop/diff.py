@@ -1,4 +1,4 @@
-"""How two checkpoints differ: parts, tensors, and the other values by their path."""
+"""Comparison of two checkpoints: their parts, tensors and other values, by path."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ import numpy as np
 import torch
 
 from trainwright.checkpoint.disk.untrusted import reading
-from trainwright.checkpoint.format.codec import FindPieces, read_tree
+from trainwright.checkpoint.format.codec import FindShards, read_tree
 from trainwright.checkpoint.format.layout import OPTIMIZER_FOLDER, RNG_FOLDER, TRAINER_STEM, Manifest, numbered
 from trainwright.checkpoint.format.manifests import FoundCheckpoint, read_manifest, verify
-from trainwright.checkpoint.format.piece_files import loaded
-from trainwright.checkpoint.format.reader import find_pieces
+from trainwright.checkpoint.format.reader import find_shards
+from trainwright.checkpoint.format.shard_files import loaded
 from trainwright.checkpoint.interop.export import StoredTensor, stored_tensors
 from trainwright.core.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One tensor that is not the same bits in both checkpoints.
+    """One tensor whose bits differ between two checkpoints.
 
     Attributes:
         path: `part.name`, as in `"model.net.weight"` or `"optimizer[0].state.net.weight.exp_avg"`.
-        max_abs: the largest absolute difference; NaN if only one element is NaN; None if shapes or dtypes differ.
+        max_abs: the largest absolute difference; NaN if an element is NaN on one side only. None: shapes or dtypes
+            differ.
         left, right: dtype and shape, as text.
     """
 
@@ -39,7 +40,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """One value that is no tensor and differs; `left` and `right` are as Python writes them."""
+    """One value other than a tensor that differs. `left` and `right` are its `repr`s."""
 
     path: str
     left: str
@@ -48,13 +49,13 @@ class ValueDifference:
 
 @dataclass
 class CheckpointDifference:
-    """What is not the same in two checkpoints.
+    """The differences between two checkpoints.
 
     Attributes:
-        only_left, only_right: parts, tensors and other values that one of them alone has, by path.
+        only_left, only_right: paths of parts, tensors and other values that only one checkpoint has.
         tensors: tensors that differ, in the order of the left checkpoint.
-        values: other values that differ, manifest included (without the time of writing and the hashes).
-        num_tensors: how many tensors were compared.
+        values: other values that differ, including the manifest's (except time of writing and hashes).
+        num_tensors: number of compared tensors.
     """
 
     only_left: list[str] = field(default_factory=list)
@@ -64,11 +65,11 @@ class CheckpointDifference:
     num_tensors: int = 0
 
     def __bool__(self) -> bool:
-        """Tell whether there is any difference."""
+        """Return whether there is any difference."""
         return bool(self.only_left or self.only_right or self.tensors or self.values)
 
     def largest(self) -> TensorDifference | None:
-        """Return the tensor whose elements differ most; NaN counts as the most, the first of equals is taken."""
+        """Return the first tensor with the largest difference. NaN counts as the largest."""
         compared = [item for item in self.tensors if item.max_abs is not None]
         return max(compared, key=lambda item: _size(item.max_abs), default=None)
 
@@ -84,7 +85,7 @@ def diff_checkpoints(left: Path | str, right: Path | str) -> CheckpointDifferenc
     """Compare two checkpoints, bit by bit. One process calls it; it blocks on the disk.
 
     Tensors are mapped and compared one pair at a time. Files with the same size and hash in both manifests are not
-    read. Missing files and wrong sizes are a `CheckpointError`; hashes are not checked.
+    read. Missing files and wrong sizes are a `CheckpointError`; hashes of files are not verified.
     """
     sides = Path(left), Path(right)
     manifests = read_manifest(sides[0]), read_manifest(sides[1])
@@ -127,7 +128,7 @@ def _compare_part(
     folder, stem = {"optimizer": (OPTIMIZER_FOLDER, "optimizer"), "rng": (RNG_FOLDER, "rank")}[part]
     stems = [numbered(manifest.parts[part].files, folder, stem) for manifest in manifests]
     pieces = [
-        find_pieces(FoundCheckpoint(side, manifest), part, copy=False) if part == "optimizer" else None
+        find_shards(FoundCheckpoint(side, manifest), part, copy=False) if part == "optimizer" else None
         for side, manifest in zip(sides, manifests, strict=True)
     ]
     for number in range(max(map(len, stems))):
@@ -139,7 +140,7 @@ def _compare_part(
             (found.only_left if number < len(stems[0]) else found.only_right).append(path)
 
 
-def _mapped_tree(folder: Path, stem: str, pieces: FindPieces | None = None) -> Any:
+def _mapped_tree(folder: Path, stem: str, pieces: FindShards | None = None) -> Any:
     """Read a tree whose tensors stay mapped to their files."""
     return read_tree(folder, stem, copy=False, pieces=pieces)
 
@@ -209,7 +210,7 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _max_abs(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Return the largest absolute difference; where both are NaN, or the same infinity, there is none."""
+    """Return the largest absolute difference. Two NaNs, and two equal infinities, count as equal."""
     wide = torch.complex128 if left.is_complex() else torch.float64
     one, other = left.to(wide), right.to(wide)
     same = (one == other) | (one.isnan() & other.isnan())

@@ -1,6 +1,6 @@
-"""Weights alone, out of a checkpoint, for other programs: one safetensors file, or shards with an index.
+"""Export of a checkpoint's weights for other programs: one safetensors file, or shards with an index.
 
-Bytes go from file to file one tensor at a time: the extra memory is one tensor, whatever the size of the model.
+Tensors are copied from file to file one at a time, so that the extra memory is one tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from trainwright.checkpoint.format.model import (
     shard_index,
     shard_names,
 )
-from trainwright.checkpoint.format.piece_files import PieceFiles, loaded
 from trainwright.checkpoint.format.safetensors_io import (
     NAMED_DTYPES,
     NATIVE_NAMES,
@@ -42,15 +41,16 @@ from trainwright.checkpoint.format.safetensors_io import (
     read_safetensors,
     to_storable,
 )
+from trainwright.checkpoint.format.shard_files import ShardFiles, loaded
 from trainwright.core.errors import CheckpointError
 
 Layout = Literal["single", "sharded"]
 
-# What a floating-point tensor can be written as.
+# The dtypes that floating-point tensors can be converted to.
 EXPORT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_STATE = f"{MODEL_STEM.rpartition('/')[2]}.json"  # of a model in pieces, within its folder
+_STATE = f"{MODEL_STEM.rpartition('/')[2]}.json"  # of a sharded model, in its folder
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-# How other programs find the dtypes that our checkpoints keep as views of plain ones; the bytes are the same.
+# Exports use the format's names of dtypes that checkpoints store as views of plain ones. The bytes are the same.
 _NATIVE = {str(dtype): name for dtype, name in NATIVE_NAMES.items()}
 
 
@@ -61,11 +61,11 @@ class StoredTensor:
     Attributes:
         name: in the state dict.
         file: the file that holds it.
-        stored_as: its name in `file`, which is another one for tied names.
+        stored_as: its name in `file`, which differs for tied names.
         dtype: the format's name of its dtype, such as `"F32"`.
         shape: its shape.
         write_as: the key of `EXPORT_DTYPES` to convert to, or None to copy its bytes.
-        value: the tensor itself if it is sharded: read when it is used. None: it is in `file`.
+        value: the tensor, read on use, if it is sharded. None: it is in `file`.
     """
 
     name: str
@@ -77,22 +77,22 @@ class StoredTensor:
     value: torch.Tensor | None = None
 
     def read(self) -> torch.Tensor:
-        """Return the tensor as safetensors can hold it, on the host: mapped, or put together from its pieces."""
+        """Return the tensor on the CPU in a dtype of safetensors: mapped from its file, or assembled from shards."""
         if self.value is not None:
             return to_storable(loaded(self.value))[0]
         return read_safetensors(self.file, names=[self.stored_as], copy=False)[self.stored_as]
 
     @property
     def like(self) -> torch.Tensor:
-        """The shape and dtype that are written, on the meta device."""
+        """A meta tensor of the shape and dtype that are written."""
         dtype = NAMED_DTYPES.get(self.dtype) if self.write_as is None else EXPORT_DTYPES[self.write_as]
         if dtype is None:
-            raise CheckpointError(f"{self.name!r} in {self.file} is of {self.dtype!r}, a dtype that torch lacks.")
+            raise CheckpointError(f"{self.name!r} in {self.file} has the dtype {self.dtype!r}, which torch lacks.")
         return torch.empty(self.shape, dtype=dtype, device="meta")
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes are written."""
+        """Number of bytes that are written."""
         return self.like.nbytes
 
 
@@ -101,11 +101,11 @@ class Exported:
     """The result of an export.
 
     Attributes:
-        files: in order, the index last.
-        num_tensors: how many tensors they hold.
-        num_bytes: of the tensors.
-        tied: skipped names that share memory with another: name → that other name.
-        left_out: entries of the state dict that are not tensors.
+        files: the files in order, the index last.
+        num_tensors: number of tensors in them.
+        num_bytes: size of the tensors.
+        tied: skipped tied names: name → the name that was written.
+        left_out: skipped entries of the state dict, which are not tensors.
     """
 
     files: list[Path]
@@ -134,20 +134,20 @@ def export_weights(
 ) -> Exported:
     """Write the weights of a checkpoint as safetensors that any program reads.
 
-    One process calls it; it blocks on the disk. `target` appears by one rename.
+    One process calls it; it blocks on the disk. One rename publishes `target`.
 
     Args:
-        source: a checkpoint of ours, its model folder, or any folder of Hugging Face safetensors.
+        source: a Trainwright checkpoint, its model folder, or a folder of Hugging Face safetensors.
         target: the file (`"single"`), or the folder with `model.safetensors.index.json` (`"sharded"`). Must not exist.
         layout: see `target`.
         dtype: `"fp32"`, `"fp16"` or `"bf16"` for every floating-point tensor wider than a byte. None: unchanged.
         max_shard_bytes: of the tensors in one shard; a larger tensor gets a shard of its own.
-        expand_tied: write tied weights under each of their names. Otherwise once, under the first; the file's metadata
-            stores `{name: first name}` for the others, like `safetensors.torch.save_model`.
-        check: verify the model's files against the checkpoint's manifest first.
+        expand_tied: write tied weights under each of their names. Default: False, which writes them under the first
+            name and stores `{name: first name}` for the others in the metadata, like `safetensors.torch.save_model`.
+        check: compare the model's files with the checkpoint's manifest first.
 
     Raises:
-        FileNotFoundError: nothing is at `source`.
+        FileNotFoundError: `source` does not exist.
         CheckpointError: `source` is damaged or holds no weights, `target` exists, or an argument or a dtype is unknown.
     """
     source, target = Path(source), Path(target)
@@ -189,18 +189,18 @@ def export_weights(
 
 
 def stored_tensors(source: Path | str) -> tuple[list[StoredTensor], dict[str, str]]:
-    """Return the tensors of a checkpoint's model, in their order, and its tied names; reads headers only."""
+    """Return the tensors of a checkpoint's model, in order, and its tied names. Reads headers only."""
     model = _read_layout(_model_folder(Path(source), check=False), native=False)
     return model.tensors, model.tied
 
 
 def _model_folder(source: Path, check: bool) -> Path:
-    """Return the folder of safetensors that `source` means, verified if it is sealed."""
+    """Return the folder of safetensors for `source`, after verifying a checkpoint if `check`."""
     if any((source / name).is_file() for name in (MODEL_INDEX, SINGLE_FILE, _STATE)):
         return source
-    manifest = read_manifest(source)  # raises, with what lies nearby
+    manifest = read_manifest(source)
     if "model" not in manifest.parts:
-        raise CheckpointError(f"{source} holds no weights: its {MANIFEST} has no part 'model'.")
+        raise CheckpointError(f"{source} has no weights: its {MANIFEST} has no part 'model'.")
     problems = verify(source, hashes=check, parts=["model"])
     if problems:
         raise CheckpointError(f"{source} is damaged: {'; '.join(problems)}. Use another checkpoint.")
@@ -211,7 +211,7 @@ def _read_layout(folder: Path, *, native: bool = True) -> _Model:
     path = folder / MODEL_INDEX
     with reading(folder):
         if (folder / _STATE).is_file():
-            return _read_pieces(folder, native)
+            return _read_sharded(folder, native)
         if not path.is_file():
             single = inside(folder, SINGLE_FILE, str(folder))
             return _Model(_described(single, list(_entries(single)), {}, native), {}, [])
@@ -224,12 +224,12 @@ def _read_layout(folder: Path, *, native: bool = True) -> _Model:
         return _Model([found[name] for name in index.names], index.tied, [] if index.extra is None else [index.extra])
 
 
-def _read_pieces(folder: Path, native: bool) -> _Model:
-    """Return the tensors of a model that lies in pieces, or that ranks have written whole beside such."""
+def _read_sharded(folder: Path, native: bool) -> _Model:
+    """Return the tensors of a sharded model, which may also have full tensors."""
     stem = _STATE.removesuffix(".json")
-    # The files are those that the manifest lists, if they were verified: a stranger among them makes no sense to them.
-    pieces = PieceFiles(folder.parent, folder.name, [f"{folder.name}/{file.name}" for file in folder.iterdir()])
-    tree = read_tree(folder, stem, copy=False, pieces=functools.cache(pieces.find))
+    # All files in the folder are used; the index of a file from elsewhere would not match the tree.
+    shards = ShardFiles(folder.parent, folder.name, [f"{folder.name}/{file.name}" for file in folder.iterdir()])
+    tree = read_tree(folder, stem, copy=False, pieces=functools.cache(shards.find))
     if not isinstance(tree, dict):
         raise CheckpointError(f"{folder / _STATE} holds a {type(tree).__name__}, expected a dictionary.")
     found: list[StoredTensor] = []
@@ -252,7 +252,7 @@ def _read_pieces(folder: Path, native: bool) -> _Model:
 
 def _native(name: str, dtype: str) -> str:
     if dtype not in _NATIVE:
-        raise CheckpointError(f"{name!r} is {dtype}, which no safetensors file can say. It is not exported.")
+        raise CheckpointError(f"{name!r} is {dtype}, which safetensors cannot store. It is not exported.")
     return _NATIVE[dtype]
 
 
@@ -265,12 +265,12 @@ def _described(file: Path, names: list[str], dtypes: Mapping[str, str], native: 
     found = []
     for name in names:
         if name not in header:
-            raise CheckpointError(f"{file} holds no tensor {name!r}.")
+            raise CheckpointError(f"{file} has no tensor {name!r}.")
         dtype, shape = str(header[name]["dtype"]), tuple(int(size) for size in header[name]["shape"])
         special = dtypes.get(name)
         if special is not None and native:
             dtype = _native(name, special)
-            shape = shape[:-1] if dtype == "C64" else shape  # kept as pairs of real numbers
+            shape = shape[:-1] if dtype == "C64" else shape  # stored as pairs of real numbers
         found.append(StoredTensor(name, file, name, dtype, shape))
     return found
 
@@ -297,6 +297,6 @@ def _write_file(path: Path, tensors: list[StoredTensor], tied: Mapping[str, str]
 
 
 def _converted(tensor: StoredTensor) -> Iterator[torch.Tensor]:
-    """Read one tensor, mapped if its bytes are only copied from one place, and convert it if asked."""
+    """Yield the elements of a tensor, converted if requested."""
     value = tensor.read()
     yield (value if tensor.write_as is None else value.to(EXPORT_DTYPES[tensor.write_as])).contiguous()

@@ -1,7 +1,7 @@
-"""Names for the optimizer states of other programs, which count parameters instead of naming them.
+"""Parameter names for the optimizer states of other programs, which store positions instead.
 
 `torch.optim` saves `{"state": {0: ...}, "param_groups": [{"params": [0, 1], ...}]}`: positions in the order in which
-the optimizer got its parameters, and no class. Both are found out here where the saved data leave only one answer.
+the optimizer received its parameters, and no class. Names and class are inferred here if they are unambiguous.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
 
-# What schedules and named parameters add to a group.
+# Keys that schedulers and named parameters add to a group.
 _ADDED_KEYS = frozenset(
     {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 )
-# State of torch's optimizers that has the shape of its parameter.
+# Entries of optimizer states that have their parameter's shape.
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf", "prev", "ax")
-# Buffers that torch's own modules register beside parameters of the same shapes.
+# Buffers of torch's modules that have the shapes of their parameters.
 _BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class NamesUnknown(CheckpointError):
-    """The names of an optimizer's parameters, or its class, cannot be told from the file; says why."""
+    """Raised if a file does not determine an optimizer's parameter names or class. The message says why."""
 
 
 def named_from_positions(
@@ -40,14 +40,14 @@ def named_from_positions(
 
     Args:
         packed: from `torch.optim.Optimizer.state_dict`, with positions; or with parameter names, as FSDP saves it.
-        weights: the state dict of the model, buffers included.
-        ordered: `weights` are in the order of the model's modules; files of safetensors do not keep it.
-        names: the parameters' names in the optimizer's order, if known.
+        weights: the state dict of the model, including buffers.
+        ordered: `weights` are in the order of the model's modules, which safetensors files do not preserve.
+        names: the parameter names in the optimizer's order, if known.
         class_name: the optimizer's class, if known.
 
     Raises:
-        NamesUnknown: there is no answer, or more than one.
-        CheckpointError: `packed` is not an optimizer state, or `names` do not fit it.
+        NamesUnknown: the names or the class are missing or ambiguous.
+        CheckpointError: `packed` is not an optimizer state, or `names` do not match it.
     """
     try:
         groups = [dict(group) for group in packed["param_groups"]]
@@ -56,7 +56,7 @@ def named_from_positions(
         by_name = any(isinstance(place, str) for places in positions for place in places)
         positions = positions if by_name else [[int(place) for place in places] for places in positions]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"this is no state of a torch optimizer: {error!r}.") from error
+        raise CheckpointError(f"this is not the state of a torch optimizer: {error!r}.") from error
     if by_name:
         name_of = {place: plain_name(str(place)) for places in positions for place in places}
     else:
@@ -74,7 +74,7 @@ def named_from_positions(
 
 
 def steps_of(packed: Mapping[str, Any]) -> int:
-    """Return how many steps a saved optimizer has done, as far as its state counts them; else 0."""
+    """Return the number of steps in a saved optimizer state, or 0 if it does not count them."""
     states = [values for values in packed.get("state", {}).values() if isinstance(values, Mapping)]
     return max((int(values["step"]) for values in states if "step" in values), default=0)
 
@@ -89,13 +89,13 @@ def _names(
 ) -> dict[int, str]:
     flat = [position for places in positions for position in places]
     if names is None and all("param_names" in group for group in groups):
-        # An optimizer that was made from `named_parameters()` saves them.
+        # An optimizer that was created from `named_parameters()` saves them.
         names = [str(name) for group in groups for name in group["param_names"]]
     if names is not None:
         return _given_names(flat, names, state, weights)
     candidates = _parameters(weights)
     if len(candidates) < len(flat):
-        raise NamesUnknown(f"the optimizer has {len(flat)} parameters, and the file {len(candidates)} weights.")
+        raise NamesUnknown(f"the optimizer has {len(flat)} parameters, and the file has {len(candidates)} weights.")
     shapes = {position: _shape_of(state.get(position, {})) for position in flat}
     if ordered and len(groups) == 1 and len(candidates) == len(flat):
         found = dict(zip(flat, candidates, strict=True))
@@ -109,11 +109,11 @@ def _given_names(
 ) -> dict[int, str]:
     if len(names) != len(flat) or len(set(names)) != len(names):
         raise CheckpointError(
-            f"{len(set(names))} different names were given for an optimizer of {len(flat)} parameters."
+            f"{len(set(names))} different names were given for an optimizer of {len(flat)} parameters. Name each one."
         )
     strange = [name for name in names if name not in weights]
     if strange:
-        raise CheckpointError(f"names were given that the file has no weights for: {', '.join(strange[:5])}.")
+        raise CheckpointError(f"the file has no weights of the given names {', '.join(strange[:5])}.")
     found = dict(zip(flat, names, strict=True))
     try:
         _check_shapes(found, {position: _shape_of(state.get(position, {})) for position in flat}, weights)
@@ -123,7 +123,7 @@ def _given_names(
 
 
 def _parameters(weights: Mapping[str, Any]) -> list[str]:
-    """Return the names that may be parameters, of tied ones the first, in order."""
+    """Return the names that may be parameters, in order. Tied ones are included once, by their first name."""
     found: list[str] = []
     seen: set[tuple[Any, ...]] = set()
     for name, value in weights.items():
@@ -139,7 +139,7 @@ def _parameters(weights: Mapping[str, Any]) -> list[str]:
 
 
 def _shape_of(values: Mapping[str, Any]) -> torch.Size | None:
-    """Return a parameter's shape if its state tells it."""
+    """Return a parameter's shape if its state contains it."""
     found = (values[key] for key in _LIKE_PARAMETER if isinstance(values.get(key), torch.Tensor))
     return next((tensor.shape for tensor in found), None)
 
@@ -151,8 +151,8 @@ def _check_shapes(
         shape = shapes[position]
         if shape is not None and shape != weights[name].shape:
             raise NamesUnknown(
-                f"the optimizer's parameter {position} has the shape {tuple(shape)}, but {name!r}, which stands in its "
-                f"place, has {tuple(weights[name].shape)}."
+                f"the optimizer's parameter {position} has the shape {tuple(shape)}, but the weight at that position, "
+                f"{name!r}, has {tuple(weights[name].shape)}."
             )
 
 
@@ -163,10 +163,10 @@ def _names_by_shape(
     weights: Mapping[str, Any],
     ordered: bool,
 ) -> dict[int, str]:
-    """Name parameters by their shapes, where a shape has one answer only.
+    """Return parameter names by position, inferred from shapes.
 
-    It has when all weights of the shape are in one group, which holds them in the model's order, and that order is
-    known or there is only one.
+    A shape is unambiguous if one group has all weights of that shape in the model's order, and that order is known or
+    there is only one such weight.
     """
     of_shape: dict[torch.Size, list[str]] = {}
     for name in candidates:
@@ -177,48 +177,48 @@ def _names_by_shape(
         for position in places:
             shape = shapes[position]
             if shape is None:
-                raise NamesUnknown("the optimizer has no state for some parameters that would tell their shapes.")
+                raise NamesUnknown("the shapes of some parameters are unknown, since they have no optimizer state.")
             wanted.setdefault(shape, []).append(position)
         for shape, same in wanted.items():
             named = of_shape.get(shape, [])
             if len(named) != len(same):
                 raise NamesUnknown(
-                    f"a group of the optimizer holds {len(same)} parameter(s) of the shape {tuple(shape)}, and the "
-                    f"file {len(named)} weight(s) of it: which is which cannot be told."
+                    f"a group of the optimizer has {len(same)} parameter(s) of the shape {tuple(shape)}, and the file "
+                    f"has {len(named)} such weight(s), so that names are ambiguous."
                 )
             if len(same) > 1 and not ordered:
                 raise NamesUnknown(
-                    f"{len(same)} weights have the shape {tuple(shape)}, and this file does not keep their order."
+                    f"{len(same)} weights have the shape {tuple(shape)}, and this file does not preserve their order."
                 )
             found |= zip(same, named, strict=True)
     order = {name: number for number, name in enumerate(candidates)}
     in_groups = [[order[found[position]] for position in places] for places in positions]
     if ordered and any(numbers != sorted(numbers) for numbers in in_groups):
-        raise NamesUnknown("the optimizer got its parameters in another order than the model's.")
+        raise NamesUnknown("the optimizer received its parameters in another order than the model's.")
     return found
 
 
 def _class_of(groups: list[dict[str, Any]]) -> str:
-    """Return the class of torch.optim whose hyper-parameters a saved group has."""
+    """Return the class of torch.optim that has the hyper-parameters of a saved group."""
     keys = frozenset(groups[0]) - _ADDED_KEYS if groups else frozenset()
     fitting = sorted(name for name, own in _hyper_parameters().items() if own - _ADDED_KEYS == keys)
     if set(fitting) >= {"Adam", "AdamW"} and "decoupled_weight_decay" in keys:
         fitting = ["AdamW" if groups[0]["decoupled_weight_decay"] else "Adam"]
     if len(fitting) != 1:
-        which = f"may be {' or '.join(fitting)}" if fitting else "is none of torch.optim as installed"
-        raise NamesUnknown(f"the file does not say the optimizer's class, which {which}. Name it: --optimizer-class.")
+        which = f"may be {' or '.join(fitting)}" if fitting else "is not in the installed torch.optim"
+        raise NamesUnknown(f"the file has no class of the optimizer, which {which}. Pass --optimizer-class.")
     return fitting[0]
 
 
 def _hyper_parameters() -> dict[str, frozenset[str]]:
-    """Return the keys of a group of each optimizer of torch.optim."""
+    """Return the keys of a parameter group, for each optimizer of torch.optim."""
     found: dict[str, frozenset[str]] = {}
     for name in torch.optim.__all__:
         cls = getattr(torch.optim, name)
         if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer) or cls is torch.optim.Optimizer:
             continue
-        shape = (1, 1) if name == "Muon" else (1,)  # Muon is for matrices only
+        shape = (1, 1) if name == "Muon" else (1,)  # Muon accepts matrices only
         parameter = torch.nn.Parameter(torch.zeros(shape))
-        optimizer = cls([parameter], lr=0.1)  # type: ignore[call-arg]  # all have it, their base class does not
+        optimizer = cls([parameter], lr=0.1)  # type: ignore[call-arg]  # all have lr, the base class does not
         found[name] = frozenset(optimizer.state_dict()["param_groups"][0])
     return found

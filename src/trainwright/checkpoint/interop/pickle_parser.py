@@ -1,9 +1,9 @@
-"""Parsing pickles into inert data: nothing is imported, called or built, whatever the file says.
+"""Parsing of pickles into inert data, without importing or calling anything.
 
-Python's own unpickler reads the opcodes. Names and calls become two kinds of stand-ins: `Named` for what the pickle
-would import, and `Node` for what it would call. It is the unpickler that is written in Python: a few bytes have the one
-in C allocate gigabytes for its memo. Work is bounded by the number of operations, and what is hashed is checked first:
-hashing a tuple that holds itself many times over takes time that doubles with each level.
+Python's own unpickler reads the opcodes, and imports and calls are replaced by the placeholders `Named` and `Node`. The
+pure-Python unpickler is used, since a few bytes can make the C one allocate gigabytes for its memo. The number of
+operations is limited, and dict keys and set members are checked before they are hashed: hashing nested tuples that
+share their parts takes exponential time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from trainwright.core.errors import CheckpointError
 
-# Operations in one pickle. A state dict takes some forty for each tensor.
+# Operations in one pickle. A state dict needs about 40 per tensor.
 MAX_OPERATIONS = 5_000_000
-_MAX_KEY_BITS = 64  # of an integer: larger ones can be chosen so that a dict of them takes quadratic time
-_MAX_KEY_PARTS = 1000  # of a tuple that is a key: hashing one that shares its parts takes exponential time
+_MAX_KEY_BITS = 64  # of an integer: crafted larger ones make dict operations take quadratic time
+_MAX_KEY_PARTS = 1000  # of a tuple: hashing one that shares its parts takes exponential time
 
 _MAX_DIMS = 64
 
@@ -27,14 +27,14 @@ Name = tuple[str, str]
 
 
 class Node:
-    """A call in a pickle that was not made: what would be called, with what, and what would be put into the result.
+    """A placeholder for a call in a pickle and the operations on its result. Nothing was executed.
 
     Attributes:
-        name: of what would be called.
-        args: what with.
-        state: what the result would be given to restore itself from.
-        values: what would be appended to it, or added.
-        pairs: the items that would be set in it.
+        name: module and name of the callable.
+        args: the arguments of the call.
+        state: the state for the result's `__setstate__`.
+        values: the values that the pickle appends or adds to the result.
+        pairs: the items that the pickle sets in the result.
     """
 
     __slots__ = ("args", "name", "pairs", "state", "values")
@@ -49,14 +49,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Named:
-    """What a pickle would import: a class or a function, by its module and its name."""
+    """A placeholder for an import in a pickle: a class or a function, by its module and its name."""
 
     name: Name
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Stands where a file holds something outside the closed list; `name` is its `module.name`."""
+    """A placeholder for an object of a type that is not supported; `name` is its `module.name`."""
 
     name: str
 
@@ -65,38 +65,41 @@ STORAGE: Name = ("", "storage")
 
 
 class PickleParser:
-    """Parses one pickle.
+    """A parser for one pickle.
 
     Args:
-        data: bytes in which the pickle begins; a mapped file is one.
-        start: where it begins.
-        limit: of its length in bytes.
+        data: bytes that contain the pickle, such as a mapped file.
+        start: offset of the pickle.
+        limit: its maximal length in bytes.
         origin: names the file in messages.
 
     Attributes:
-        position: behind the pickle, once it has been parsed.
-        storages: the nodes of what lies beside the pickle, in order.
+        position: offset after the pickle, once it has been parsed.
+        storages: the nodes of storages outside the pickle, in order.
     """
 
     def __init__(self, data: Any, start: int = 0, *, limit: int, origin: str) -> None:
         self.position = start
         self.storages: list[Node] = []
         self._file = io.BytesIO(data[start : start + limit])
-        self._cut_at = limit if start + limit < len(data) else None
+        self._limit = limit if start + limit < len(data) else None  # None: the limit is not reached
         self._origin = origin
 
     def parse(self) -> Any:
-        """Return the content of the pickle. Its limits are a `CheckpointError`; any other `Exception` means that it is
-        damaged.
+        """Return the content of the pickle.
+
+        Raises:
+            CheckpointError: it exceeds a limit.
+            Exception: any other error means that it is damaged.
         """
-        reader = _Reader(self._file, f"{self._origin}: its pickle has more than {MAX_OPERATIONS} operations")
+        reader = _Reader(self._file, f"{self._origin}: its pickle exceeds {MAX_OPERATIONS} operations")
         try:
             found = reader.load()
         except (EOFError, pickle.UnpicklingError):
-            if self._cut_at is None:
+            if self._limit is None:
                 raise
             raise CheckpointError(
-                f"{self._origin}: its pickle has more than {self._cut_at} bytes, which are read."
+                f"{self._origin}: its pickle is longer than the limit of {self._limit} bytes."
             ) from None
         self.position += self._file.tell()
         self.storages = reader.storages
@@ -104,7 +107,7 @@ class PickleParser:
 
 
 class _Operations(dict[int, Callable[..., None]]):
-    """The functions of the unpickler by their opcodes, which counts how often they are asked for."""
+    """The unpickler's functions by opcode. It counts the look-ups to limit the number of operations."""
 
     def __init__(self, too_many: str) -> None:
         super().__init__(_OPERATIONS)
@@ -114,58 +117,58 @@ class _Operations(dict[int, Callable[..., None]]):
     def __getitem__(self, code: int) -> Callable[..., None]:
         self._left -= 1
         if self._left < 0:
-            raise CheckpointError(f"{self._too_many}, which are read.")
+            raise CheckpointError(f"{self._too_many}, the limit.")
         return super().__getitem__(code)
 
 
 class _Reader(pickle._Unpickler):
-    """Builds containers, numbers, text and stand-ins."""
+    """An unpickler that builds containers, numbers, text and placeholders only."""
 
     stack: list[Any]
-    append: Callable[[Any], None]  # to the stack
+    append: Callable[[Any], None]  # appends to the stack
 
     def __init__(self, file: io.BytesIO, too_many: str) -> None:
         super().__init__(file, encoding="utf-8")
-        self.dispatch = _Operations(too_many)  # type: ignore[misc]  # of this one alone
+        self.dispatch = _Operations(too_many)  # type: ignore[misc]  # per instance
         self.storages: list[Node] = []
 
     def find_class(self, module: str, name: str) -> Named:
-        """Return a stand-in for what the pickle names."""
+        """Return a placeholder for an import."""
         return Named((module, name))
 
     def persistent_load(self, pid: Any) -> Node:
-        """Return a stand-in for a storage beside the pickle."""
+        """Return a placeholder for a storage outside the pickle."""
         self.storages.append(Node(STORAGE, (pid,)))
         return self.storages[-1]
 
     def call(self) -> None:
-        """Replace a call by another node."""
+        """Replace a call by a node."""
         args, target = self.stack.pop(), self.stack.pop()
         if type(target) is not Named or type(args) is not tuple:
-            raise TypeError(f"a {type(target).__name__} is called with a {type(args).__name__}")
+            raise TypeError(f"a call of a {type(target).__name__} with a {type(args).__name__}")
         self.append(Node(target.name, args))
 
     def call_with_keywords(self) -> None:
-        """Do the same for a call with keywords, of which there must be none."""
+        """Replace a call with an empty dict of keyword arguments by a node."""
         if self.stack.pop() != {}:
-            raise TypeError("an object is made with keywords")
+            raise TypeError("a call with keyword arguments")
         self.call()
 
     def _instantiate(self, target: Any, args: list[Any]) -> None:
-        """Do the same for the calls of protocol 0."""
+        """Replace a call of protocol 0 by a node."""
         self.append(target)
         self.append(tuple(args))
         self.call()
 
     def build(self) -> None:
-        """Keep the state that an object would get."""
+        """Store the state of an object in its node."""
         state = self.stack.pop()
         if type(self.stack[-1]) is not Node:
-            raise TypeError(f"a {type(self.stack[-1]).__name__} is given a state")
+            raise TypeError(f"a state for a {type(self.stack[-1]).__name__}")
         self.stack[-1].state = state
 
     def add(self, values: list[Any]) -> None:
-        """Append values to a list, or add them to a set."""
+        """Append values to a list or a node, or add them to a set."""
         target = self.stack[-1]
         if type(target) is Node:
             target.values.extend(values)
@@ -174,10 +177,10 @@ class _Reader(pickle._Unpickler):
         elif type(target) is list:
             target.extend(values)
         else:
-            raise TypeError(f"values are added to a {type(target).__name__}")
+            raise TypeError(f"values for a {type(target).__name__}")
 
     def set_items(self, values: list[Any]) -> None:
-        """Set items, given as keys and values in turn."""
+        """Set items of a dict or a node. Keys and values alternate in `values`."""
         target = self.stack[-1]
         pairs = zip(values[::2], values[1::2], strict=True)
         if type(target) is Node:
@@ -185,15 +188,15 @@ class _Reader(pickle._Unpickler):
         elif type(target) is dict:
             target.update((checked_key(key), value) for key, value in pairs)
         else:
-            raise TypeError(f"items are set in a {type(target).__name__}")
+            raise TypeError(f"items for a {type(target).__name__}")
 
     def dict_of(self, values: list[Any]) -> None:
-        """Make a dict, given as keys and values in turn."""
+        """Create a dict. Keys and values alternate in `values`."""
         self.append({})
         self.set_items(values)
 
 
-# These refer to what lies outside the file.
+# These opcodes refer to objects outside the file.
 _UNUSED = (pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
 _OPERATIONS: dict[int, Callable[..., None]] = {
     **{code: operation for code, operation in _Reader.dispatch.items() if bytes([code]) not in _UNUSED},
@@ -219,8 +222,10 @@ def _size(data: bytes) -> int:
 
 
 def checked_key(key: Any) -> Any:
-    """Return a value that is hashed in a short time. A tuple of too many parts (nested ones counted each time that they
-    occur) and an integer that is too large are a `ValueError`.
+    """Return a key if it can be hashed quickly.
+
+    Otherwise raise a `ValueError`: for a large integer, or a tuple with many parts, where a nested tuple counts each
+    time that it occurs.
     """
     if type(key) is str:
         return key
@@ -234,26 +239,26 @@ def checked_key(key: Any) -> Any:
                 raise ValueError(f"a key has more than {_MAX_KEY_PARTS} parts")
             left.extend(part)
         elif type(part) is int and part.bit_length() > _MAX_KEY_BITS:
-            raise ValueError(f"an integer of {part.bit_length()} bits is a key")
+            raise ValueError(f"a key is an integer of {part.bit_length()} bits")
     return key
 
 
 def checked_size(number: Any) -> int:
-    """Return a number of a pickle if it can be a size; otherwise raise a ValueError."""
+    """Return a number from a pickle if it can be a size; otherwise raise a ValueError."""
     if type(number) is not int or not 0 <= number < 2**62:
-        raise ValueError(f"a {type(number).__name__} that is not a size where one was expected")
+        raise ValueError(f"expected a size, got a {type(number).__name__} that is not one")
     return number
 
 
 def checked_sizes(numbers: Any) -> list[int]:
-    """Return numbers of a pickle if they can be a shape; otherwise raise a ValueError."""
+    """Return numbers from a pickle if they can be a shape; otherwise raise a ValueError."""
     if not isinstance(numbers, (list, tuple)) or len(numbers) > _MAX_DIMS:
-        raise ValueError(f"a {type(numbers).__name__} that is not a shape where one was expected")
+        raise ValueError(f"expected a shape, got a {type(numbers).__name__} that is not one")
     return [checked_size(number) for number in numbers]
 
 
 def length_of(value: Any) -> int:
-    """Return how long a plain value is; 0 for a number of ordinary size."""
+    """Return the length of a plain value; 0 for a number of ordinary size."""
     if isinstance(value, (str, bytes, bytearray)):
         return len(value)
     return value.bit_length() // 8 if type(value) is int else 0

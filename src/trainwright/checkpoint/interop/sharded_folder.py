@@ -1,4 +1,4 @@
-"""Folders in which the ranks of another program have left their shards, and merging their weights."""
+"""Sharded checkpoints of other programs, and merging of their weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from trainwright.checkpoint.disk.planned_file import Weight
 from trainwright.checkpoint.format.layout import MANIFEST
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES
-from trainwright.checkpoint.format.piece_files import SavedTensor
+from trainwright.checkpoint.format.shard_files import SavedTensor
 from trainwright.checkpoint.interop.dcp_folder import METADATA, Sharded, read_dcp
 from trainwright.checkpoint.interop.deepspeed_folder import find_deepspeed, read_deepspeed
 from trainwright.checkpoint.interop.export import stored_tensors
@@ -23,17 +23,17 @@ from trainwright.checkpoint.interop.weights_folder import replace_weights
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
 
-FSDP_MODEL = "pytorch_model_fsdp_"  # how Accelerate names the folder of a model, before its number
+FSDP_MODEL = "pytorch_model_fsdp_"  # prefix of Accelerate's folder of a model, before its number
 _FSDP_OPTIMIZER = "optimizer_"
 _LIGHTNING_META = "meta.pt"
-_WEIGHTS = ("model", "state_dict", "model_state_dict", "app")  # under which a state dict holds the weights
+_WEIGHTS = ("model", "state_dict", "model_state_dict", "app")  # keys of the weights in a state dict
 _OPTIMIZER = re.compile(r"(?:optimizer|optim)(?:_?(\d+))?")
 
 
 def read_sharded(path: Path) -> Sharded | None:
-    """Read a folder of torch.distributed.checkpoint or DeepSpeed, or one of Accelerate or Lightning with such.
+    """Read a folder of torch.distributed.checkpoint or DeepSpeed, or Accelerate's or Lightning's folder around it.
 
-    Returns None if it holds no such shards. Missing weights are a `CheckpointError`.
+    Returns None for other folders. Missing weights are a `CheckpointError`.
     """
     if (path / METADATA).is_file() or any(path.glob("*.distcp")):
         return _from_dcp(path, read_dcp(path))
@@ -56,8 +56,8 @@ def _from_dcp(path: Path, tree: Mapping[str, Any]) -> Sharded:
         weights = {name: value for name, value in tree.items() if isinstance(value, torch.Tensor)}
     if not weights:
         raise CheckpointError(
-            f"{path} holds no weights under {', '.join(_WEIGHTS)}: it has {', '.join(list(tree)[:10]) or 'nothing'}. "
-            f"Of Accelerate's save_state pass {FSDP_MODEL}0, or the folder above it, which has the optimizer too."
+            f"{path} has no weights under {', '.join(_WEIGHTS)}: it has {', '.join(list(tree)[:10]) or 'nothing'}. "
+            f"For Accelerate's save_state pass {FSDP_MODEL}0, or its parent folder, which also has the optimizer."
         )
     meta = path / _LIGHTNING_META
     progress = read_torch_file(meta)[0] if meta.is_file() else {}
@@ -71,7 +71,7 @@ def _from_dcp(path: Path, tree: Mapping[str, Any]) -> Sharded:
 
 
 def accelerate_rng(saved: Any) -> dict[str, Any]:
-    """Return one rank's generators as `core.rng.rng_state` gives them; empty if something is missing."""
+    """Return one rank's generator states in the form of `core.rng.rng_state`; empty if one is missing."""
     try:
         name, key, position, has_gauss, gauss = saved["numpy_random_seed"]
         return {
@@ -101,19 +101,19 @@ def merge_weights(
     One process calls it; it blocks on the disk. The extra memory is one tensor.
 
     Args:
-        source: a checkpoint of Trainwright, or a folder of torch.distributed.checkpoint, DeepSpeed, or Accelerate's
-            `save_state` with such.
-        target: a folder; a former model in it is replaced, other files are left alone.
-        safe: safetensors; otherwise `pytorch_model.bin`.
+        source: a Trainwright checkpoint, or a folder of torch.distributed.checkpoint, of DeepSpeed, or of Accelerate's
+            `save_state` with sharded weights.
+        target: a folder. A previous model in it is replaced; other files remain.
+        safe: write safetensors. False writes `pytorch_model.bin`.
         max_shard_bytes: of the tensors in one file.
-        remove_source: delete `source` when the weights are on the disk.
+        remove_source: delete `source` once the weights are on the disk.
 
     Returns:
         The files written, the index last if there is one.
     """
     source, target = Path(source), Path(target)
     if not source.is_dir():
-        raise FileNotFoundError(f"there is no folder at {source}.")
+        raise FileNotFoundError(f"{source} is not a folder.")
     if remove_source and target.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"{target} is within {source}, which would be removed. Choose another folder.")
     own = (source / MANIFEST).is_file()
@@ -133,8 +133,8 @@ def _foreign_weights(source: Path) -> tuple[dict[str, Weight], dict[str, str]]:
     sharded = read_sharded(source)
     if sharded is None:
         raise CheckpointError(
-            f"{source} has no shards: no {MANIFEST}, no {METADATA}, no {FSDP_MODEL}0 and no files of DeepSpeed. Pass "
-            "the folder that the ranks wrote."
+            f"{source} has no shards: no {MANIFEST}, {METADATA}, {FSDP_MODEL}0 or files of DeepSpeed. Pass the folder "
+            "that the ranks wrote."
         )
     weights: dict[str, Weight] = {}
     tied: dict[str, str] = {}

@@ -1,15 +1,15 @@
-"""Reading what `torch.save` wrote, without running anything that the file says.
+"""Reading of `torch.save` files without running any code from them.
 
-A `.pt`, `.bin` or `.ckpt` file is a zip archive with a pickle in it, or, from torch before 1.6, some pickles in a row
-and the storages behind them; and unpickling calls whatever the pickle names.
-Here the pickle is only parsed (see `pickle_parser`): each name and each call in it becomes an inert node, and
-afterwards a closed list of names (tensors, plain containers, numbers) is interpreted by functions of this module, with
-bounds on what a small file may come to. Everything else is unknown and
-refused. `torch.load(weights_only=True)` is not used: it builds tensors inside the unpickler, and before torch 2.10 a
-crafted file could corrupt memory there (CVE-2026-24747), while this package runs on torch 2.9 too.
+A `.pt`, `.bin` or `.ckpt` file is a zip archive with a pickle. Before torch 1.6 it is several consecutive pickles,
+followed by the storages. Unpickling calls every function that the pickle names.
 
-Tensors are mapped from the file unless told: no bytes are read before they are touched. `torch.save` cuts the file
-that it writes to, and a view of a file that has been cut kills the process: what is kept has to be in memory.
+Here the pickle is only parsed (see `pickle_parser`): each import and each call becomes an inert node. Functions of this
+module then interpret a closed list of names (tensors, plain containers, numbers) and limit the memory that a small file
+can use. Everything else becomes `Unknown`. `torch.load(weights_only=True)` is not used: it builds tensors inside the
+unpickler, where a crafted file could corrupt memory before torch 2.10 (CVE-2026-24747), and torch 2.9 is supported.
+
+Tensors are mapped from the file by default, so that bytes are read on first use. `torch.save` truncates the file that
+it overwrites, and accessing a mapping of a truncated file kills the process. Copy tensors that are kept.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from trainwright.checkpoint.interop.pickle_parser import (
 from trainwright.core.errors import CheckpointError
 
 MAX_PICKLE_BYTES = 128 * 2**20
-# What all values come to where each is counted as often as it is referred to; those of text by its length as well.
+# Limit on all values. Each counts once per reference; text also counts by its length.
 MAX_VALUES = 8_000_000
-_TEXT_OF_A_VALUE = 32  # characters
-# Views may show an element many times over. A file whose tensors come to more than this many times its size is refused.
+_TEXT_OF_A_VALUE = 32  # characters that count as one value
+# Views can repeat elements. The tensors of a file may have at most this many times its size.
 _FILE_SIZES = 4
 _FREE_BYTES = 16 * 2**20
-_LOCAL_HEADER = struct.Struct("<26xHH")  # the end of a zip entry's local header: lengths of its name and extra field
+_LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of name and extra field, at the end of a local header
 
-_FORMER_NUMBER = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # which torch before 1.6 pickled first
+_FORMER_NUMBER = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle of torch before 1.6
 _HEAD_BYTES = 32
 _FORMER_VERSION = 1001
 
@@ -60,21 +60,21 @@ _FORMER_VERSION = 1001
 def read_torch_file(
     path: pathlib.Path, *, mapped: bool = True, span: tuple[int, int] | None = None
 ) -> tuple[Any, list[str]]:
-    """Read a file of `torch.save` as plain data; nothing in it is executed or imported.
+    """Read a file of `torch.save` as plain data. Nothing in it is executed or imported.
 
     Args:
-        path: a zip archive as torch has written since 1.6, or the format before, of a little-endian machine.
+        path: a zip archive, or a file of torch before 1.6, written on a little-endian machine.
         mapped: False reads every tensor into memory.
         span: first byte and length of a zip archive within the file, which is read into memory. None: all of the file.
 
     Returns:
-        The tree, with `Unknown` for everything outside the closed list, and the sorted names of these. Tensors are on
-            the CPU; mapped ones privately, so that the file must keep its length while they are used; tensors that
-            shared a storage share memory. Subclasses of dict are dicts, parameters are tensors.
+        The tree, with `Unknown` for unsupported objects, and the sorted names of these. Tensors are on the CPU. The
+            file must keep its length while mapped ones are used; writing to them does not change it. Tensors that
+            shared a storage share memory. Subclasses of dict become dicts, parameters become tensors.
 
     Raises:
-        CheckpointError: the file is of another format (a bare pickle, a TorchScript archive), damaged, or comes to much
-            more than its size (see `MAX_VALUES`).
+        CheckpointError: the file has another format (a bare pickle, a TorchScript archive), is damaged, or expands to
+            much more than its size (see `MAX_VALUES`).
     """
     check_regular(path)
     try:
@@ -94,10 +94,10 @@ def read_torch_file(
         raise CheckpointError(f"{path}: {error}") from error
     except (zipfile.BadZipFile, RecursionError, MemoryError, EOFError, OSError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: {shortened(error)}. It is damaged or not made by torch.save."
+            f"{path} cannot be read: {shortened(error)}. It is damaged or not a file of torch.save."
         ) from error
-    except Exception as error:  # what the parser, numpy and torch raise for a pickle that no honest program writes
-        raise CheckpointError(f"{path} is not made as torch.save makes files: {shortened(error)}.") from error
+    except Exception as error:  # the parser, numpy and torch raise various ones for crafted pickles
+        raise CheckpointError(f"{path} is not a valid file of torch.save: {shortened(error)}.") from error
     return tree, sorted(reader.unknown)
 
 
@@ -107,7 +107,7 @@ def _interpreted(records: _Records | _FormerRecords) -> tuple[_Interpreter, Any]
 
 
 class _Records:
-    """The entries of an archive: its pickle, and its storages by key."""
+    """The entries of an archive: a pickle, and storages by key."""
 
     def __init__(self, path: pathlib.Path, archive: zipfile.ZipFile, mapped: bool, data: Any = None) -> None:
         self._path = path
@@ -123,17 +123,17 @@ class _Records:
         if order is not None and archive.read(order) != b"little":
             raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported.")
         self.room = _Room(path)
-        # Private: whatever is written to a tensor never reaches the file.
+        # A private mapping: writing to a tensor does not change the file.
         self._file: Any = np.memmap(path, dtype=np.uint8, mode="c") if data is None else data
 
     def parsed(self) -> Any:
         """Return the parsed pickle."""
         info = self._entries.get("data.pkl")
         if info is None:
-            raise CheckpointError(f"{self._path} is a zip archive without data.pkl: torch.save has not made it.")
+            raise CheckpointError(f"{self._path} is a zip archive without data.pkl: torch.save did not write it.")
         if info.file_size > MAX_PICKLE_BYTES:
             raise CheckpointError(
-                f"{self._path}: its data.pkl has {info.file_size} bytes; {MAX_PICKLE_BYTES} are read."
+                f"{self._path}: its data.pkl has {info.file_size} bytes, the limit is {MAX_PICKLE_BYTES}."
             )
         return PickleParser(self._archive.read(info), limit=MAX_PICKLE_BYTES, origin=str(self._path)).parse()
 
@@ -151,12 +151,12 @@ class _Records:
         header = self._file[info.header_offset : info.header_offset + _LOCAL_HEADER.size].tobytes()
         start = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
         if start + need > len(self._file):
-            raise CheckpointError(f"{self._path} is cut short: the storage {key!r} reaches beyond its end.")
+            raise CheckpointError(f"{self._path} is truncated: the storage {key!r} extends beyond its end.")
         return _flat(self._file[start : start + need], start, dtype, self._mapped)
 
 
 class _Room:
-    """How much all tensors of a file may come to, by its size."""
+    """The limit on the size of all tensors of a file, relative to the file's size."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
@@ -165,19 +165,21 @@ class _Room:
         self._taken = 0
 
     def take(self, num_bytes: int) -> None:
-        """Count more bytes; too many are a `CheckpointError`."""
+        """Count more bytes, and raise a `CheckpointError` beyond the limit."""
         self._taken += num_bytes
         if self._taken > self._limit:
             raise CheckpointError(
-                f"{self._path} has {self._size} bytes and its tensors come to more than {self._limit}, which is the "
-                f"most that is read of it: they show the same elements many times over. If you trust who made it, save "
-                "contiguous copies of its tensors."
+                f"{self._path} has {self._size} bytes, and its tensors have more than {self._limit}, the limit for a "
+                "file of this size: they repeat elements. If you trust its author, save contiguous copies of its "
+                "tensors."
             )
 
 
 class _FormerRecords:
-    """What torch wrote before 1.6: a number, a version, facts of the machine, the tree, the keys of the storages, all
-    pickled one after the other; then each storage as the number of its elements (8 bytes) and these.
+    """The content of a file of torch before 1.6.
+
+    It has five pickles: a magic number, a version, machine information, the tree, and the keys of the storages. Each
+    storage follows as the number of its elements (8 bytes) and the elements.
     """
 
     def __init__(self, path: pathlib.Path, file: BinaryIO, mapped: bool) -> None:
@@ -186,7 +188,7 @@ class _FormerRecords:
         self.room = _Room(path)
         self._data: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
         self._position = 0
-        self._places: dict[str, tuple[int, int]] = {}  # begin and length, in bytes
+        self._places: dict[str, tuple[int, int]] = {}  # key → offset and length, in bytes
 
     def parsed(self) -> Any:
         """Return the parsed tree, and find the storages."""
@@ -194,20 +196,20 @@ class _FormerRecords:
         if _FORMER_NUMBER not in head:
             raise CheckpointError(
                 f"{self._path} is neither an archive of torch.save nor in its format before 1.6: it is a bare pickle "
-                "(pickle.dump, or torch before 0.1.10), or damaged. A bare pickle can only be executed: if you trust "
-                "who made it, load it with torch.load(…, weights_only=False) and save its tensors anew."
+                "(pickle.dump, or torch before 0.1.10), or damaged. A bare pickle can only be executed. If you trust "
+                "its author, load it with torch.load(…, weights_only=False) and save its tensors again."
             )
         self._next()
         (version, _), (facts, _) = self._next(), self._next()
         if version != _FORMER_VERSION or not isinstance(facts, dict) or facts.get("little_endian") is not True:
             raise CheckpointError(
-                f"{self._path} is not of version {_FORMER_VERSION} of its format, or was not made on a machine that is "
-                "little_endian."
+                f"{self._path} does not have version {_FORMER_VERSION} of its format, or was not written on a "
+                "little-endian machine."
             )
         tree, storages = self._next()
         kinds = {_key_of(node): _STORAGE_DTYPES[node.args[0][1].name] for node in storages}
         keys = self._next()[0]
-        self._bytes: Any = np.memmap(self._path, dtype=np.uint8, mode="c")  # writes never reach the file
+        self._bytes: Any = np.memmap(self._path, dtype=np.uint8, mode="c")  # writes do not change the file
         start = self._position
         for key in keys:
             if not isinstance(key, str):
@@ -215,13 +217,13 @@ class _FormerRecords:
             num = int.from_bytes(self._bytes[start : start + 8].tobytes(), "little")
             num_bytes = num * (kinds[key] or torch.uint8).itemsize
             if start + 8 + num_bytes > len(self._bytes):
-                raise CheckpointError(f"{self._path} is cut short: the storage {key!r} reaches beyond its end.")
+                raise CheckpointError(f"{self._path} is truncated: the storage {key!r} extends beyond its end.")
             self._places[key] = (start + 8, num_bytes)
             start += 8 + num_bytes
         return tree
 
     def _next(self) -> tuple[Any, list[Node]]:
-        """Return the next pickle's value, and the nodes of its storages."""
+        """Parse the next pickle; return its value and the nodes of its storages."""
         left = MAX_PICKLE_BYTES - self._position
         parser = PickleParser(self._data, self._position, limit=left, origin=str(self._path))
         value = parser.parse()
@@ -237,31 +239,33 @@ class _FormerRecords:
         return _flat(self._bytes[start : start + need], start, dtype, self._mapped)
 
 
-def _flat(piece: Any, start: int, dtype: torch.dtype, mapped: bool) -> torch.Tensor:
-    """Return a part of a file, from its byte `start` on, as a flat tensor."""
-    if not len(piece):
+def _flat(data: Any, start: int, dtype: torch.dtype, mapped: bool) -> torch.Tensor:
+    """Return a part of a file that begins at byte `start` as a flat tensor."""
+    if not len(data):
         return torch.empty(0, dtype=dtype)
-    if not mapped or start % dtype.itemsize:  # an element must not lie across its own width
-        piece = piece.copy()
-    return torch.frombuffer(piece, dtype=dtype)
+    if not mapped or start % dtype.itemsize:  # elements must be aligned
+        data = data.copy()
+    return torch.frombuffer(data, dtype=dtype)
 
 
 class _Interpreter:
-    """Turns nodes into values by the closed list, and remembers what was not in it."""
+    """An interpreter that converts nodes to values by the closed list, and collects unsupported names."""
 
     def __init__(self, records: _Records | _FormerRecords) -> None:
         self.records = records
         self.unknown: set[str] = set()
-        # id of a node or container → its value and how many values that is, so that what was one object stays one.
+        # id of a node or container → its value and the number of values in it. It preserves shared objects.
         self._made: dict[int, tuple[Any, int]] = {}
-        self._open: set[int] = set()  # ids of the containers that we are inside of
-        self._held: list[Any] = []  # keeps what `_made` knows by its id alive
-        self._count = 0  # of the values so far
+        self._open: set[int] = set()  # ids of the containers around the current value
+        self._held: list[Any] = []  # keeps the objects whose ids are in `_made` alive
+        self._count = 0  # number of values so far
         self._storages: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def value(self, value: Any) -> Any:
-        """Return the value of a node. A container that contains itself, or too many values so far, is a
-        `CheckpointError`.
+        """Return the value of a node.
+
+        Raises:
+            CheckpointError: a container contains itself, or there are too many values.
         """
         kind = type(value)
         if kind is Named:
@@ -275,7 +279,7 @@ class _Interpreter:
             self._counted(known[1])
             return known[0]
         if id(value) in self._open:
-            raise CheckpointError("a container in the file contains itself. It is damaged or made to do harm.")
+            raise CheckpointError("a container in the file contains itself. The file is damaged or malicious.")
         before = self._count
         self._counted(1)
         self._open.add(id(value))
@@ -289,8 +293,8 @@ class _Interpreter:
         self._count += number
         if self._count > MAX_VALUES:
             raise CheckpointError(
-                f"the file's pickle comes to more than {MAX_VALUES} values, which are read: it shares containers many "
-                "times over, or holds long lists. Save these as tensors."
+                f"the file's pickle expands to more than {MAX_VALUES} values, the limit: it repeats containers, or has "
+                "long lists. Save these as tensors."
             )
 
     def _container(self, value: Any, kind: type) -> Any:
@@ -311,7 +315,7 @@ class _Interpreter:
         return Unknown(".".join(name))
 
     def flat(self, node: Node, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return the flat tensor of a storage node; `dtype` is for storages that do not say theirs."""
+        """Return the flat tensor of a storage node; `dtype` is for untyped storages."""
         key = _key_of(node)
         _, kind, _, _, num, *view = node.args[0]
         own = _STORAGE_DTYPES[kind.name]
@@ -325,11 +329,11 @@ class _Interpreter:
         flat = self._storages[key, wanted]
         if not view or view[0] is None:
             return flat
-        _, start, length = view[0]  # torch before 0.4 pickled storages that are parts of others
+        _, start, length = view[0]  # torch before 0.4 pickled views of storages
         return flat[checked_size(start) : checked_size(start) + checked_size(length)]
 
     def tensor(self, node: Node) -> torch.Tensor:
-        """Build a tensor after checking that it lies in its storage."""
+        """Build a tensor after checking that its storage contains it."""
         storage, offset, size, stride = node.args[:4]
         dtype = None
         if node.name[1] == "_rebuild_tensor_v3":
@@ -345,13 +349,13 @@ class _Interpreter:
         last = checked_size(offset) + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
         if math.prod(sizes) and last >= flat.numel():
             raise CheckpointError(
-                f"a tensor of sizes {sizes} and strides {strides} at {offset} reaches beyond its storage of "
-                f"{flat.numel()} elements. The file is damaged or made to do harm."
+                f"a tensor of sizes {sizes} and strides {strides} at {offset} extends beyond its storage of "
+                f"{flat.numel()} elements. The file is damaged or malicious."
             )
         if not math.prod(sizes):
             return torch.empty(sizes, dtype=flat.dtype)
         tensor = torch.as_strided(flat, sizes, strides, offset)
-        # How torch saves that a view is conjugated or negated without having been computed.
+        # torch saves lazily conjugated or negated views with these flags.
         if isinstance(metadata, dict) and metadata.get("conj"):
             tensor = tensor.conj()
         return tensor._neg_view() if isinstance(metadata, dict) and metadata.get("neg") else tensor
@@ -393,8 +397,8 @@ def _encoded(reader: _Interpreter, node: Node) -> bytes:
 
 def _numpy_dtype(reader: _Interpreter, node: Node) -> np.dtype[Any]:
     name = node.args[0]
-    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):  # numpy parses much more than names of dtypes
-        raise ValueError("a numpy array of no dtype that is read")
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):  # np.dtype also parses structured types
+        raise ValueError("a numpy array of an unsupported dtype")
     dtype = np.dtype(name)
     order = node.state[1] if node.state else "|"
     return np.dtype(f"{order}{dtype.str[1:]}") if order in ("<", ">") else dtype
@@ -422,7 +426,7 @@ _BUILTINS: dict[str, Any] = {
     "int": int, "long": int, "float": float, "str": str, "unicode": str, "bool": bool, "list": list, "dict": dict,
     "set": set, "tuple": tuple, "bytes": bytes,
 }  # fmt: skip
-# What a name that is not called stands for.
+# The values of names that are not called.
 _REFERENCES: dict[Name, Any] = {("torch", name): getattr(torch, name) for name in _DTYPES} | {
     (module, name): value for name, value in _BUILTINS.items() for module in ("builtins", "__builtin__")
 }
@@ -435,7 +439,7 @@ _STORAGE_DTYPES: dict[Name, torch.dtype | None] = {
     }.items()
 } | {("torch.storage", "UntypedStorage"): None}  # fmt: skip
 
-# What a tensor of a file may have as its dtype.
+# The dtypes that tensors of a file may have.
 STORABLE_DTYPES: dict[Name, torch.dtype] = {("torch", name): getattr(torch, name) for name in _DTYPES}
 
 _SHARED = frozenset({Node, dict, list, tuple, set, frozenset})
@@ -443,11 +447,11 @@ _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 
 
 def _subclass(reader: _Interpreter, node: Node) -> Any:
-    """Interpret a tensor that was saved as a Parameter or with attributes, without these."""
+    """Interpret a tensor that was saved as a Parameter or with attributes. The attributes are skipped."""
     rebuild, kind, args, _ = node.args
     plain = type(kind) is Named and kind.name in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
     if type(rebuild) is not Named or type(args) is not tuple:
-        raise ValueError("a tensor of a subclass that is not made by a function")
+        raise ValueError("a tensor subclass that no function builds")
     known = rebuild.name[0] == "torch._utils" and rebuild.name[1] in ("_rebuild_tensor_v2", "_rebuild_parameter")
     if not plain or not known:
         return reader._unknown(kind.name if type(kind) is Named and not plain else rebuild.name)

@@ -1,15 +1,16 @@
-"""A model's weights in a folder as other programs expect them, replaced as a whole: one file, or shards and an index.
+"""Writing of a model's weights into a folder, as one file or as shards and an index, with crash-safe replacement.
 
-The names are Hugging Face's: `model.safetensors`, or `model-00001-of-00002.safetensors` and its fellows with
-`model.safetensors.index.json`; in torch's own format `pytorch_model.bin` and so on. A folder holds one model of these
-names. Its successor comes in this order, so that whatever ends the process in between, every program finds the former
-model or the new one, or nothing, and never some files of each:
+The names are Hugging Face's: `model.safetensors`, or `model-00001-of-00002.safetensors` etc. with
+`model.safetensors.index.json`. In torch's format they begin with `pytorch_model` and end in `.bin`. A folder holds one
+model under these names. A new model replaces it in this order, so that after a crash the folder has the previous model,
+the new one, or none, but never a mixture:
 
 1. All new files are written under hidden names and synced.
-2. Shards get names that no file has: their own, or, where the former model has the same ones, longer ones for now.
-3. One rename brings the single file or the index: from here on the folder holds the new model.
-4. Former files are removed, those first that say which others there are.
-5. Shards under longer names are linked to their own, the index is replaced, and the longer names are removed.
+2. Shards are renamed to unused names: the final ones, or longer temporary ones if the previous model uses these.
+3. One rename publishes the single file or the index. From here on the folder holds the new model.
+4. Files of the previous model are deleted, its index first.
+5. Shards with temporary names are linked to their final names, the index is replaced, and the temporary names are
+   deleted.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from trainwright.core.errors import CheckpointError
 from trainwright.core.host.byte_sizes import format_bytes
 from trainwright.core.names.hidden_names import split_hidden
 
-# What a model consists of in such a folder; the second group is in the longer names.
-_OURS = re.compile(
+# The names of a model's files. The groups with hexadecimal digits are in temporary names only.
+_MODEL_FILE = re.compile(
     r"model(-[0-9a-f]{16})?-\d{5,}-of-\d{5,}\.safetensors|model\.safetensors(\.index\.json)?"
     r"|pytorch_model(-[0-9a-f]{16})?-\d{5,}-of-\d{5,}\.bin|pytorch_model\.bin(\.index\.json)?"
 )
@@ -51,7 +52,7 @@ _SHARD = re.compile(r"-\d{5,}-of-(\d{5,})\.[a-z]+$")
 
 
 def _in_full(weight: Weight) -> torch.Tensor:
-    """Return a weight as one tensor on the CPU: contiguous, and with no more memory behind it than it has elements."""
+    """Return a weight as one contiguous CPU tensor whose storage has no other elements."""
     here = weight.in_memory
     if here is not None and _is_saved_as_it_is(here):
         return here
@@ -64,7 +65,7 @@ def _in_full(weight: Weight) -> torch.Tensor:
 
 
 def _is_saved_as_it_is(tensor: torch.Tensor) -> bool:
-    """Say whether torch.save would write a tensor's elements in their order, and nothing else."""
+    """Return whether torch.save would write exactly the tensor's elements, in their order."""
     plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     return plain and tensor.untyped_storage().nbytes() == tensor.nbytes
 
@@ -89,7 +90,7 @@ PICKLE = _Format("pytorch_model", ".bin")
 
 @dataclass(slots=True)
 class _Files:
-    """What a model's files are called, and which weights are in which."""
+    """The file names of a model, and the weights in each file."""
 
     kind: _Format
     shards: list[dict[str, Weight]]
@@ -99,14 +100,14 @@ class _Files:
     def is_single(self) -> bool:
         return len(self.shards) == 1
 
-    def names(self, apart: str = "") -> list[str]:
-        """Return the names of the files of weights."""
+    def names(self, infix: str = "") -> list[str]:
+        """Return the names of the weight files. `infix` is inserted for temporary names."""
         if self.is_single:
             return [self.kind.single]
-        return shard_names(len(self.shards), stem=self.kind.stem, suffix=self.kind.suffix, apart=apart)
+        return shard_names(len(self.shards), stem=self.kind.stem, suffix=self.kind.suffix, infix=infix)
 
     def index(self, names: list[str]) -> bytes:
-        """Return the index over shards of these names."""
+        """Return the index for shards of these names."""
         sizes = {name: weight.like.nbytes for shard in self.shards for name, weight in shard.items()}
         index = shard_index(sizes, dict(zip(names, map(list, self.shards), strict=True)), {})
         files = index["weight_map"]
@@ -122,22 +123,22 @@ def replace_weights(
     safe: bool = True,
     tied: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Write a model's weights into a folder and replace those that it may hold; the module says how.
+    """Write a model's weights into a folder, and replace a previous model there as the module describes.
 
-    One process calls it; it blocks on the disk. The extra memory is `CHUNK_BYTES` and the use of `Weight.read`; in
-    torch's format it is a shard. The former model stays until the new one is complete. On a file system without hard
-    links shards may keep their longer names.
+    One process calls it; it blocks on the disk. The extra memory is `CHUNK_BYTES` and that of `Weight.read`; in torch's
+    format it is one shard. The previous model remains until the new one is complete. On a file system without hard
+    links, shards may keep their temporary names.
 
     Args:
-        folder: made if it is missing. Files of other names in it are left alone.
+        folder: created if it is missing. Files with other names remain.
         weights: by name, in the order in which they fill the shards.
-        max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
-        safe: safetensors; otherwise the format of `torch.save`.
-        tied: other name → the name in `weights` that it shares its tensor with. Written in torch's format alone, since
-            safetensors cannot store it.
+        max_shard_bytes: of the tensors in one file; a larger tensor gets its own file.
+        safe: write safetensors. False writes the format of `torch.save`.
+        tied: other name → the name in `weights` of the same tensor. Written in torch's format only, since safetensors
+            cannot store it.
 
     Returns:
-        The files of the model, the index last if there is one.
+        The model's files, the index last if there is one.
     """
     folder = folder.absolute()
     kind = SAFETENSORS if safe else PICKLE
@@ -158,7 +159,7 @@ def replace_weights(
         _undo([*written.values()], new_folders)
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"the weights cannot be written to {folder}: {error.strerror or error}. It is as before."
+                f"the weights cannot be written to {folder}: {error.strerror or error}. The folder is unchanged."
             ) from error
         raise
     names = _put_in_place(folder, files, written, new_folders)
@@ -167,24 +168,24 @@ def replace_weights(
         names = _take_own_names(folder, files, names)
     except OSError as error:
         raise CheckpointError(
-            f"the new weights are in place in {folder}, but cleaning up after it failed: {error}. Save again to do so."
+            f"the new weights are in {folder}, but old files could not be deleted: {error}. Save again to retry."
         ) from error
     return [folder / name for name in (names if files.is_single else [*names, kind.index])]
 
 
 def _check_room(folder: Path, there: Path, weights: Mapping[str, Weight]) -> None:
     if not there.is_dir():
-        raise CheckpointError(f"the weights cannot be written to {folder}: {there} is a file. Name a folder.")
+        raise CheckpointError(f"the weights cannot be written to {folder}: {there} is a file. Choose a folder.")
     need, free = sum(weight.like.nbytes for weight in weights.values()), shutil.disk_usage(there).free
     if need > free:
         raise CheckpointError(
-            f"the weights need {format_bytes(need)} and the disk of {folder} has {format_bytes(free)} free (a former "
-            "model in the folder stays until the new one is complete). Free some, or name another folder."
+            f"the weights need {format_bytes(need)} and the disk of {folder} has {format_bytes(free)} free (a previous "
+            "model in the folder remains until the new one is complete). Free space, or choose another folder."
         )
 
 
 def _write(path: Path, shard: Mapping[str, Weight], files: _Files) -> None:
-    """Write a new file of weights and wait until it is on the disk."""
+    """Write a new weight file and wait until it is on the disk."""
     if files.kind is PICKLE:
         _write_pickle(path, shard, files.tied)
         return
@@ -199,7 +200,7 @@ def _write_pickle(path: Path, shard: Mapping[str, Weight], tied: Mapping[str, st
         try:
             torch.save(tensors, file)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # torch's writer says what it misses then, and not why
+            if isinstance(error.__context__, OSError):  # the cause of torch's error
                 raise error.__context__ from None
             raise
         fault_point("write", path)
@@ -209,7 +210,7 @@ def _write_pickle(path: Path, shard: Mapping[str, Weight], tied: Mapping[str, st
 
 
 def _put_in_place(folder: Path, files: _Files, written: Mapping[str, Path], new_folders: list[Path]) -> list[str]:
-    """Make the new weights the folder's model; return the names of their files."""
+    """Publish the new weights as the folder's model; return the names of their files."""
     own = files.names()
     entry = own[0] if files.is_single else files.kind.index
     names = own
@@ -229,19 +230,19 @@ def _put_in_place(folder: Path, files: _Files, written: Mapping[str, Path], new_
         rename(written[entry], folder / entry)
     except BaseException as error:
         if ready and not os.path.lexists(written[entry]):
-            raise  # what failed came after the rename that counts
+            raise  # the new model has been published
         _undo(new, new_folders)
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"the weights cannot be put into {folder}: {error.strerror or error}. It is as before."
+                f"the weights cannot be put into {folder}: {error.strerror or error}. The folder is unchanged."
             ) from error
         raise
     return names
 
 
 def _remove_others(folder: Path, kept: set[str]) -> None:
-    """Remove what former models and killed saves have left, and first what would still lead to it."""
-    left = [name for name in os.listdir(folder) if name not in kept and _is_ours(name)]
+    """Delete the files of previous models and killed saves, indices first."""
+    left = [name for name in os.listdir(folder) if name not in kept and _is_model_file(name)]
     entries = [name for name in left if _SHARD.search(name) is None and not name.startswith(".")]
     for names in (sorted(entries, key=lambda name: not name.endswith(".json")), sorted(set(left) - set(entries))):
         for name in names:
@@ -251,13 +252,13 @@ def _remove_others(folder: Path, kept: set[str]) -> None:
             sync_folder(folder)
 
 
-def _is_ours(name: str) -> bool:
+def _is_model_file(name: str) -> bool:
     split = split_hidden(name)
-    return _OURS.fullmatch(name if split is None else split[0]) is not None
+    return _MODEL_FILE.fullmatch(name if split is None else split[0]) is not None
 
 
 def _take_own_names(folder: Path, files: _Files, names: list[str]) -> list[str]:
-    """Give shards under longer names their own, if they have such; return what they are called now."""
+    """Give shards with temporary names their final ones; return the current names."""
     own = files.names()
     if names == own:
         return names
@@ -267,7 +268,7 @@ def _take_own_names(folder: Path, files: _Files, names: list[str]) -> list[str]:
             os.link(folder / name, folder / target)
             linked.append(folder / target)
             fault_point("link", folder / target)
-    except OSError:  # no hard links here: the index names the longer ones, and every reader goes by it
+    except OSError:  # without hard links: the index has the temporary names, which readers use
         _undo(linked, [])
         return names
     sync_folder(folder)
@@ -280,7 +281,7 @@ def _take_own_names(folder: Path, files: _Files, names: list[str]) -> list[str]:
 
 
 def _undo(files: list[Path], folders: list[Path]) -> None:
-    with contextlib.suppress(OSError):  # what matters is the first error
+    with contextlib.suppress(OSError):  # the first error is raised instead
         for file in files:
             file.unlink(missing_ok=True)
         for folder in folders:
@@ -288,6 +289,6 @@ def _undo(files: list[Path], folders: list[Path]) -> None:
 
 
 def shards_of(path: Path) -> int:
-    """Return how many shards a file's name says that there are: 1 for `model.safetensors`."""
+    """Return the number of shards according to a file's name: 1 for `model.safetensors`."""
     found = _SHARD.search(path.name)
     return int(found[1]) if found else 1

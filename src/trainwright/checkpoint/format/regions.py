@@ -1,4 +1,4 @@
-"""Tensors that lie in pieces on several ranks: which region of the whole a piece is, and what two regions share."""
+"""Sharded tensors: the regions of the full tensor that shards hold, and the elements that two regions share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements of a flattened tensor (row-major), from `start` up to `stop`, which is not among them."""
+    """The elements `[start, stop)` of a flattened tensor (row-major)."""
 
     start: int
     stop: int
@@ -39,13 +39,13 @@ Region = Box | Span
 class Pieces:
     """The shards of a tensor that this rank saves; a leaf of the state of a `Snapshot`.
 
-    Every rank has one at the same place of its tree. The regions of all ranks cover the tensor and do not overlap: of
-    copies, one rank alone holds its own for saving.
+    Every rank has one at the same path of its tree. The regions of all ranks cover the tensor and do not overlap: only
+    one rank holds replicated values.
 
     Attributes:
         shape: of the full tensor.
         dtype: of its elements.
-        held: regions and this rank's values, on any device: of the box's lengths, or one-dimensional for a span.
+        held: this rank's regions, each with its values on any device: of the box's shape, or 1-D for a span.
     """
 
     shape: tuple[int, ...]
@@ -53,8 +53,8 @@ class Pieces:
     held: tuple[tuple[Region, torch.Tensor], ...] = ()
 
 
-def whole_region(shape: tuple[int, ...]) -> Box:
-    """Return all of a tensor as one block."""
+def full_region(shape: tuple[int, ...]) -> Box:
+    """Return the region that covers a full tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -69,7 +69,7 @@ def num_elements(region: Region) -> int:
 
 
 def fits(region: Region, shape: tuple[int, ...]) -> bool:
-    """Tell whether a region lies within a tensor of a shape."""
+    """Return whether a tensor of this shape contains the region."""
     if isinstance(region, Span):
         return 0 <= region.start <= region.stop <= math.prod(shape)
     return len(region.offsets) == len(region.lengths) == len(shape) and all(
@@ -81,8 +81,10 @@ def fits(region: Region, shape: tuple[int, ...]) -> bool:
 def copy_common(
     target: torch.Tensor, wanted: Region, source: torch.Tensor, held: Region, shape: tuple[int, ...]
 ) -> None:
-    """Copy the common elements of two regions of a tensor of `shape` from `source` (the values of `held`) into `target`
-    (the values of `wanted`). Both may have further dimensions behind.
+    """Copy the elements that two regions of a tensor of `shape` share.
+
+    They are copied from `source`, the values of the region `held`, into `target`, the values of the region `wanted`.
+    Both may have additional trailing dimensions.
     """
     for to_box, to_values in _blocks(target, wanted, shape):
         for from_box, from_values in _blocks(source, held, shape):
@@ -94,8 +96,8 @@ def copy_common(
 def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
     """Return whether any two regions of one tensor share an element.
 
-    Boxes are sorted along one dimension and divided where none crosses, then along the next. The shards of ranks are
-    divided into single boxes by that, so that the work is near-linear. Other layouts, which would take too long, are a
+    Boxes are sorted along one dimension and divided into groups that share no index, and each group then along the
+    next. This separates the shards of ranks in near-linear time. A layout that would take too long to compare is a
     `CheckpointError`.
     """
     boxes = [box for region in regions for box in _boxes(region, shape) if math.prod(box.lengths)]
@@ -117,14 +119,14 @@ def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
                 return True
         if work <= 0:
             raise CheckpointError(
-                f"{len(boxes)} blocks of a tensor of shape {shape} are not laid out as any number of ranks lays them "
-                "out, and are not compared with each other. The checkpoint is damaged or not ours."
+                f"{len(boxes)} blocks of a tensor of shape {shape} have a layout that no number of ranks produces, "
+                "and are not compared. The checkpoint is damaged or was not written by Trainwright."
             )
     return False
 
 
 def _divide(boxes: list[Box], dim: int) -> list[list[Box]]:
-    """Divide boxes into groups of which none shares an index of one dimension with another."""
+    """Divide boxes into groups that share no index of the dimension `dim`."""
     parts: list[list[Box]] = []
     reach = 0
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
@@ -137,10 +139,10 @@ def _divide(boxes: list[Box], dim: int) -> list[list[Box]]:
 
 def _boxes(region: Region, shape: tuple[int, ...]) -> list[Box]:
     """Return a region as boxes, in the order of their elements."""
-    return [region] if isinstance(region, Box) else list(_cut(region.start, region.stop, shape))
+    return [region] if isinstance(region, Box) else list(_split(region.start, region.stop, shape))
 
 
-def _cut(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+def _split(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
     if start >= stop:
         return
     if not shape:
@@ -161,12 +163,12 @@ def _cut(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def _within(row: int, begin: int, end: int, inner: tuple[int, ...]) -> Iterator[Box]:
-    for box in _cut(begin, end, inner):
+    for box in _split(begin, end, inner):
         yield Box((row, *box.offsets), (1, *box.lengths))
 
 
 def _blocks(values: torch.Tensor, region: Region, shape: tuple[int, ...]) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield a region's boxes, each with its part of the region's values: views of them."""
+    """Yield each box of a region with a view of its values."""
     if isinstance(region, Box):
         yield region, values
         return
@@ -178,7 +180,7 @@ def _blocks(values: torch.Tensor, region: Region, shape: tuple[int, ...]) -> Ite
 
 
 def _common(one: Box, other: Box) -> Box | None:
-    """Return the box that two boxes share, if it has any element."""
+    """Return the intersection of two boxes, or None if it is empty."""
     begins = tuple(max(pair) for pair in zip(one.offsets, other.offsets, strict=True))
     ends = (
         min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)

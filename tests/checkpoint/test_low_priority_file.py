@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from trainwright.checkpoint import set_fault_hook
-from trainwright.checkpoint.disk import quiet_file
+from trainwright.checkpoint.disk import low_priority_file
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, DISK_BLOCK_BYTES, FileEntry
-from trainwright.checkpoint.disk.quiet_file import QuietFile
-from trainwright.checkpoint.disk.quiet_thread import QuietThread
+from trainwright.checkpoint.disk.low_priority_file import LowPriorityFile
+from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
 from trainwright.checkpoint.format.manifests import hash_file
 
 HEAD, BODY, TAIL = 2 * DISK_BLOCK_BYTES, CHUNK_BYTES + 2**20, 100
@@ -24,8 +24,8 @@ SIZE = HEAD + BODY + TAIL
 
 
 @pytest.fixture
-def quiet() -> Iterator[QuietThread]:
-    quiet = QuietThread()
+def quiet() -> Iterator[LowPriorityThread]:
+    quiet = LowPriorityThread()
     quiet.start()
     yield quiet
     quiet.end()
@@ -50,8 +50,8 @@ def is_direct(handle: int) -> bool:
     return bool(fcntl.fcntl(handle, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
 
 
-def write(path: Path, pieces: list[bytes | memoryview], quiet: QuietThread) -> FileEntry:
-    with QuietFile(path, size=sum(len(piece) for piece in pieces), quiet=quiet) as file:
+def write(path: Path, pieces: list[bytes | memoryview], quiet: LowPriorityThread) -> FileEntry:
+    with LowPriorityFile(path, size=sum(len(piece) for piece in pieces), quiet=quiet) as file:
         for piece in pieces:
             file.write(piece)
     return file.entry
@@ -72,20 +72,20 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, str]]:
 
 
 def test_a_large_file_holds_its_bytes_and_the_disk_fetches_whole_blocks_itself(
-    tmp_path: Path, quiet: QuietThread, body: memoryview, written: list[tuple[bool, int, str]]
+    tmp_path: Path, quiet: LowPriorityThread, body: memoryview, written: list[tuple[bool, int, str]]
 ) -> None:
     head = os.urandom(HEAD)
     entry = write(tmp_path / "a", [head, body], quiet)
     assert (tmp_path / "a").read_bytes() == head + bytes(body)
     assert entry == FileEntry(SIZE, hash_file(tmp_path / "a"))
     assert max(size for _, size, _ in written) <= CHUNK_BYTES
-    if quiet_file._open_direct(tmp_path / "a") is not None:  # this file system takes such writes
+    if low_priority_file._open_direct(tmp_path / "a") is not None:  # this file system takes such writes
         assert sum(size for direct, size, _ in written if direct) >= BODY
 
 
 @pytest.mark.parametrize("head", [b"", b"x" * 100], ids=["place", "head"])
 def test_bytes_at_any_place_and_address_are_written(
-    tmp_path: Path, quiet: QuietThread, body: memoryview, head: bytes
+    tmp_path: Path, quiet: LowPriorityThread, body: memoryview, head: bytes
 ) -> None:
     pieces = [head, body[1 : 2**20 + 1], body[: 5 * 2**20], body[7:]]
     entry = write(tmp_path / "a", list(pieces), quiet)
@@ -96,7 +96,7 @@ def test_bytes_at_any_place_and_address_are_written(
 @pytest.mark.parametrize("where", ["open", "write"])
 def test_a_system_that_refuses_has_the_quiet_thread_write_through_the_page_cache(
     tmp_path: Path,
-    quiet: QuietThread,
+    quiet: LowPriorityThread,
     body: memoryview,
     written: list[tuple[bool, int, str]],
     monkeypatch: pytest.MonkeyPatch,
@@ -125,14 +125,14 @@ def test_a_system_that_refuses_has_the_quiet_thread_write_through_the_page_cache
 
 @pytest.mark.parametrize("in_quiet", [False, True])
 def test_an_error_while_writing_is_raised_and_nothing_is_written_afterwards(
-    tmp_path: Path, quiet: QuietThread, body: memoryview, monkeypatch: pytest.MonkeyPatch, in_quiet: bool
+    tmp_path: Path, quiet: LowPriorityThread, body: memoryview, monkeypatch: pytest.MonkeyPatch, in_quiet: bool
 ) -> None:
     def fail(event: str, path: Path) -> None:
         if event == "write":
             raise OSError(errno.ENOSPC, "No space left on device")
 
     if in_quiet:
-        monkeypatch.setattr(quiet_file, "_open_direct", lambda path: None)
+        monkeypatch.setattr(low_priority_file, "_open_direct", lambda path: None)
     set_fault_hook(fail)
     handles = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     with pytest.raises(OSError, match="No space left"):

@@ -31,8 +31,8 @@ from trainwright.checkpoint import (
     verify,
     write_checkpoint,
 )
-from trainwright.checkpoint.format.piece_files import loaded
-from trainwright.checkpoint.format.pieces import copy_common, lengths_of, num_elements, overlap
+from trainwright.checkpoint.format.regions import copy_common, lengths_of, num_elements, overlap
+from trainwright.checkpoint.format.shard_files import loaded
 from trainwright.checkpoint.interop.diff import diff_checkpoints
 from trainwright.checkpoint.interop.export import export_weights
 from trainwright.core.errors import CheckpointError
@@ -208,17 +208,20 @@ def test_a_file_of_a_rank_that_is_gone_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda piece: piece.update(offsets=[0, 0]), r"the pieces of 'weight' hold 6 of its 6 elements, or some"),
-        (lambda piece: piece.update(tensor="other"), r"the pieces of 'weight' hold 3 of its 6 elements"),
-        (lambda piece: piece.update(offsets=[2, 0]), r"is not what .*rank-00001.safetensors holds"),
-        (lambda piece: piece.update(lengths=[1, 2]), r"is not what .*rank-00001.safetensors holds"),
-        (lambda piece: piece.update(dtype="F64"), r"is not what .*rank-00001.safetensors holds"),
-        (lambda piece: piece.update(shape=[3, 3]), r"are not those of a F32 tensor of shape \(2, 3\)"),
-        (lambda piece: piece.update(stored="../weight"), r"is no index of the pieces"),
-        (lambda piece: piece.update(offsets=[-1, 0]), r"is no index of the pieces"),
-        (lambda piece: piece.update(offsets="00"), r"is no index of the pieces"),
-        (lambda piece: piece.pop("lengths"), r"is no index of the pieces"),
-        (lambda piece: piece.update(dtype="os.system"), r"no dtype that a checkpoint can hold"),
+        (
+            lambda piece: piece.update(offsets=[0, 0]),
+            r"the shards of 'weight' have 6 elements for the 6 of the tensor, or overlap",
+        ),
+        (lambda piece: piece.update(tensor="other"), r"the shards of 'weight' have 3 elements for the 6 of the tensor"),
+        (lambda piece: piece.update(offsets=[2, 0]), r"does not match .*rank-00001.safetensors"),
+        (lambda piece: piece.update(lengths=[1, 2]), r"does not match .*rank-00001.safetensors"),
+        (lambda piece: piece.update(dtype="F64"), r"does not match .*rank-00001.safetensors"),
+        (lambda piece: piece.update(shape=[3, 3]), r"do not belong to a F32 tensor of shape \(2, 3\)"),
+        (lambda piece: piece.update(stored="../weight"), r"is not an index of the shards"),
+        (lambda piece: piece.update(offsets=[-1, 0]), r"is not an index of the shards"),
+        (lambda piece: piece.update(offsets="00"), r"is not an index of the shards"),
+        (lambda piece: piece.pop("lengths"), r"is not an index of the shards"),
+        (lambda piece: piece.update(dtype="os.system"), r"not a dtype that a checkpoint can hold"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, change: Any, text: str) -> None:
@@ -231,13 +234,13 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, change: Any, text
 
 def test_pieces_are_not_saved_by_one_process_alone(tmp_path: Path) -> None:
     (share, _) = cut_snapshot(small_snapshot(1), 2)
-    with pytest.raises(CheckpointError, match=r"weight.exp_avg lies in pieces, which only all ranks together can save"):
+    with pytest.raises(CheckpointError, match=r"weight.exp_avg is sharded. Save it with all ranks"):
         write_checkpoint(tmp_path / "a", share)
 
 
 def test_values_that_are_not_the_region_they_are_said_to_be_are_refused() -> None:
     wrong = Pieces((4, 4), torch.float32, ((Box((0, 0), (2, 4)), torch.zeros(3, 4)),))
-    with pytest.raises(CheckpointError, match=r"values of shape \(3, 4\) are not Box"):
+    with pytest.raises(CheckpointError, match=r"values of shape \(3, 4\) do not fit Box"):
         plan_share(Snapshot(model={"w": wrong}, kind="weights", in_pieces=True), 1)
 
 

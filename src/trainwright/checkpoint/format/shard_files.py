@@ -1,4 +1,4 @@
-"""Files of a checkpoint's pieces: `rank-00000.json` is the index of the pieces in `rank-00000.safetensors`."""
+"""Files with the shards of a checkpoint: `rank-00000.json` is the index of `rank-00000.safetensors`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trainwright.checkpoint.disk.planned_file import PlannedFile
 from trainwright.checkpoint.disk.untrusted import inside, read_json, reading
 from trainwright.checkpoint.format.codec import add_named, plan_pair
 from trainwright.checkpoint.format.layout import numbered
-from trainwright.checkpoint.format.pieces import (
+from trainwright.checkpoint.format.regions import (
     Box,
     Pieces,
     Region,
     Span,
     copy_common,
     fits,
+    full_region,
     lengths_of,
     num_elements,
     overlap,
-    whole_region,
 )
 from trainwright.checkpoint.format.safetensors_io import (
     dtype_name,
@@ -39,8 +39,8 @@ from trainwright.core.errors import CheckpointError
 RANK_STEM = "rank"
 
 
-def plan_pieces(folder: str, rank: int, pieces: Mapping[str, Pieces]) -> list[PlannedFile]:
-    """Plan the files for the shards of a part's tensors that `rank` holds, in `folder`; copies and writes nothing."""
+def plan_shards(folder: str, rank: int, pieces: Mapping[str, Pieces]) -> list[PlannedFile]:
+    """Plan the files in `folder` for the shards that `rank` holds of a part's tensors. Copies and writes nothing."""
     stem = f"{folder}/{RANK_STEM}-{rank:05d}"
     entries: list[dict[str, Any]] = []
     tensors: dict[str, torch.Tensor] = {}
@@ -49,7 +49,7 @@ def plan_pieces(folder: str, rank: int, pieces: Mapping[str, Pieces]) -> list[Pl
             if not num_elements(region):
                 continue
             if tuple(values.shape) != lengths_of(region) or not fits(region, full.shape):
-                raise CheckpointError(f"{name}: values of shape {tuple(values.shape)} are not {region} of the whole.")
+                raise CheckpointError(f"{name}: values of shape {tuple(values.shape)} do not fit {region}.")
             stored = add_named(tensors, to_storable(values)[0], name)
             kind = {"dtype": dtype_name(full.dtype), "shape": list(full.shape)}
             entries.append({"tensor": name, "stored": stored, **kind, **_words(region)})
@@ -64,7 +64,7 @@ def _words(region: Region) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A piece on the disk: of which tensor, which region of it, where; and dtype and shape of the whole."""
+    """A shard on the disk: its tensor and region, its file and name there, and the full tensor's dtype and shape."""
 
     tensor: str
     region: Region
@@ -74,15 +74,13 @@ class _Stored:
     shape: tuple[int, ...]
 
 
-class PieceFiles:
-    """The shards of one part of a checkpoint, found by the names of their tensors.
-
-    The files are mapped: only the values that are used are read.
+class ShardFiles:
+    """The shards of one part of a checkpoint, by tensor name. The files are memory-mapped.
 
     Args:
-        folder: the checkpoint.
-        part: the folder of the part within it.
-        files: those that the manifest lists for the part.
+        folder: the checkpoint folder.
+        part: the part's folder within it.
+        files: the files that the manifest lists for the part.
     """
 
     def __init__(self, folder: Path, part: str, files: Iterable[str]) -> None:
@@ -92,55 +90,59 @@ class PieceFiles:
         for stem in numbered(listed, part, RANK_STEM):
             index, file = (inside(folder, f"{stem}.{end}", str(folder)) for end in ("json", "safetensors"))
             header = read_header(file) if f"{stem}.safetensors" in listed else {}
-            for piece in _read_index(index, file, header):
-                self._by_name.setdefault(piece.tensor, []).append(piece)
+            for shard in _read_index(index, file, header):
+                self._by_name.setdefault(shard.tensor, []).append(shard)
 
     def find(self, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
-        """Return a tensor of a full shape and dtype (the format's name) that is read when it is used.
+        """Return a tensor whose values are read on use, after checking that its shards cover it without overlaps.
+
+        Args:
+            name: of the tensor.
+            shape: of the full tensor.
+            dtype: its name in the format, see `dtype_name`.
 
         Raises:
             CheckpointError: shards are missing, overlap, or belong to another tensor.
         """
         found = self._by_name.get(name, [])
-        if any(piece.shape != shape or piece.dtype != dtype for piece in found):
-            raise CheckpointError(f"the pieces of {name!r} are not those of a {dtype} tensor of shape {shape}.")
-        regions = [piece.region for piece in found]
-        held, wanted = sum(map(num_elements, regions)), num_elements(whole_region(shape))
+        if any(shard.shape != shape or shard.dtype != dtype for shard in found):
+            raise CheckpointError(f"the shards of {name!r} do not belong to a {dtype} tensor of shape {shape}.")
+        regions = [shard.region for shard in found]
+        held, wanted = sum(map(num_elements, regions)), num_elements(full_region(shape))
         if held != wanted or overlap(regions, shape):
             raise CheckpointError(
-                f"the pieces of {name!r} hold {held} of its {wanted} elements, or some of them twice: those of a rank "
-                "are missing or of another checkpoint."
+                f"the shards of {name!r} have {held} elements for the {wanted} of the tensor, or overlap. The files "
+                "of a rank are missing or belong to another checkpoint."
             )
         return SavedTensor(self, name, shape, dtype)
 
     def read(self, name: str, shape: tuple[int, ...], dtype: str, region: Region) -> torch.Tensor:
-        """Return a region of a tensor in new memory on the host; reads the parts of the pieces that lie in it."""
-        true = dtype_of(dtype)
-        # What is kept as a view of another dtype is put together as that.
-        made, special = to_storable(torch.empty(lengths_of(region), dtype=true))
-        for piece in self._by_name.get(name, []):
-            copy_common(made, region, self._mapped(piece), piece.region, shape)
+        """Read a region of a tensor into new host memory. Reads only that region from the files."""
+        # A dtype that is stored as a view of another one is assembled as that view.
+        made, special = to_storable(torch.empty(lengths_of(region), dtype=dtype_of(dtype)))
+        for shard in self._by_name.get(name, []):
+            copy_common(made, region, self._mapped(shard), shard.region, shape)
         return from_storable(made, special)
 
-    def _mapped(self, piece: _Stored) -> torch.Tensor:
-        with reading(piece.file):
-            if piece.file not in self._open:
-                self._open[piece.file] = safe_open(piece.file, framework="pt", device="cpu")
-            found: torch.Tensor = self._open[piece.file].get_tensor(piece.name)  # mapped, not copied
+    def _mapped(self, shard: _Stored) -> torch.Tensor:
+        with reading(shard.file):
+            if shard.file not in self._open:
+                self._open[shard.file] = safe_open(shard.file, framework="pt", device="cpu")
+            found: torch.Tensor = self._open[shard.file].get_tensor(shard.name)  # mapped, not copied
         return found
 
 
 def _read_index(path: Path, file: Path, header: Mapping[str, Any]) -> list[_Stored]:
-    """Return the pieces that an index lists, each compared with the header of the file beside it."""
+    """Return the shards that an index lists, after comparing each with the header of its safetensors file."""
     found = []
-    with reading(path, f"is no index of the pieces in {file.name}"):
+    with reading(path, f"is not an index of the shards in {file.name}"):
         for entry in read_json(path)["pieces"]:
-            shape, dtype = _whole_numbers(entry["shape"]), str(entry["dtype"])
+            shape, dtype = _integers(entry["shape"]), str(entry["dtype"])
             region: Region
             if "start" in entry:
-                region = Span(*_whole_numbers([entry["start"], entry["stop"]]))
+                region = Span(*_integers([entry["start"], entry["stop"]]))
             else:
-                region = Box(_whole_numbers(entry["offsets"]), _whole_numbers(entry["lengths"]))
+                region = Box(_integers(entry["offsets"]), _integers(entry["lengths"]))
             stored, _ = to_storable(torch.empty(0, dtype=dtype_of(dtype)))
             there, extra = header[str(entry["stored"])], (2,) if stored.dim() > 1 else ()
             if (
@@ -148,50 +150,50 @@ def _read_index(path: Path, file: Path, header: Mapping[str, Any]) -> list[_Stor
                 or tuple(there["shape"]) != (*lengths_of(region), *extra)
                 or there["dtype"] != dtype_name(stored.dtype)
             ):
-                raise CheckpointError(f"{path}: the piece {entry['stored']!r} is not what {file} holds.")
+                raise CheckpointError(f"{path} does not match {file}: the shard {entry['stored']!r} differs.")
             found.append(_Stored(str(entry["tensor"]), region, file, str(entry["stored"]), dtype, shape))
     return found
 
 
-def _whole_numbers(values: Any) -> tuple[int, ...]:
+def _integers(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{values!r} are no whole numbers")
+        raise ValueError(f"{values!r} are not integers of at least 0")
     return tuple(values)
 
 
 class SavedTensor(torch.Tensor):
-    """A tensor stored in pieces in a checkpoint. Each operation on it reads the values from the files.
+    """A sharded tensor in a checkpoint. Each operation on it reads its values from the files.
 
-    It has a shape and a dtype and is on the host. Results of operations are plain tensors. Created by `PieceFiles`.
+    It has the full shape, and its device is the CPU. Operations return plain tensors. Created by `ShardFiles`.
     """
 
-    _files: PieceFiles
+    _files: ShardFiles
     _name: str
     _dtype_name: str
 
     @staticmethod
-    def __new__(cls, files: PieceFiles, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
+    def __new__(cls, files: ShardFiles, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
         made: SavedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype_of(dtype), device=torch.device("cpu")
         )
         made._files, made._name, made._dtype_name = files, name, dtype
         return made
 
-    def __init__(self, files: PieceFiles, name: str, shape: tuple[int, ...], dtype: str) -> None:
+    def __init__(self, files: ShardFiles, name: str, shape: tuple[int, ...], dtype: str) -> None:
         super().__init__()
 
     def read(self, region: Region) -> torch.Tensor:
-        """Return a region as a plain tensor on the host, in memory of its own (see `lengths_of` for its shape)."""
+        """Read a region into a new plain tensor on the CPU (see `lengths_of` for its shape)."""
         return self._files.read(self._name, tuple(self.shape), self._dtype_name, region)
 
     def load(self) -> torch.Tensor:
-        """Return all of it as a plain tensor on the host, in memory of its own."""
-        return self.read(whole_region(tuple(self.shape)))
+        """Read the full tensor into a new plain tensor on the CPU."""
+        return self.read(full_region(tuple(self.shape)))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return f"SavedTensor({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    # These do not go through `__torch_dispatch__`, and would access memory that does not exist.
+    # The methods below bypass `__torch_dispatch__`; torch's versions would access memory that does not exist.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied: torch.Tensor = memo.setdefault(id(self), self.load())
@@ -208,7 +210,7 @@ class SavedTensor(torch.Tensor):
         """Return the values as nested lists."""
         return self.load().tolist()
 
-    # What torch documents for such classes, whose types are stricter in its stubs.
+    # As torch documents for tensor subclasses with `__torch_dispatch__`; its stubs declare a narrower type.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trainwright.checkpoint.disk import quiet_thread
-from trainwright.checkpoint.disk.quiet_thread import Preparation, QuietThread, leaves_cores
+from trainwright.checkpoint.disk import low_priority_thread
+from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread, Preparation, leaves_cores
 
 
 @pytest.fixture
-def quiet() -> Iterator[QuietThread]:
-    quiet = QuietThread()
+def quiet() -> Iterator[LowPriorityThread]:
+    quiet = LowPriorityThread()
     yield quiet
     quiet.end()
 
@@ -25,7 +25,7 @@ def quiet() -> Iterator[QuietThread]:
 def starved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have the system give the quiet thread no time at all."""
     fed = threading.Event()
-    monkeypatch.setattr(quiet_thread, "run_at_lowest_priority", lambda: fed.wait(30))
+    monkeypatch.setattr(low_priority_thread, "run_at_lowest_priority", lambda: fed.wait(30))
     yield
     fed.set()
 
@@ -34,7 +34,7 @@ def fail() -> None:
     raise OSError("broken")
 
 
-def test_work_is_done_in_order_in_another_thread(quiet: QuietThread) -> None:
+def test_work_is_done_in_order_in_another_thread(quiet: LowPriorityThread) -> None:
     found: list[tuple[int, str]] = []
     quiet.start()
     for number in range(50):
@@ -43,14 +43,14 @@ def test_work_is_done_in_order_in_another_thread(quiet: QuietThread) -> None:
     assert found == [(number, "trainwright-quiet") for number in range(50)]
 
 
-def test_before_it_is_started_everything_is_done_at_once(quiet: QuietThread) -> None:
+def test_before_it_is_started_everything_is_done_at_once(quiet: LowPriorityThread) -> None:
     found: list[threading.Thread] = []
     quiet.put(lambda: found.append(threading.current_thread()))
     assert found == [threading.current_thread()]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of single threads, as Linux has them")
-def test_the_thread_has_the_lowest_priority_and_its_owner_keeps_its_own(quiet: QuietThread) -> None:
+def test_the_thread_has_the_lowest_priority_and_its_owner_keeps_its_own(quiet: LowPriorityThread) -> None:
     found: list[tuple[int, int]] = []
 
     def look() -> None:
@@ -65,7 +65,7 @@ def test_the_thread_has_the_lowest_priority_and_its_owner_keeps_its_own(quiet: Q
     assert found[2] == found[0] != found[1]
 
 
-def test_whoever_waits_in_a_hurry_does_what_a_starved_thread_cannot(quiet: QuietThread, starved: None) -> None:
+def test_whoever_waits_in_a_hurry_does_what_a_starved_thread_cannot(quiet: LowPriorityThread, starved: None) -> None:
     found: list[tuple[int, threading.Thread]] = []
     quiet.start()
     for number in range(3):
@@ -78,7 +78,7 @@ def test_whoever_waits_in_a_hurry_does_what_a_starved_thread_cannot(quiet: Quiet
     assert found == [(number, threading.current_thread()) for number in range(3)]
 
 
-def test_a_hurry_waits_for_the_work_that_is_being_done(quiet: QuietThread) -> None:
+def test_a_hurry_waits_for_the_work_that_is_being_done(quiet: LowPriorityThread) -> None:
     begun, go_on, found = threading.Event(), threading.Event(), []
 
     def work() -> None:
@@ -99,7 +99,9 @@ def test_a_hurry_waits_for_the_work_that_is_being_done(quiet: QuietThread) -> No
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_the_first_error_is_raised_once_and_what_came_after_it_is_dropped(quiet: QuietThread, started: bool) -> None:
+def test_the_first_error_is_raised_once_and_what_came_after_it_is_dropped(
+    quiet: LowPriorityThread, started: bool
+) -> None:
     found: list[int] = []
     if started:
         held = threading.Event()
@@ -115,7 +117,7 @@ def test_the_first_error_is_raised_once_and_what_came_after_it_is_dropped(quiet:
     assert found == []
 
 
-def test_what_is_dropped_is_not_done(quiet: QuietThread, starved: None) -> None:
+def test_what_is_dropped_is_not_done(quiet: LowPriorityThread, starved: None) -> None:
     found: list[int] = []
     quiet.start()
     quiet.put(lambda: found.append(1))
@@ -138,7 +140,7 @@ def test_what_is_dropped_is_not_done(quiet: QuietThread, starved: None) -> None:
 def test_training_leaves_cores_where_its_threads_are_fewer(
     monkeypatch: pytest.MonkeyPatch, device: str, cores: int, threads: int, processes: int, expected: bool
 ) -> None:
-    monkeypatch.setattr(quiet_thread, "usable_cores", lambda: cores)
+    monkeypatch.setattr(low_priority_thread, "usable_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert leaves_cores(torch.device(device), processes) is expected
 

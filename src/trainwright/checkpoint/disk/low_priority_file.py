@@ -1,0 +1,134 @@
+"""Files written in the background of training: with O_DIRECT if possible, and hashed by a low-priority thread."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from trainwright.checkpoint.disk.durable import (
+    CHUNK_BYTES,
+    DIRECT_FROM_BYTES,
+    DISK_BLOCK_BYTES,
+    HashingFile,
+    fault_point,
+    naming,
+)
+from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
+
+
+class LowPriorityFile(HashingFile):
+    """A `HashingFile` that uses little processor time. Written data must stay in memory until the file is closed.
+
+    The thread `quiet` hashes the data. Large files are written with `O_DIRECT`, which takes about a tenth of the
+    processor time of the page cache, if the system supports it. It needs addresses, offsets and lengths that are
+    multiples of a disk block. `quiet` writes other data through the page cache.
+    """
+
+    def __init__(self, path: Path, *, size: int, quiet: LowPriorityThread) -> None:
+        super().__init__(path)
+        self._quiet = quiet
+        self._planned = size
+        self._direct: int | None = None
+
+    def __enter__(self) -> LowPriorityFile:
+        super().__enter__()
+        if self._planned >= DIRECT_FROM_BYTES:
+            self._direct = _open_direct(self.path)
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`, which must not change before the file is closed."""
+        view = memoryview(data)
+        for start in range(0, len(view), CHUNK_BYTES):
+            chunk = view[start : start + CHUNK_BYTES]
+            self._quiet.put(partial(self._hash.update, chunk))
+            position, self._size = self._size, self._size + len(chunk)
+            done = self._write_direct(chunk, position)
+            if done == len(chunk):
+                continue
+            rest = partial(self._write_cached, chunk[done:], position + done)
+            if self._direct is None:
+                self._quiet.put(rest)
+            else:
+                rest()  # the header, or the incomplete block at the end
+
+    def _write_direct(self, chunk: memoryview, position: int) -> int:
+        """Write complete disk blocks with O_DIRECT; return the number of bytes, which is 0 if that is impossible."""
+        count = len(chunk) - len(chunk) % DISK_BLOCK_BYTES
+        aligned = position % DISK_BLOCK_BYTES == 0 and _address(chunk) % DISK_BLOCK_BYTES == 0
+        if self._direct is None or not count or not aligned:
+            return 0
+        written = 0
+        try:
+            with naming(self.path):
+                while written < count:
+                    more = os.pwrite(self._direct, chunk[written:count], position + written)
+                    written += more
+                    if more % DISK_BLOCK_BYTES:  # the disk may be full: the page cache reports it
+                        break
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self._close_direct()
+        if written:
+            fault_point("write", self.path)
+        return written
+
+    def _write_cached(self, chunk: memoryview, position: int) -> None:
+        written = 0
+        with naming(self.path):
+            while written < len(chunk):  # an unbuffered write may be partial
+                if hasattr(os, "pwrite"):
+                    written += os.pwrite(self._file.fileno(), chunk[written:], position + written)
+                else:  # Windows has no O_DIRECT either, so that all writes are in order
+                    written += self._file.write(chunk[written:])
+        # On Linux this starts writing to the disk, see `HashingFile`.
+        if self._direct is None and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._file.fileno(), position, len(chunk), os.POSIX_FADV_DONTNEED)
+        fault_point("write", self.path)
+
+    def sync(self) -> None:
+        """Wait until the file's bytes are on the disk. Its name is on the disk once its folder has been synced."""
+        if self._direct is None:
+            self._quiet.finish()
+        super().sync()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            try:
+                if kind is None:
+                    if not self._synced:
+                        self.sync()
+                    self._quiet.finish()
+                    self.finish()
+            finally:
+                self._quiet.drop()  # after an error, write nothing more
+                self._close_direct()
+
+    def _close_direct(self) -> None:
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct = None
+
+
+def _open_direct(path: Path) -> int | None:
+    """Open a file for writing with O_DIRECT. Return None if the system does not support that."""
+    if not hasattr(os, "O_DIRECT") or not hasattr(os, "pwrite"):
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+    except OSError:
+        return None
+
+
+def _address(chunk: memoryview) -> int:
+    return int(np.frombuffer(chunk, dtype=np.uint8).ctypes.data)
