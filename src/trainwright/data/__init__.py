@@ -13,6 +13,9 @@ from trainwright.data.order import KeyedPermutation, SequentialOrder, ShuffledOr
 from trainwright.data.padding import interleave, pad_to, trim
 from trainwright.data.prepared import PreparedLoader
 from trainwright.data.sampler import BatchShard, ShardedBatchSampler
+from trainwright.data.tokens.masking import MaskedSpans, MaskedTokens
+from trainwright.data.tokens.token_dataset import TokenDataset
+from trainwright.data.tokens.token_file import TokenFile, TokenFileWriter
 
 __all__ = [
     "BatchShard",
@@ -20,11 +23,16 @@ __all__ = [
     "DataModule",
     "KeyedPermutation",
     "LoaderOptions",
+    "MaskedSpans",
+    "MaskedTokens",
     "PreparedLoader",
     "SequentialOrder",
     "ShardedBatchSampler",
     "ShardedIterable",
     "ShuffledOrder",
+    "TokenDataset",
+    "TokenFile",
+    "TokenFileWriter",
     "epoch_key",
     "interleave",
     "iterate_groups",

@@ -1,0 +1,71 @@
+"""`trainwright data`: files of tokens for language models."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+
+def data(argv: Sequence[str]) -> int:
+    """Run `trainwright data tokenize` or `trainwright data show`."""
+    parser = argparse.ArgumentParser(prog="trainwright data", description="Files of tokens for language models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    write = commands.add_parser("tokenize", help="write the tokens of texts to a file", allow_abbrev=False)
+    write.add_argument("inputs", nargs="+", metavar="FILE", help=".jsonl files with a document in each line, or texts")
+    write.add_argument(
+        "--tokenizer",
+        required=True,
+        help="'bytes', a tokenizer.json, a folder with one, a name on the hub, or package.module:function",
+    )
+    write.add_argument("--output", required=True, metavar="NAME", help="writes NAME.bin, NAME.idx and NAME.json")
+    write.add_argument("--key", default="text", help="of the text in a line of .jsonl (default: text)")
+    write.add_argument(
+        "--documents",
+        choices=("line", "blank-line", "file"),
+        default="blank-line",
+        help="what ends a document of a text file (default: blank-line)",
+    )
+    write.add_argument("--eod", metavar="TOKEN", help="ends documents: its text or number (default: the tokenizer's)")
+    write.add_argument("--vocab-size", type=int, metavar="N", help="of a function, with its special tokens")
+    write.add_argument("--processes", type=int, default=1, metavar="N", help="that tokenize (default: 1)")
+    show = commands.add_parser("show", help="print what a file of tokens holds", allow_abbrev=False)
+    show.add_argument("file", metavar="NAME", help="with or without its ending")
+    show.add_argument("--document", type=int, metavar="N", help="print the tokens of this document, from 0")
+    options = parser.parse_args(argv)
+    return _tokenize(options) if options.command == "tokenize" else _show(options)
+
+
+def _tokenize(options: argparse.Namespace) -> int:
+    from trainwright.data.tokens.tokenize import load_tokenizer, tokenize_files
+
+    tokenizer = load_tokenizer(options.tokenizer, vocab_size=options.vocab_size, eod=options.eod)
+    found = tokenize_files(
+        options.inputs,
+        options.output,
+        tokenizer,
+        key=options.key,
+        documents=options.documents,
+        num_processes=options.processes,
+    )
+    _print(found)
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from trainwright.core.errors import ConfigurationError
+    from trainwright.data.tokens.token_file import TokenFile
+
+    found = TokenFile(options.file)
+    if options.document is None:
+        _print(found)
+    elif 0 <= options.document < len(found):
+        print(*found[options.document].tolist())
+    else:
+        raise ConfigurationError(f"--document {options.document}: {found.path} has documents 0 to {len(found) - 1}.")
+    return 0
+
+
+def _print(file: Any) -> None:
+    facts = "".join(f", {name} {value}" for name, value in file.facts.items())
+    print(f"{file.path}: {file.num_documents:,} documents, {file.num_tokens:,} tokens of {file.dtype}{facts}")

@@ -1,0 +1,1 @@
+"""Language-model data: files of tokens, and datasets of samples of equal length."""

@@ -1,0 +1,145 @@
+"""Samples for masked language models: single tokens, as BERT predicts them, and spans, as T5 does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainwright.core.errors import ConfigurationError
+
+Array = np.ndarray[Any, Any]
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedTokens:
+    """A `transform` of `TokenDataset`: some tokens are replaced, and the model predicts what they were.
+
+    A sample has `input_ids`, `labels` (-100 for tokens that are not predicted) and `attention_mask`, each int64 of
+    shape (length,). Source: Devlin et al., "BERT" (2018), section 3.1: of the chosen tokens 80 % become the mask, 10 %
+    another token, and 10 % stay.
+
+    Args:
+        length: That of the dataset.
+        mask_token: Of the tokenizer.
+        vocab_size: Random tokens are drawn below it.
+        probability: Share of tokens that are predicted. Default: 0.15.
+        special_tokens: Tokens that are never chosen. Default: none.
+        pad_token: Fills short samples. Default: 0.
+    """
+
+    length: int
+    mask_token: int
+    vocab_size: int
+    probability: float = 0.15
+    special_tokens: Collection[int] = ()
+    pad_token: int = 0
+
+    def __call__(self, tokens: Array, generator: np.random.Generator) -> dict[str, torch.Tensor]:
+        """Return a sample from the first `length` tokens."""
+        ids = tokens[: self.length].copy()
+        chosen = generator.random(len(ids)) < self.probability
+        chosen &= ~np.isin(ids, list(self.special_tokens))
+        labels, what = np.where(chosen, ids, _IGNORED), generator.random(len(ids))
+        ids[chosen & (what < 0.8)] = self.mask_token
+        is_random = chosen & (what >= 0.9)
+        ids[is_random] = generator.integers(self.vocab_size, size=int(is_random.sum()))
+        there = np.ones(len(ids), dtype=np.int64)
+        return {
+            "input_ids": _padded(ids, self.length, self.pad_token),
+            "labels": _padded(labels, self.length, _IGNORED),
+            "attention_mask": _padded(there, self.length, 0),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedSpans:
+    """A `transform` of `TokenDataset`: spans are replaced by one mask each, and the model writes what they were.
+
+    A sample has `input_ids` and `attention_mask` of shape (input_length,), and `labels` of shape (target_length,), all
+    int64. Source: Raffel et al., "Exploring the Limits of Transfer Learning" (2019), section 3.1.4.
+
+    Args:
+        length: That of the dataset: tokens of a text, of which the input has fewer.
+        masks: Tokens of the first mask, the second one and so on, such as `range(32099, 31999, -1)` of T5.
+        eos_token: Ends inputs and labels.
+        probability: Share of the tokens that are replaced. Default: 0.15.
+        mean_length: Mean length of a span. Default: 3.
+        pad_token: Fills inputs. Default: 0.
+
+    Raises:
+        ConfigurationError: There are fewer masks than a sample needs, or a number is out of range.
+    """
+
+    length: int
+    masks: range | tuple[int, ...]
+    eos_token: int
+    probability: float = 0.15
+    mean_length: float = 3.0
+    pad_token: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.probability < 1 or self.mean_length < 1:
+            raise ConfigurationError(
+                f"probability={self.probability}, mean_length={self.mean_length}: write a number between 0 and 1, and "
+                "one of at least 1."
+            )
+        if len(self.masks) < self._spans(self.length)[1]:
+            raise ConfigurationError(
+                f"samples of length={self.length} have {self._spans(self.length)[1]} spans, and there are "
+                f"{len(self.masks)} masks. Pass more, or a shorter length."
+            )
+
+    @property
+    def input_length(self) -> int:
+        """Length of `input_ids`: all other tokens of a full sample, the masks and the end."""
+        replaced, spans = self._spans(self.length)
+        return self.length - replaced + spans + 1
+
+    @property
+    def target_length(self) -> int:
+        """Length of `labels`: all replaced tokens of a full sample, their masks and the end."""
+        replaced, spans = self._spans(self.length)
+        return replaced + spans + 1
+
+    def _spans(self, length: int) -> tuple[int, int]:
+        """Return how many tokens of a text are replaced, and in how many spans."""
+        replaced = min(max(round(length * self.probability), 1), length - 1)
+        return replaced, max(1, min(round(replaced / self.mean_length), length - replaced))
+
+    def __call__(self, tokens: Array, generator: np.random.Generator) -> dict[str, torch.Tensor]:
+        """Return a sample from the first `length` tokens, of which there are at least 2."""
+        text = tokens[: self.length]
+        replaced, num = self._spans(len(text))
+        lengths = np.stack([_parts(len(text) - replaced, num, generator), _parts(replaced, num, generator)], axis=1)
+        bounds = np.concatenate([[0], np.cumsum(lengths.reshape(-1))])
+        inputs: list[Array] = []
+        targets: list[Array] = []
+        for i in range(num):
+            mask = np.array([self.masks[i]])
+            inputs += [text[bounds[2 * i] : bounds[2 * i + 1]], mask]
+            targets += [mask, text[bounds[2 * i + 1] : bounds[2 * i + 2]]]
+        end = np.array([self.eos_token])
+        ids, labels = np.concatenate([*inputs, end]), np.concatenate([*targets, end])
+        return {
+            "input_ids": _padded(ids, self.input_length, self.pad_token),
+            "attention_mask": _padded(np.ones(len(ids), dtype=np.int64), self.input_length, 0),
+            "labels": _padded(labels, self.target_length, _IGNORED),
+        }
+
+
+def _parts(total: int, num: int, generator: np.random.Generator) -> Array:
+    """Return `num` random whole numbers of at least 1 whose sum is `total`."""
+    cuts = np.sort(generator.choice(total - 1, num - 1, replace=False)) + 1
+    return np.diff([0, *cuts.tolist(), total])
+
+
+def _padded(values: Array, length: int, padding: int) -> torch.Tensor:
+    found = np.full(length, padding, dtype=np.int64)
+    found[: len(values)] = values[:length]
+    return torch.from_numpy(found)

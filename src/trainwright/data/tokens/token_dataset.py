@@ -1,0 +1,191 @@
+"""Samples of equal length from files of tokens, as a map-style dataset."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.data.order import KeyedPermutation, derive_key
+from trainwright.data.tokens.packing import PackedDocuments
+from trainwright.data.tokens.token_file import TokenFile
+
+PathLike = str | os.PathLike[str]
+Sample = dict[str, torch.Tensor]
+
+_IGNORED = -100  # the label of a position without a target, in transformers and torch
+
+
+class TokenDataset(Dataset[Any]):
+    """Samples of `length` tokens from one or several files.
+
+    A sample is a dict of int64 tensors of shape (length,): `input_ids`; `labels`, which are the same; `shift_labels`,
+    the token that follows each position, or -100 where there is none. Models of transformers use `shift_labels`
+    when both are passed, so that every token is predicted once. `documents="separate"` adds `position_ids`.
+
+    A sample is computed from its number: a dataset has no index in memory, so that its size does not matter, and a
+    DataLoader of the Trainer or the Accelerator shuffles it and resumes in it without one either.
+
+    Args:
+        files: The path of a file (see `TokenFile`), several, or a dict from paths to weights.
+        length: Tokens of a sample.
+        num_samples: Samples of the dataset. With weights it is the number for all of the training: each file gives its
+            share, rounded to whole samples, is read in random order, and is read again where it has fewer. Default:
+            None, which is all samples of all files, or with weights, as many as files have in total.
+        documents: `"joined"`: a sample begins anywhere and may contain parts of several documents, which see each
+            other. `"separate"`: the same, but `position_ids` begin again at each document, by which models of
+            transformers separate their attention (with `use_cache=False` and no attention mask), and no token is
+            predicted from another document. `"packed"`: as `"separate"`, but only documents longer than
+            a sample are divided: samples are filled with complete documents and padded.
+        split: The part of each file that is used, from 0 to 1: `(0, 0.98)` for training, `(0.98, 1)` for validation.
+        transform: Called with the tokens of a sample, an int64 array of up to `length` + 1, and a NumPy generator of
+            that sample alone; returns the sample. See `MaskedTokens` and `MaskedSpans`. Default: None.
+        vocab_size: Of the model, to check files with. Default: None.
+        pad_token: Fills packed samples. Default: 0.
+        seed: Of the order within files and of `transform`. Default: 0.
+
+    Raises:
+        ConfigurationError: A file is missing or damaged, was written with another tokenizer than the first or with a
+            larger vocabulary, or is shorter than one sample; a weight is not positive.
+    """
+
+    def __init__(
+        self,
+        files: PathLike | Sequence[PathLike] | Mapping[PathLike, float],
+        length: int,
+        *,
+        num_samples: int | None = None,
+        documents: str = "joined",
+        split: tuple[float, float] = (0.0, 1.0),
+        transform: Callable[[np.ndarray[Any, Any], np.random.Generator], Sample] | None = None,
+        vocab_size: int | None = None,
+        pad_token: int = 0,
+        seed: int = 0,
+    ) -> None:
+        if documents not in ("joined", "separate", "packed"):
+            raise ConfigurationError(f"documents={documents!r} is unknown. Use 'joined', 'separate' or 'packed'.")
+        if transform is not None and documents == "separate":
+            raise ConfigurationError("transform takes tokens alone: use it with documents='joined' or 'packed'.")
+        if length < 1 or not 0 <= split[0] < split[1] <= 1:
+            raise ConfigurationError(f"length={length}, split={split}: write at least 1, and two numbers from 0 to 1.")
+        weights = dict(files) if isinstance(files, Mapping) else None
+        paths = list(weights) if weights else [files] if isinstance(files, (str, os.PathLike)) else list(files)
+        if not paths:
+            raise ConfigurationError("files is empty. Pass the path of a file of tokens.")
+        self.length, self.documents, self.seed, self._pad = length, documents, seed, pad_token
+        self._transform = transform
+        self.files = [TokenFile(path) for path in paths]
+        _check_files(self.files, vocab_size)
+        self._sources = [_source(file, length, documents, split) for file in self.files]
+        counts = [len(source) for source in self._sources]
+        for file, count in zip(self.files, counts, strict=True):
+            if not count:
+                raise ConfigurationError(f"{file.path} has no sample of length={length} in split={split}.")
+        if weights is not None or num_samples is not None:
+            shares = list((weights or dict.fromkeys(map(str, paths), 1.0)).values()) if weights else counts
+            wanted = divide_exactly(sum(counts) if num_samples is None else num_samples, shares)
+            self._orders: list[KeyedPermutation] | None = [
+                KeyedPermutation(count, derive_key(seed, i)) for i, count in enumerate(counts)
+            ]
+        else:
+            wanted, self._orders = counts, None
+        self._ends = list(itertools.accumulate(wanted))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return a sample; the same one for the same index, whenever and wherever it is asked for."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is not in [0, {len(self)}).")
+        which = bisect.bisect_right(self._ends, index)
+        source, place = self._sources[which], index - (self._ends[which - 1] if which else 0)
+        place %= len(source)
+        if self._orders is not None:
+            place = self._orders[which][place]
+        tokens, starts = source.read(place)
+        if self._transform is not None:
+            return self._transform(tokens, np.random.default_rng((self.seed, index)))
+        return self._causal(tokens, starts)
+
+    def _causal(self, tokens: np.ndarray[Any, Any], starts: list[int]) -> Sample:
+        """Return a sample of up to `length` + 1 tokens in which documents begin at `starts`."""
+        length, num = self.length, min(len(tokens), self.length)
+        ids = np.full(length, self._pad, dtype=np.int64)
+        labels, following = np.full((2, length), _IGNORED, dtype=np.int64)
+        ids[:num] = labels[:num] = tokens[:num]
+        following[: len(tokens) - 1] = tokens[1 : length + 1]
+        sample = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        if self.documents != "joined":
+            following[[start - 1 for start in starts if start]] = _IGNORED
+            positions = np.arange(length)
+            for start, stop in itertools.pairwise([*starts, length]):
+                positions[start:stop] -= start
+            sample["position_ids"] = torch.from_numpy(positions)
+        sample["shift_labels"] = torch.from_numpy(following)
+        return sample
+
+
+class _Windows:
+    """Samples that follow one another in a file: `length` tokens and the one after them."""
+
+    def __init__(self, file: TokenFile, length: int, split: tuple[float, float], *, with_starts: bool) -> None:
+        self._file, self._length, self._with_starts = file, length, with_starts
+        self._first, last = (int(part * file.num_tokens) for part in split)
+        self._num = (last - self._first - 1) // length if last > self._first else 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def read(self, place: int) -> tuple[np.ndarray[Any, Any], list[int]]:
+        start = self._first + place * self._length
+        stop = start + self._length + 1
+        tokens = self._file.tokens[start:stop].astype(np.int64)
+        if not self._with_starts:
+            return tokens, []
+        return tokens, [0, *(place - start for place in self._file.boundaries(start, stop))]
+
+
+def _source(file: TokenFile, length: int, documents: str, split: tuple[float, float]) -> _Windows | PackedDocuments:
+    if documents == "packed":
+        return PackedDocuments(file, length, split)
+    return _Windows(file, length, split, with_starts=documents == "separate")
+
+
+def _check_files(files: Sequence[TokenFile], vocab_size: int | None) -> None:
+    first = files[0]
+    for file in files:
+        found, size = file.facts.get("tokenizer"), file.facts.get("vocab_size")
+        if file.facts and first.facts and found != first.facts.get("tokenizer"):
+            raise ConfigurationError(
+                f"{file.path} was written with the tokenizer {found!r}, and {first.path} with "
+                f"{first.facts.get('tokenizer')!r}. Tokenize both with the same one."
+            )
+        if vocab_size is not None and isinstance(size, int) and size > vocab_size:
+            raise ConfigurationError(
+                f"{file.path} has tokens of a vocabulary of {size}, and the model's is {vocab_size}. Give the model "
+                f"at least {size} embeddings, or tokenize with its own tokenizer."
+            )
+
+
+def divide_exactly(total: int, weights: Sequence[float]) -> list[int]:
+    """Return whole numbers in proportion to weights whose sum is `total`; each differs by less than 1 from its share.
+
+    Raises:
+        ConfigurationError: A weight is negative or no number, or all are 0.
+    """
+    if not all(weight >= 0 for weight in weights) or not 0 < sum(weights) < float("inf"):
+        raise ConfigurationError(f"weights {list(weights)}: write positive numbers.")
+    shares = [total * weight / sum(weights) for weight in weights]
+    found = [int(share) for share in shares]
+    by_rest = sorted(range(len(found)), key=lambda i: found[i] - shares[i])
+    for i in by_rest[: total - sum(found)]:
+        found[i] += 1
+    return found

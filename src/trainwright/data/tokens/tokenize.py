@@ -1,0 +1,215 @@
+"""From text to a file of tokens, in several processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.core.registry import import_object
+from trainwright.data.tokens.token_file import TokenFile, TokenFileWriter
+
+Encode = Callable[[str], Sequence[int]]
+
+_IN_A_TASK = 256  # documents that a process gets at once
+_BYTES = "bytes"
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of texts, in well-known tokenizers
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """From a text to tokens, and what a file of tokens says of it.
+
+    Attributes:
+        encode: Returns the tokens of a text, without special ones.
+        vocab_size: With special tokens.
+        eod: Token that ends documents; None: there is none.
+        name: Differs between different tokenizers.
+    """
+
+    encode: Encode
+    vocab_size: int
+    eod: int | None
+    name: str
+
+
+def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str | None = None) -> Tokenizer:
+    """Return a tokenizer by its name.
+
+    Args:
+        name: `"bytes"`: the bytes of UTF-8, and 256 after each document; a `tokenizer.json`, a folder with one, or a
+            name on Hugging Face's hub; or `"package.module:function"`, from a text to a list of integers.
+        vocab_size: Of a function. Default: None, for tokenizers that know it.
+        eod: The number of the token that ends documents, or its text. Default: None, which is
+            `<|endoftext|>`, `<|end_of_text|>`, `</s>` or `<eos>`, if the tokenizer has one.
+
+    Raises:
+        ConfigurationError: There is no such tokenizer or token.
+        MissingPackageError: The package of the tokenizer is not installed.
+    """
+    if name == _BYTES:
+        return Tokenizer(_utf8, 257, 256 if eod is None else _number(eod, {}), _BYTES)
+    if ":" in name and not Path(name).exists():
+        if vocab_size is None:
+            raise ConfigurationError(f"--tokenizer {name} is a function: pass --vocab-size, too.")
+        try:
+            function: Any = import_object(name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigurationError(f"--tokenizer {name} cannot be imported: {error}.") from error
+        return Tokenizer(function, vocab_size, None if eod is None else _number(eod, {}), name)
+    tokenizers: Any = require_package("tokenizers", purpose=f"--tokenizer {name}")
+    file = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
+    if not file.is_file() and (Path(name).exists() or file.suffix == ".json"):
+        raise ConfigurationError(
+            f"--tokenizer {name}: {file} is missing. transformers' save_pretrained writes it for fast tokenizers."
+        )
+    try:
+        made = (tokenizers.Tokenizer.from_file if file.is_file() else tokenizers.Tokenizer.from_pretrained)(
+            str(file) if file.is_file() else name
+        )
+    except Exception as error:  # the library raises nothing more exact
+        raise ConfigurationError(f"--tokenizer {name} cannot be loaded: {' '.join(str(error).split())}") from error
+    known = made.get_vocab()
+    end = next((known[token] for token in _ENDS if token in known), None) if eod is None else _number(eod, known)
+    digest = hashlib.sha256(made.to_str().encode()).hexdigest()[:16]
+    return Tokenizer(partial(_encode_fast, made), max(known.values()) + 1, end, digest)
+
+
+def tokenize_files(
+    inputs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    *,
+    key: str = "text",
+    documents: str = "blank-line",
+    num_processes: int = 1,
+    progress: bool = True,
+) -> TokenFile:
+    """Write the tokens of texts to `OUTPUT.bin` and `OUTPUT.idx`, and return that file.
+
+    Args:
+        inputs: `.jsonl` files, with a document in each line, and text files.
+        output: Without an ending. Files of this name are replaced when all is written.
+        tokenizer: See `load_tokenizer`.
+        key: Of the text in a line of `.jsonl`. Default: `"text"`.
+        documents: How a text file is divided: `"line"`, `"blank-line"` or `"file"`. Default: `"blank-line"`.
+        num_processes: That tokenize. Default: 1.
+        progress: Show a progress bar, in bytes. Default: True.
+
+    Raises:
+        ConfigurationError: A file is missing or is not text or JSON, with its line; or there is no document.
+    """
+    from tqdm import tqdm
+
+    if documents not in ("line", "blank-line", "file"):
+        raise ConfigurationError(f"documents={documents!r} is unknown. Use 'line', 'blank-line' or 'file'.")
+    if num_processes < 1:
+        raise ConfigurationError(f"num_processes={num_processes}: write at least 1.")
+    files = [Path(file) for file in inputs]
+    for file in files:
+        if not file.is_file():
+            raise ConfigurationError(f"{file} is missing.")
+    total = sum(file.stat().st_size for file in files)
+    bar = tqdm(total=total, unit="B", unit_scale=True, disable=not progress, desc="tokenize")
+    texts = (text for file in files for text in _documents(file, key, documents))
+    num = 0
+    facts = {"tokenizer": tokenizer.name, "eod": tokenizer.eod}
+    with bar, TokenFileWriter(output, tokenizer.vocab_size, **facts) as writer:
+        for size, tokens in _encoded(texts, tokenizer, num_processes):
+            writer.add(tokens)
+            bar.update(size)
+            num += 1
+        if not num:
+            raise ConfigurationError(f"{', '.join(map(str, files))}: no document was found.")
+    return TokenFile(output)
+
+
+def _documents(file: Path, key: str, documents: str) -> Iterator[str]:
+    if file.suffix == ".jsonl":
+        yield from _json_lines(file, key)
+        return
+    try:
+        if documents == "file":
+            yield file.read_text(encoding="utf-8")
+            return
+        lines: list[str] = []
+        with file.open(encoding="utf-8") as stream:
+            for line in stream:
+                if documents == "line" or not line.strip():
+                    text = "".join([*lines, line]) if documents == "line" else "".join(lines)
+                    lines = []
+                    if text.strip():
+                        yield text
+                else:
+                    lines.append(line)
+        if lines:
+            yield "".join(lines)
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{file} is not text in UTF-8: {error}.") from error
+
+
+def _json_lines(file: Path, key: str) -> Iterator[str]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)[key]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigurationError(
+                    f"{file}, line {number} is not a JSON object with {key!r}. Pass --key for another name."
+                ) from error
+            if not isinstance(text, str):
+                raise ConfigurationError(f"{file}, line {number}: {key!r} is {type(text).__name__}, expected text.")
+            yield text
+
+
+def _encoded(texts: Iterable[str], tokenizer: Tokenizer, num_processes: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield the size of each text in bytes and its tokens, in order."""
+    encode = partial(_encode_all, tokenizer.encode, tokenizer.eod)
+    batches = _batches(texts)
+    if num_processes == 1:
+        for batch in batches:
+            yield from encode(batch)
+        return
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        # A pool reads its input without a bound: a few tasks at a time.
+        while tasks := list(islice(batches, 8 * num_processes)):
+            for found in pool.imap(encode, tasks):
+                yield from found
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    left = iter(texts)
+    while batch := list(islice(left, _IN_A_TASK)):
+        yield batch
+
+
+def _encode_all(encode: Encode, eod: int | None, texts: list[str]) -> list[tuple[int, list[int]]]:
+    end = [] if eod is None else [eod]
+    return [(len(text.encode()), [*encode(text), *end]) for text in texts]
+
+
+def _utf8(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def _encode_fast(tokenizer: Any, text: str) -> Sequence[int]:
+    found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return found
+
+
+def _number(token: int | str, known: dict[str, int]) -> int:
+    if isinstance(token, int) or token.isdigit():
+        return int(token)
+    if token not in known:
+        raise ConfigurationError(f"--eod {token!r} is no token of the tokenizer. Pass one of its tokens or a number.")
+    return known[token]
