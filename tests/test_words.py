@@ -20,7 +20,6 @@ ALLOWED: dict[str, float] = {
     "checkpoint": 12.4,
     "loggers": 2.3,
     "strategies": 24.5,
-    "trainer": 14.3,
 }
 # Phrases with a counted word in a plain meaning, each with that meaning.
 EXCUSED: dict[str, str] = {}

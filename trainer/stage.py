@@ -32,7 +32,7 @@ from trainwright.trainer.checkpoints.load_request import LoadRequest, check_earl
 from trainwright.trainer.configuration.assembly import with_task_callbacks
 from trainwright.trainer.configuration.checks import check_callbacks, check_datamodule, check_needs, check_task
 from trainwright.trainer.configuration.settings import Settings
-from trainwright.trainer.data import Sources, half_of_a_validation
+from trainwright.trainer.data import Sources, incomplete_validation
 from trainwright.trainer.logger_start import begin_fit, start_loggers
 from trainwright.trainer.optimization import Schedules, check_members, parse_optimizers, warn_of_joint_steps
 from trainwright.trainer.recovery import ending
@@ -174,7 +174,7 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     task._sink = run.metrics
     if stage != "fit":
         return
-    lacks = half_of_a_validation(run.data.sources, task, run.settings.limit_batches["validate"])
+    lacks = incomplete_validation(run.data.sources, task, run.settings.limit_batches["validate"])
     if lacks is not None and not (run.arguments.barebones or run.is_trial):
         run.print(f"trainwright: {lacks}")
     run.trains = True

@@ -1,4 +1,4 @@
-"""What a preempted run does in the time that it is left: write a checkpoint, and end."""
+"""Write a checkpoint of a preempted run and end the process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from trainwright.trainer.checkpoints import safe_point
 from trainwright.trainer.recovery.preemption import MARGIN_S, requeue_job
 from trainwright.trainer.run import StageRun
 
-CHECKPOINT_NAME = "preempted"  # one folder a run, replaced each time, so that they do not pile up
+CHECKPOINT_NAME = "preempted"  # one folder per run, replaced by each later preemption
 
 
 def leave(run: StageRun) -> NoReturn:
-    """Write a checkpoint of the present step if there is time for it, and end the process. Collective.
+    """Write a checkpoint of the current step if there is time, and end the process. Collective.
+
+    After SIGUSR1, Slurm's warning before the time limit, the job is requeued unless `auto_requeue=False`.
 
     Args:
-        run: stands at a step boundary, and its ranks have agreed on a signal. Slurm runs the job again when it has sent
-            SIGUSR1, its warning before the end of a job's time, unless `auto_requeue=False`.
+        run: the run, at a step boundary, after all ranks have agreed on a signal.
 
     Raises:
         Preempted: always.
@@ -29,39 +30,39 @@ def leave(run: StageRun) -> NoReturn:
     done = _save(run)
     if run.arguments.auto_requeue and name == "SIGUSR1" and run.is_main:
         done += requeue_job()
-    run.print(f"trainwright: {name} came to rank {preemption.receiver} at step {run.state.step}: {done}")
+    run.print(f"trainwright: rank {preemption.receiver} received {name} at step {run.state.step}: {done}")
     raise Preempted(name)
 
 
 def _save(run: StageRun) -> str:
-    """Write the checkpoint unless there is one already, or no time; returns what was done, for the user."""
+    """Write the checkpoint unless one exists or time is short. Returns a message for the user."""
     if run.saver is None:
-        return "no checkpoint, since checkpointing is switched off."
+        return "no checkpoint was written, because checkpointing is disabled."
     try:
-        safe_point.finish(run)  # what is being written comes first: it is nearly done, and it is worth as much
+        safe_point.finish(run)  # a save in progress needs less time than a new one
     except (OSError, CheckpointError) as error:
         run.print(f"trainwright: {error}")
     if run.state.step == 0:
-        return "nothing had been trained."
+        return "no checkpoint was written, because no step was completed."
     plan: Any = None
     if run.is_main:
-        # A checkpoint of this step that was written before its validation does not know what that came to.
+        # A checkpoint written before the validation of this step lacks the validation's results.
         held = None if run.state.validation_owed else run.folder.find(run.state.step)
         name = run.folder.free_name(CHECKPOINT_NAME)
         plan = held, run.saves.longest_write_s, run.preemption.remaining_s(), name
     written, needed_s, left_s, name = run.broadcast(plan)
     if written is not None:
-        return f"{written} holds this step already. Go on with fit(ckpt_path='last')."
+        return f"{written} already holds this step. Resume with fit(ckpt_path='last')."
     if left_s < needed_s + MARGIN_S:
         return (
-            f"no checkpoint, since {left_s:.1f} s are left of preemption_grace and the longest one took {needed_s:.1f} "
-            "s. The earlier ones are whole: go on with fit(ckpt_path='last')."
+            f"no checkpoint was written, because {left_s:.1f} s of preemption_grace are left and the slowest save took "
+            f"{needed_s:.1f} s. Earlier checkpoints are complete. Resume with fit(ckpt_path='last')."
         )
-    run.saves.raises = True  # or it would be said that there is a checkpoint
+    run.saves.raises = True  # otherwise the message below would report a checkpoint that was not written
     try:
         run.request_save(SaveRequest(name))
         safe_point.settle(run)
         safe_point.finish(run)
     except (OSError, CheckpointError) as error:
-        return f"the checkpoint failed: {error}. The earlier ones are whole."
-    return f"wrote {run.checkpoint_dir / name}. Go on with fit(ckpt_path='last')."
+        return f"the checkpoint could not be written: {error}. Earlier checkpoints are complete."
+    return f"wrote {run.checkpoint_dir / name}. Resume with fit(ckpt_path='last')."

@@ -42,11 +42,11 @@ class StageRehearsal:
     every trial starts from the same state.
 
     Args:
-        run: at a step boundary.
+        run: the run, at a step boundary.
         show: sets the run that the Trainer's attributes describe.
-        new_clock: returns the progress of a trial for that of the training.
+        new_clock: receives the training progress and returns the progress of a trial.
         alone: run steps without the other ranks.
-        remakes_loaders: also create the run's loaders again after a rehearsal without errors.
+        remakes_loaders: create the run's loaders again after a rehearsal without errors.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StageRehearsal:
         self._run = run
         self._show, self._new_clock = show, new_clock
         self._alone = alone
-        self._processes = run.engine.processes  # an engine for trials alone has none
+        self._processes = run.engine.processes  # the engine of a single-rank trial has none
         self._engine = run.engine
         self._remakes = remakes_loaders
         self._kind: Stage = "train" if run.stage is None or run.stage == "fit" else run.stage
@@ -71,12 +71,15 @@ class StageRehearsal:
     def __enter__(self) -> StageRehearsal:
         run = self._run
         if not run.loop.at_step_boundary:
-            raise ConfigurationError("steps can only be tried out between two steps of a run, not within one.")
+            raise ConfigurationError(
+                "trial steps cannot run within a training step. Start them between two steps, for example in "
+                "on_train_step_end."
+            )
         if self._remakes and self._kind in run.data.sources.given:
             raise ConfigurationError(
-                f"the {self._kind} loader was handed to the Trainer ready-made, so that its batch size cannot change. "
-                f"Define {LOADER_METHODS[self._kind]}(self) in the task or in a data module, with a loader made "
-                "from the attribute that holds the batch size."
+                f"the {self._kind} loader was passed to the Trainer as an object, so its batch size cannot change. "
+                f"Define {LOADER_METHODS[self._kind]}(self) in the task or in a data module, and create the loader "
+                "with the attribute that holds the batch size."
             )
         with ExitStack() as stack:  # restores the state if a later line raises
             stack.enter_context(isolate_rng(run.engine.device))
@@ -104,7 +107,7 @@ class StageRehearsal:
         run.task._sink = run.metrics
 
     def _remember(self, stack: ExitStack) -> None:
-        """Take a snapshot of what steps change in place, which is restored at the end."""
+        """Take a snapshot of the state that steps change in place; `stack` restores it."""
         run = self._run
         schedulers = [config.scheduler for config in run.lr_scheduler_configs]
         generators = _generators_of(run.data.sources.given)
@@ -122,7 +125,7 @@ class StageRehearsal:
             vars(self._run.datamodule).update(self._module)
 
     def _renew_loaders(self) -> None:
-        """Create the run's loaders again, at the same position in the data. Collective if creating one is."""
+        """Create the run's loaders again at the same position in the data. Collective if creating a loader is."""
         run, state, made = self._run, self._run.state, self._run.data.made
         run.data.forget()
         run.loop.validation = None
@@ -165,7 +168,7 @@ class StageRehearsal:
                     work = partial(evaluation.evaluate, trial, self._kind, max_batches=num_steps)
                 with without_ranks(trial.task):
                     work()
-        except Exception as error:  # noqa: BLE001  # told to the other ranks, which wait for this one, and then raised
+        except Exception as error:  # noqa: BLE001  # raised below, after the exchange that the other ranks wait for
             status, reason = (_FULL if is_out_of_memory(error) else _FAILED), f"{type(error).__name__}: {error}"
             failure = None if status == _FULL else error
         self._forget()
@@ -174,12 +177,12 @@ class StageRehearsal:
             raise failure
         for rank, (other, text) in enumerate(told):
             if other == _FAILED:
-                raise TrainwrightError(f"rank {rank} failed while steps were tried out: {text}")
+                raise TrainwrightError(f"rank {rank} failed during trial steps: {text}")
         found = next((text for other, text in told if other == _FULL), "")
         return Trial(fits=all(other == _FITS for other, _ in told), batch_size=size, reason=found)
 
     def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
-        """Train some steps and read the loss of each; see `core.run.Rehearsal`."""
+        """Run training steps and read the loss of each; see `core.run.Rehearsal`."""
 
         def read(loss: float | torch.Tensor | None) -> bool:
             share = float("nan") if loss is None else float(loss)
@@ -196,7 +199,7 @@ class StageRehearsal:
         return probe.done
 
     def _begin(self, last: ExitStack) -> StageRun:
-        """Return a stage that is set up until `last` closes."""
+        """Set up and return a trial stage; `last` tears it down."""
         run = self._run
         clock = self._new_clock(run.state)
         clock.batch_in_epoch = clock.step_in_epoch = clock.samples_in_epoch = 0
@@ -274,11 +277,11 @@ class _Probe(Callback):
             evaluation.evaluate(self._trial, "validate", max_batches=self._num_steps)
 
     def _end(self) -> None:
-        self._trial.request_stop("enough steps were tried out", closes_epoch=False)
+        self._trial.request_stop("all trial steps have run", closes_epoch=False)
 
 
 def _for_trial(settings: Settings) -> Settings:
-    """Return settings without those that end, check or validate a fit."""
+    """Return settings without limits, validation and checks for finite values."""
     return replace(
         settings,
         arguments=replace(settings.arguments, on_nonfinite=None, reload_dataloaders_every_n_epochs=0),
@@ -296,7 +299,7 @@ def _num_samples(loader: object) -> int | None:
 
 
 def _generators_of(given: dict[str, Any]) -> list[Any]:
-    """Return the generators of ready-made loaders. Reading an epoch draws from them."""
+    """Return the random number generators of user-created loaders. Reading an epoch draws from them."""
     found = []
     for loader in [part for each in given.values() for part in leaves_of(getattr(each, "iterables", each))]:
         for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
@@ -309,10 +312,10 @@ def pass_training_data(run: StageRun) -> None:
     """Run `training_step` on this rank's batches of one epoch; see `Run.pass_training_data`.
 
     Args:
-        run: between two epochs or after the last; the next epoch calls `begin_epoch` on its training data.
+        run: the run, between two epochs or after the last one. The next epoch calls `begin_epoch` on its data.
     """
     task, engine, data = run.task, run.engine, run.data.train()
-    unread = MetricBuffer()  # what the task logs here describes no step of the run
+    unread = MetricBuffer()  # receives values that the task logs here, which are discarded
     unread.begin("train")
     unread.in_step = True
     sink, task._sink = task._sink, unread

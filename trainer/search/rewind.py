@@ -58,7 +58,7 @@ class Rewind:
         elif isinstance(found, set):
             self._keep_content(
                 found, set(found), found.update, ()
-            )  # its members are hashable: values that do not change
+            )  # members are hashable, so their values do not change
         elif isinstance(found, tuple):
             self._waiting.extend(found)
         else:
@@ -77,16 +77,16 @@ class Rewind:
         if gradient is not None:
             self._waiting.append(gradient)
 
-        def put_back() -> None:
+        def restore() -> None:
             if tensor.is_leaf:
-                tensor.grad = None  # of whatever shape
+                tensor.grad = None  # its shape may differ
             tensor.data = data  # it may have been replaced or resized
             local.copy_(saved)
             if tensor.is_leaf:
                 tensor.requires_grad_(needs_gradient)
                 tensor.grad = gradient
 
-        self._steps.append(put_back)
+        self._steps.append(restore)
 
     def _keep_generator(self, found: object) -> None:
         if isinstance(found, torch.Generator):
