@@ -280,7 +280,7 @@ def _warn_of_shuffling(loader: object, overfit: int | float) -> None:
     leaves = leaves_of(getattr(loader, "iterables", loader))
     if any("RandomSampler" in type(getattr(leaf, "sampler", None)).__name__ for leaf in leaves):
         warnings.warn(
-            f"overfit_batches={overfit!r} reads the same batches in every epoch, so shuffle=True of the training loader "
+            f"overfit_batches={overfit!r} reads the same batches in every epoch, so the training loader's shuffle=True "
             "is ignored. Set shuffle=False to silence this warning.",
             TrainwrightWarning,
             stacklevel=2,

@@ -313,7 +313,7 @@ class StageRun:
         return map_tensors(lambda tensor: self.engine.data_ranks.all_gather(tensor, sync_grads), data)
 
     def whole_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor of one of the task's tensors or of a tensor sharded like it; see `Run.whole_tensor`."""
+        """Return the full tensor of a task's tensor or of one sharded like it; see `Run.whole_tensor`."""
         return self.engine.state.full_tensor(tensor)
 
     def cut_like(self, value: object, like: torch.Tensor) -> Any:

@@ -116,7 +116,7 @@ def _collect(
                 if (data := run.datamodule) is None
                 else {"datamodule_hyper_parameters": data.saved_hyperparameters()}
             ),
-            "left_out": run.history.left_out(),
+            "left_out": run.history.skipped_data(),
             "metrics": [of_rank["metrics"] for of_rank in by_data_rank],
             "frozen": frozen_names(task),
             "seed": run.history.seed,

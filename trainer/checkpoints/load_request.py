@@ -170,7 +170,7 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
         newer = remote_saves.newer_than(run, local, kind)
         if newer is None and local is None:
             raise errors.CheckpointNotFoundError(
-                f"{stage}(ckpt_path='last'): no valid checkpoint in {run.checkpoint_dir}. Pass a path, or omit ckpt_path."
+                f"{stage}(ckpt_path='last'): no valid checkpoint in {run.checkpoint_dir}. Pass a path or None."
             )
         if newer is None:
             return local
@@ -443,8 +443,8 @@ def rank_saved(run: StageRun) -> list[str]:
     saver = run.saver
     if saver is None:
         raise ConfigurationError(
-            "ckpt_path='best': no ModelCheckpoint defines the best checkpoint. Pass callbacks=[ModelCheckpoint(monitor=…)] "
-            "as in the run that saved it, or a checkpoint's path."
+            "ckpt_path='best': no ModelCheckpoint defines the best checkpoint. Pass "
+            "callbacks=[ModelCheckpoint(monitor=…)] as in the run that saved it, or a checkpoint's path."
         )
     monitor: str | None = saver.monitor
     remote: str | None = saver.remote

@@ -51,7 +51,7 @@ def restore(run: StageRun, opened: Opened) -> None:
     if data:  # a converted checkpoint is at the start of an epoch and has no data state
         run.history.seed = seed
         run.data.load_state_dict(data)
-    run.history.add_left_out(snapshot.trainer.get("left_out", {}))  # a converted checkpoint has none
+    run.history.add_skipped_data(snapshot.trainer.get("left_out", {}))  # a converted checkpoint has none
     run.history.run_id = saved.take("run_id", "")
     saved.restore_loggers(run)
     saved.restore_datamodule(run)
