@@ -217,7 +217,7 @@ def test_an_attribute_that_is_nowhere_is_an_error_that_lists_candidates() -> Non
 
 
 def test_loaders_that_were_handed_over_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"handed to the Trainer ready-made.*Define train_dataloader"):
+    with pytest.raises(ConfigurationError, match=r"passed to the Trainer as an object.*Define train_dataloader"):
         Tuner(quiet_trainer()).scale_batch_size(_Hungry(), regression_loader())
 
 

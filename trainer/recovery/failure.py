@@ -71,10 +71,10 @@ def describe(tree: object) -> str:
         return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)} on {tree.device}"
     if isinstance(tree, Mapping):
         return (
-            f"{{{_some([f'{key!r}: {describe(part)}' for key, part in list(tree.items())[:_MOST_PARTS]], len(tree))}}}"
+            f"{{{_some([f'{key!r}: {describe(part)}' for key, part in list(tree.items())[:_MAX_ITEMS]], len(tree))}}}"
         )
     if isinstance(tree, (list, tuple)):
-        parts = _some([describe(part) for part in tree[:_MOST_PARTS]], len(tree))
+        parts = _some([describe(part) for part in tree[:_MAX_ITEMS]], len(tree))
         return f"[{parts}]" if isinstance(tree, list) else f"({parts})"
     if is_container(tree):
         return f"{type(tree).__name__}({_some([f'{k}={describe(v)}' for k, v in vars(tree).items()], 0)})"
