@@ -22,7 +22,7 @@ from trainwright.trainer.checkpoints.capture import metrics_state
 from trainwright.trainer.logger_start import begin_fit
 from trainwright.trainer.loop_state import count_samples, count_tokens
 from trainwright.trainer.recovery import rollback
-from trainwright.trainer.recovery.leaving import leave
+from trainwright.trainer.recovery.exit_on_signal import exit_on_signal
 from trainwright.trainer.recovery.non_finite import step_function
 from trainwright.trainer.recovery.preemption import EvaluationWatch
 from trainwright.trainer.run import StageRun
@@ -145,13 +145,13 @@ class FitLoop:
             run.flush_step()  # the only host sync
             loop.check_finite()
         if not state.step_in_epoch and run.task.automatic_optimization and not run.history.skipped_batches:
-            run.notices.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
+            run.fit_warnings.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
         ends = group.is_last or self._must_stop()
         if not ends and run.saves.waiting:
             safe_point.settle(run)
             ends = self._must_stop() if run.exchange is None else self._should_stop()  # an action may have requested it
         if run.preemption.agreed and not ends:
-            leave(run)
+            exit_on_signal(run)
         loop.quiet_groups = self._groups_until_due() - 1
         if run.preemption.signal:  # may have arrived in this method
             loop.look()
@@ -218,7 +218,7 @@ class FitLoop:
         safe_point.settle(run)
         self._agree()
         if run.preemption.agreed:
-            leave(run)
+            exit_on_signal(run)
         if closed:
             loop.group_end = None
             state.begin_next_epoch()
@@ -278,7 +278,7 @@ class FitLoop:
             set_rng_state(generators, device)  # a resume runs the complete validation with the same random numbers
             if self._log_every.due(run.state):
                 run.flush_step()
-            leave(run)
+            exit_on_signal(run)
         except BaseException:
             set_rng_state(generators)  # for a save after the error; not the device's, which may have failed
             raise
@@ -311,7 +311,7 @@ class FitLoop:
         if run.loop.stop_agreed == Stop.NOT:
             return False
         if not (may_stop := self._end.may_stop_early(run.state)):
-            run.notices.stop_put_off(run.state, run.settings.limits, run.loop.stop_reason)
+            run.fit_warnings.stop_put_off(run.state, run.settings.limits, run.loop.stop_reason)
         return may_stop
 
 

@@ -34,13 +34,13 @@ from trainwright.profilers.profiler import PassThroughProfiler, Profiler
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.steps.step import ManualStep
-from trainwright.trainer.checkpoints.job import Attempt
+from trainwright.trainer.checkpoints.auto_resume import Attempt
 from trainwright.trainer.checkpoints.save_queue import SaveQueue
 from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.data import EvaluationKind, Sources, StageData
+from trainwright.trainer.fit_warnings import FitWarnings
 from trainwright.trainer.history import History
 from trainwright.trainer.loop_state import LoopState
-from trainwright.trainer.notices import Notices
 from trainwright.trainer.optimization import ManualOptimizer, Schedules
 from trainwright.trainer.recovery.preemption import Preemption
 from trainwright.trainer.schedule import Stop
@@ -100,7 +100,7 @@ class StageRun:
         data: the data of the stage.
         loop: the state of the training loop.
         saves: requested checkpoints and those being written.
-        notices: warnings that a fit gives once.
+        fit_warnings: warnings that a fit gives once.
         is_set_up: the task's `setup` was called, so its `teardown` must be called too.
         trains: a `fit` has begun, so optimizers and progress can be saved.
         resumed: this fit continues a checkpoint.
@@ -149,7 +149,7 @@ class StageRun:
         self.shown = ShownMetrics()
         self.loop = LoopState()
         self.saves = SaveQueue(self.engine, settings.arguments, muted=is_trial)
-        self.notices = Notices(self.engine)
+        self.fit_warnings = FitWarnings(self.engine)
         self.is_trial = is_trial
         self.is_set_up = self.trains = self.resumed = self.interrupted = False
         self.origin: Path | None = None
@@ -273,7 +273,7 @@ class StageRun:
         if self.sanity_checking or self.is_trial:
             return
         if kind == "train" and self.arguments.on_nonfinite is None:
-            self.notices.bad_loss(flushed.callback, self.state.step, manual=not self.task.automatic_optimization)
+            self.fit_warnings.bad_loss(flushed.callback, self.state.step, manual=not self.task.automatic_optimization)
         self.shown.show(flushed)
         if flushed.logged and kind != "predict":
             self.log_now(flushed.logged, epoch)

@@ -27,7 +27,7 @@ from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.processes.devices import kernel_choice
 from trainwright.trainer import evaluation, profiling
 from trainwright.trainer.checkpoints import restore, safe_point
-from trainwright.trainer.checkpoints.job import this_attempt
+from trainwright.trainer.checkpoints.auto_resume import this_attempt
 from trainwright.trainer.checkpoints.load_request import LoadRequest, check_early, open_for
 from trainwright.trainer.configuration.assembly import with_task_callbacks
 from trainwright.trainer.configuration.checks import check_callbacks, check_datamodule, check_needs, check_task
@@ -36,7 +36,7 @@ from trainwright.trainer.data import Sources, incomplete_validation
 from trainwright.trainer.logger_start import begin_fit, start_loggers
 from trainwright.trainer.optimization import Schedules, check_members, parse_optimizers, warn_of_joint_steps
 from trainwright.trainer.recovery import ending
-from trainwright.trainer.recovery.leaving import leave
+from trainwright.trainer.recovery.exit_on_signal import exit_on_signal
 from trainwright.trainer.recovery.preemption import EvaluationWatch
 from trainwright.trainer.run import ShownMetrics, StageRun
 
@@ -228,7 +228,7 @@ def _sanity_check(run: StageRun) -> None:
             evaluation.evaluate(run, "validate", max_batches=None if limit == -1 else limit, abandon=watch)
             run.fire("on_sanity_check_end")
         except evaluation.Abandoned:
-            leave(run)
+            exit_on_signal(run)
         finally:
             run.sanity_checking = False
             run.shown = ShownMetrics()

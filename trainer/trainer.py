@@ -44,7 +44,7 @@ from trainwright.trainer.recovery.preemption import listen
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.run_state import RunState
 from trainwright.trainer.schedule import Stop
-from trainwright.trainer.search.rehearsal import StageRehearsal, pass_training_data
+from trainwright.trainer.search.trial import StageRehearsal, pass_training_data
 from trainwright.trainer.stage import check_stage, nothing_else_runs, on_this_process
 
 

@@ -256,7 +256,7 @@ def test_a_fast_development_run_does_not_search() -> None:
 
 
 def test_a_tuner_beside_a_finder_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="has a BatchSizeFinder among its callbacks"):
+    with pytest.raises(ConfigurationError, match="already contain a BatchSizeFinder"):
         Tuner(quiet_trainer(callbacks=BatchSizeFinder())).scale_batch_size(_Hungry())
 
 

@@ -235,7 +235,7 @@ def test_without_a_checkpoint_from_before_the_spike_training_goes_on(tmp_path: P
         max_epochs=1, log_every_n_steps=1, default_root_dir=tmp_path,
         callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=15)],
     )  # fmt: skip
-    with pytest.warns(TrainwrightWarning, match="no full checkpoint of step 13 or before"):
+    with pytest.warns(TrainwrightWarning, match="no full checkpoint of step 13 or earlier"):
         trainer.fit(Jumps((0, 13)), regression_loader(20))
     assert trainer.global_step == 20
 

@@ -319,10 +319,10 @@ def test_slurm_runs_the_job_again_after_its_warning_and_it_goes_on_by_itself(
     note = _slurm(tmp_path, monkeypatch)
     whole, first, second = Victim(None), Victim("train step", number=signal.SIGUSR1), Victim(None)
     assert run(tmp_path / "whole", whole) is None
-    monkeypatch.setattr("trainwright.trainer.checkpoints.job._fits", 0)
+    monkeypatch.setattr("trainwright.trainer.checkpoints.auto_resume._fits", 0)
     assert run(tmp_path / "run", first) == "SIGUSR1"
     assert note.read_text() == "requeue 41\n"
-    monkeypatch.setattr("trainwright.trainer.checkpoints.job._fits", 0)  # a process of its own, in truth
+    monkeypatch.setattr("trainwright.trainer.checkpoints.auto_resume._fits", 0)  # a process of its own, in truth
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert run(tmp_path / "run", second) is None  # the script passes no ckpt_path
     assert first.losses + second.losses == whole.losses

@@ -24,7 +24,7 @@ from trainwright.core.host.folders import is_url
 from trainwright.core.run import Stage
 from trainwright.processes.process_group import Processes
 from trainwright.trainer.checkpoints import remote_saves
-from trainwright.trainer.checkpoints.job import Attempt
+from trainwright.trainer.checkpoints.auto_resume import Attempt
 from trainwright.trainer.checkpoints.shown import ShownCheckpoint
 from trainwright.trainer.run import StageRun
 

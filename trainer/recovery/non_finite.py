@@ -106,10 +106,10 @@ class GuardedStep:
         if not self._first.is_seen(self._run.engine.data_ranks):
             self._places.clear()
             return
-        told = self._run.engine.processes.gather_object(self._first.read())
-        step = min(number for number, _ in filter(None, told))
+        seen_by_rank = self._run.engine.processes.gather_object(self._first.read())
+        step = min(number for number, _ in filter(None, seen_by_rank))
         first, num = self._places.get(step, (0, 1))
-        found = self._found(step, first, num, [self._of_step(step, seen) for seen in told])
+        found = self._found(step, first, num, [self._of_step(step, seen) for seen in seen_by_rank])
         raise self._error(
             found,
             "Weights have changed since then, because losses are read only where the host waits for the device. All "

@@ -1,7 +1,7 @@
-"""Preemption: the machine says that this process is about to be ended, and a checkpoint is the answer.
+"""Handling of preemption signals: write a checkpoint and end the process.
 
-A signal handler only notes the signal. Ranks agree on it between two steps (or two batches of a validation, which is
-then broken off), write a checkpoint if there is time, and leave together with exit code 143.
+A signal handler only stores the signal. Ranks exchange signals between two steps or two validation batches, stop, write
+a checkpoint if there is time, and end together with exit code 143.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Requeue(SignalHandler):
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Requeue the Slurm job and raise `Preempted`."""
-        if _Leaving.begun:
+        if _ExitHandler.begun:
             return
         name = signal.Signals(number).name
         done = requeue_job() if self._requeues else ""
@@ -47,7 +47,7 @@ class _Requeue(SignalHandler):
         raise Preempted(name)
 
 
-class _Leaving(SignalHandler):
+class _ExitHandler(SignalHandler):
     """Ignores further signals while the process ends, so that its exit code is 143.
 
     Args:
@@ -64,7 +64,7 @@ class _Leaving(SignalHandler):
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Ignore the signal, or after the deadline pass it to the previous handler."""
         if time.monotonic() >= self._deadline:
-            _Leaving.begun = False
+            _ExitHandler.begun = False
             signal.signal(number, self._before[number] or signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -72,7 +72,7 @@ class _Leaving(SignalHandler):
 @atexit.register
 def _keep_exit_code() -> None:
     """Ignore signals at interpreter exit, where Python restores the system's handlers, to keep the exit code."""
-    if _Leaving.begun:
+    if _ExitHandler.begun:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -142,7 +142,7 @@ class Preemption(ReceivedSignal):
             return
         before: dict[int, Any] = {}
         note = _Note(self, run, before)
-        _Leaving.begun = False
+        _ExitHandler.begun = False
         for number in SIGNALS:
             before[number] = signal.getsignal(number)
             signal.signal(number, note)
@@ -154,11 +154,11 @@ class Preemption(ReceivedSignal):
             raise
         finally:
             late = self.signal and not self.agreed and not is_users(before[self.signal])
-            _Leaving.begun = self.agreed = self.agreed or bool(late)
-            leaving = _Leaving(self._deadline, before)
+            _ExitHandler.begun = self.agreed = self.agreed or bool(late)
+            exiting = _ExitHandler(self._deadline, before)
             for number, handler in before.items():
                 if self.agreed and not is_users(handler):
-                    signal.signal(number, leaving)
+                    signal.signal(number, exiting)
                 else:
                     signal.signal(number, handler if handler is not None else signal.SIG_DFL)
             if late:

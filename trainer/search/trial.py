@@ -29,7 +29,7 @@ from trainwright.trainer import evaluation
 from trainwright.trainer.configuration.settings import Limits, Settings
 from trainwright.trainer.loop import FitLoop
 from trainwright.trainer.run import StageRun
-from trainwright.trainer.search.rewind import Rewind
+from trainwright.trainer.search.state_snapshot import StateSnapshot
 
 _FITS, _FULL, _FAILED = "fits", "full", "failed"
 
@@ -83,7 +83,7 @@ class StageRehearsal:
             )
         with ExitStack() as stack:  # restores the state if a later line raises
             stack.enter_context(isolate_rng(run.engine.device))
-            self._remember(stack)
+            self._save_state(stack)
             self._engine = stack.enter_context(run.engine.trial(alone=self._alone))
             self._stack = stack.pop_all()
         return self
@@ -106,20 +106,20 @@ class StageRehearsal:
         run.engine.attach(run.trainer, run.hooks, run.metrics)
         run.task._sink = run.metrics
 
-    def _remember(self, stack: ExitStack) -> None:
+    def _save_state(self, stack: ExitStack) -> None:
         """Take a snapshot of the state that steps change in place; `stack` restores it."""
         run = self._run
         schedulers = [config.scheduler for config in run.lr_scheduler_configs]
         generators = _generators_of(run.data.sources.given)
         self._module = None if run.datamodule is None else dict(vars(run.datamodule))
-        self._memory = Rewind(run.task, run.optimizers, schedulers, generators)
-        stack.callback(self._rewind)
+        self._snapshot = StateSnapshot(run.task, run.optimizers, schedulers, generators)
+        stack.callback(self._restore)
         for logger in run.loggers:
             stack.callback(setattr, logger, "muted", logger.muted)
             logger.muted = True
 
-    def _rewind(self) -> None:
-        self._memory.rewind()
+    def _restore(self) -> None:
+        self._snapshot.restore()
         if self._module is not None:
             vars(self._run.datamodule).clear()
             vars(self._run.datamodule).update(self._module)
@@ -148,8 +148,8 @@ class StageRehearsal:
                 wanted = [one for one in loaders if kind == self._kind or getattr(one, "drop_last", False)]
                 lengths += [length for one in wanted if (length := _num_samples(one)) is not None]
         mine = min(lengths) // run.engine.data_ranks.num_readers if lengths else None
-        told = [found for found in self._processes.gather_object(mine) if found is not None]
-        return min(told) if told else None
+        reports = [found for found in self._processes.gather_object(mine) if found is not None]
+        return min(reports) if reports else None
 
     def try_out(self, num_steps: int) -> Trial:
         """Run some steps of the current stage and return the outcome; see `core.run.Rehearsal`."""
@@ -172,22 +172,22 @@ class StageRehearsal:
             status, reason = (_FULL if is_out_of_memory(error) else _FAILED), f"{type(error).__name__}: {error}"
             failure = None if status == _FULL else error
         self._forget()
-        told: list[tuple[str, str]] = self._processes.gather_object((status, reason))
+        reports: list[tuple[str, str]] = self._processes.gather_object((status, reason))
         if failure is not None:
             raise failure
-        for rank, (other, text) in enumerate(told):
+        for rank, (other, text) in enumerate(reports):
             if other == _FAILED:
                 raise TrainwrightError(f"rank {rank} failed during trial steps: {text}")
-        found = next((text for other, text in told if other == _FULL), "")
-        return Trial(fits=all(other == _FITS for other, _ in told), batch_size=size, reason=found)
+        found = next((text for other, text in reports if other == _FULL), "")
+        return Trial(fits=all(other == _FITS for other, _ in reports), batch_size=size, reason=found)
 
     def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
         """Run training steps and read the loss of each; see `core.run.Rehearsal`."""
 
         def read(loss: float | torch.Tensor | None) -> bool:
             share = float("nan") if loss is None else float(loss)
-            told = self._processes.gather_object(share)
-            return after_step(sum(told) / len(told))
+            losses = self._processes.gather_object(share)
+            return after_step(sum(losses) / len(losses))
 
         try:
             with ExitStack() as last:
@@ -224,7 +224,7 @@ class StageRehearsal:
     def _forget(self) -> None:
         """Discard gradients and restore all state for the next trial."""
         self._engine.step.discard_gradients()
-        self._rewind()
+        self._restore()
         clear_device_cache(garbage_collection=True)
 
 

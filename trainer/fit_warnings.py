@@ -14,7 +14,7 @@ from trainwright.trainer.configuration.settings import Limits
 _ENOUGH_BATCHES = 50  # batches without a loss after which to warn before the end of an epoch
 
 
-class Notices:
+class FitWarnings:
     """Issues each warning once per fit, on the main rank.
 
     Args:
@@ -60,7 +60,7 @@ class Notices:
         how = (
             "With manual optimization, check the loss in training_step before the optimizers step"
             if manual
-            else "To check each step, set on_nonfinite= of the Trainer to 'raise', 'skip' or 'rollback'"
+            else "To check each step, set Trainer(on_nonfinite='raise'), or 'skip' or 'rollback'"
         )
         self._give("bad loss", f"{name} is {values[name]} at step {step}, so the weights may be corrupted. {how}.")
 

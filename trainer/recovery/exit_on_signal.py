@@ -14,7 +14,7 @@ from trainwright.trainer.run import StageRun
 CHECKPOINT_NAME = "preempted"  # one folder per run, replaced by each later preemption
 
 
-def leave(run: StageRun) -> NoReturn:
+def exit_on_signal(run: StageRun) -> NoReturn:
     """Write a checkpoint of the current step if there is time, and end the process. Collective.
 
     After SIGUSR1, Slurm's warning before the time limit, the job is requeued unless `auto_requeue=False`.
