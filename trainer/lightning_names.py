@@ -188,7 +188,7 @@ class LightningNames:
     early_stopping_callback = Fact[Any](lambda run: _first(run, Stopper), "The first EarlyStopping, or None.")
     early_stopping_callbacks = Fact[list[Any]](lambda run: _all(run, Stopper), "Every EarlyStopping.")
     progress_bar_callback = Fact[Any](lambda run: _first(run, ProgressDisplay), "The progress bar, or None.")
-    accelerator = Fact[str](lambda run: run.engine.settings.device_type, 'The device type, such as `"cuda"`.')
+    accelerator = Fact[str](lambda run: run.engine.settings.device_type, "The device type, under torch's name.")
     device = Fact[torch.device](lambda run: run.engine.device, "The device of this process.")
     device_ids = Fact[list[int]](
         lambda run: list(run.engine.settings.device_indices), "Indices of the devices of this node."

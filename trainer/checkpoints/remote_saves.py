@@ -54,9 +54,9 @@ def tidy(run: StageRun, path: Path | None) -> None:
     """
     for remote in sorted({saver.remote for saver in run.savers if saver.remote is not None}):
         RemoteIndex(remote, run=run.history.run_id).delete_unfinished()
-    remote = None if run.saver is None else run.saver.remote
-    if path is not None and remote is not None:
-        RemoteIndex(remote, run=run.history.run_id).upload(path, replace=True)
+    target = None if run.saver is None else run.saver.remote
+    if path is not None and target is not None:
+        RemoteIndex(target, run=run.history.run_id).upload(path, replace=True)
 
 
 def twin(run: StageRun, url: str) -> Path:
