@@ -82,11 +82,11 @@ FOREIGN_PROBES: dict[str, str] = {
     "trainer.optimization:optimizer": "a scheduler, torch's or the user's",
     "trainer.optimization:state_dict": "a scheduler, torch's or the user's",
     "trainer.optimization:step": "a scheduler, torch's or the user's",
-    "trainer.search.rehearsal:batch_sampler": "a user's loader",
-    "trainer.search.rehearsal:dataset": "a user's loader",
-    "trainer.search.rehearsal:drop_last": "a user's loader",
-    "trainer.search.rehearsal:generator": "a user's loader or sampler",
-    "trainer.search.rehearsal:iterables": "a user's loader, or another library's combination of some",
+    "trainer.search.trial:batch_sampler": "a user's loader",
+    "trainer.search.trial:dataset": "a user's loader",
+    "trainer.search.trial:drop_last": "a user's loader",
+    "trainer.search.trial:generator": "a user's loader or sampler",
+    "trainer.search.trial:iterables": "a user's loader, or another library's combination of some",
     "trainer.stage:prepare_data_per_node": "a task may set it, as a data module has it",
 }
 

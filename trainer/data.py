@@ -1,4 +1,4 @@
-"""What a stage reads: where its loaders come from, the prepared data of training and of evaluation, and all of it."""
+"""The data of a stage: sources, training data and evaluation data."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _LIMITS = {
 
 @dataclass
 class Sources:
-    """What a stage was given to read from; the task's own `*_dataloader` methods come last.
+    """Data sources of a stage. The task's `*_dataloader` methods are used if neither source has a loader.
 
     Attributes:
-        given: stage → loader(s) handed to the Trainer.
-        datamodule: or a data module.
+        given: loaders passed to the Trainer, by kind.
+        datamodule: the data module, or None.
     """
 
     given: dict[str, Any]
@@ -48,10 +48,10 @@ class Sources:
 
     @classmethod
     def of(cls, stage: str, datamodule: object, **loaders: object) -> Sources:
-        """Sort out loaders and a data module; a data module in a loader's place is one too.
+        """Return the sources for the arguments of a stage. A data module may also be passed as a loader.
 
         Raises:
-            ConfigurationError: both were given, or the data module is none.
+            ConfigurationError: both loaders and a data module were passed, or `datamodule` is not a DataModule.
         """
         given = {name: loader for name, loader in loaders.items() if loader is not None}
         for name, loader in list(given.items()):
@@ -60,19 +60,21 @@ class Sources:
         for loader in given.values():
             check_owner(loader)
             if isinstance(loader, TaskModule):
-                raise ConfigurationError(f"{stage}() was given a task in the place of a loader: the task comes first.")
+                raise ConfigurationError(
+                    f"{stage}() received a task where a loader was expected. Pass the task as the first argument."
+                )
         if datamodule is not None:
             if given:
-                raise ConfigurationError(f"{stage}() was given a data module and loaders. Give it one or the other.")
+                raise ConfigurationError(f"{stage}() received both a data module and loaders. Pass only one of them.")
             if not isinstance(datamodule, DataModule):
                 check_owner(datamodule)
                 raise ConfigurationError(
-                    f"datamodule={type(datamodule).__name__} is no trainwright.DataModule. Sub-class DataModule."
+                    f"datamodule is a {type(datamodule).__name__}, not a trainwright.DataModule. Sub-class DataModule."
                 )
         return cls(given, datamodule)
 
     def has(self, kind: str, task: TaskModule) -> bool:
-        """Tell whether there is a loader of this kind, without making it."""
+        """Return whether a loader of this kind is available, without creating it."""
         method = LOADER_METHODS[kind]
         if kind in self.given:
             return True
@@ -84,7 +86,7 @@ class Sources:
         """Return the user's loader(s) of this kind.
 
         Raises:
-            ConfigurationError: there is none.
+            ConfigurationError: no source has such a loader.
         """
         method = LOADER_METHODS[kind]
         if kind in self.given:
@@ -96,22 +98,22 @@ class Sources:
                     raise ConfigurationError(f"{type(owner).__name__}.{method} returned None. Return a loader.")
                 return loader
         raise ConfigurationError(
-            f"no {kind} data: pass {_argument(kind, kind)}=…, a data module, or define {method} in "
+            f"no {kind} data: pass {_argument(kind, kind)}=… or a data module, or define {method} in "
             f"{type(task).__name__}."
         )
 
     def check_lengths(self, stage: str) -> None:
-        """Check that no loader that was handed to the Trainer is empty; those that methods return are not made yet.
+        """Check that the loaders passed to the Trainer are not empty.
 
         Raises:
-            ConfigurationError: one is, by its own length.
+            ConfigurationError: a loader has length 0.
         """
         for kind, loader in self.given.items():
             _refuse_empty(loader, _argument(stage, kind))
 
 
 def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, workers: Workers) -> LoaderOptions:
-    """Return how a run's loaders are prepared on this rank, those of training first of all."""
+    """Return the options that prepare a run's training loaders on this rank."""
     ranks = engine.data_ranks
     return LoaderOptions(
         rank=ranks.reader,
@@ -127,16 +129,16 @@ def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, worke
 
 
 class TrainData:
-    """The training data of a run: groups of micro-batches, from any place in an epoch.
+    """The training data of a run. Iterates over groups of micro-batches from any position in an epoch.
 
     Args:
-        loader: the user's loader, or a list or dict of them to be combined.
-        options: of the run's training data.
+        loader: the user's loader, or a list or dict of loaders to combine.
+        options: loader options of the run.
         limit: `limit_train_batches`.
-        overfit: only so much of the data, in its own order (`overfit_batches`); 0: all.
+        overfit: `overfit_batches`: number or fraction of batches to use without shuffling. 0 uses all.
 
     Attributes:
-        given: the loader as the user made it.
+        given: the loader that the user passed.
     """
 
     def __init__(
@@ -152,25 +154,25 @@ class TrainData:
         self.num_batches: int | None = None
 
     def begin_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
-        """Turn to an epoch; `resume` is the place where it was left. Collective when ranks have own loaders."""
+        """Begin an epoch, at position `resume` if given. Collective if ranks have their own loaders."""
         self.loader.end_pass()
         self.loader.set_epoch(epoch, resume)
         self.num_batches = resolve_limit(self._limit, self.loader.num_batches, self._name)
 
     def groups(self, state: TrainState, accumulate: int) -> Iterator[Group]:
-        """Return the groups that are left of the epoch that `begin_epoch` chose."""
+        """Return the remaining groups of the current epoch."""
         return iterate_groups(
             self.loader, accumulate=accumulate, limit=self.num_batches, start_batch=state.batch_in_epoch
         )
 
     def state_dict(self, state: TrainState) -> dict[str, Any]:
-        """Return the place in the data, JSON-able, the same on every rank."""
+        """Return the position in the data, serializable as JSON and the same on every rank."""
         place = {"position": self.loader.position(state.batch_in_epoch), "epoch": state.epoch}
         facts = self.loader.facts()
         return {**place, "order": facts} if facts else place
 
     def keep_state(self) -> None:
-        """Have `loader.state_dict` say where it stands also after `close`."""
+        """Keep `loader.state_dict` valid after `close`."""
         self.loader.freeze_state()
 
     def close(self) -> None:
@@ -178,24 +180,24 @@ class TrainData:
         self.loader.close()
 
     def check_resume(self, place: Mapping[str, Any], num_ranks: int) -> None:
-        """Check that training can go on from a checkpoint's place in the data, before anything is fetched.
+        """Check that training can continue from a checkpoint's position in the data, before anything is loaded.
 
         Args:
             place: see `load_place`.
-            num_ranks: of this run.
+            num_ranks: number of ranks of this run.
 
         Raises:
-            ConfigurationError: it cannot; says what to do.
+            ConfigurationError: it cannot continue.
         """
         name, states = self.loader.options.title, place.get("loaders") or []
         in_epoch = place["position"] is not None
         before, now = place.get("order"), self.loader.facts()
         if in_epoch and before is not None and before != now and place["position"]["batch"]:
             warnings.warn(
-                f"{name} has {_listed(now)}, and the checkpoint stands in the middle of an epoch of {_listed(before)}: "
-                "what is left of the epoch comes in another order, so that some samples are seen twice in it and "
-                "others not at all. Resume with the data and the sampler as they were, or from a checkpoint at an "
-                "epoch's end.",
+                f"{name} has {_listed(now)}, but the checkpoint was written in the middle of an epoch with "
+                f"{_listed(before)}. The rest of the epoch has a different order, so some samples are repeated and "
+                "others are missing. Resume with the same data and sampler, or from a checkpoint at the end of an "
+                "epoch.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
@@ -203,25 +205,26 @@ class TrainData:
             self.loader.check_resume(place["position"]["batch"] if in_epoch else 0, has_state=bool(states))
         elif in_epoch:
             raise ConfigurationError(
-                f"{name} keeps its own place, so that the checkpoint holds the place of each of {len(states)} rank(s), "
-                f"which cannot be divided among {num_ranks}. Resume with {len(states)} rank(s), or from a checkpoint "
-                "at an epoch's end, or read a map-style data set: its place is counted in samples, for any number."
+                f"{name} is stateful, so the checkpoint holds one loader state for each of {len(states)} rank(s), "
+                f"which cannot be divided among {num_ranks}. Resume with {len(states)} rank(s) or from a checkpoint "
+                "at the end of an epoch, or use a map-style data set, which can be resumed with any number of ranks."
             )
         else:
             warnings.warn(
-                f"{name} keeps its own state, which {len(states)} rank(s) have left and {num_ranks} cannot take over. "
-                "The next epoch begins with fresh loaders.",
+                f"{name} is stateful, and the loader states of {len(states)} rank(s) cannot be divided among "
+                f"{num_ranks}. The next epoch begins with fresh loaders.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
 
     def load_place(self, place: Mapping[str, Any], rank: int, num_ranks: int) -> None:
-        """Give a loader that keeps its own place back what this rank's had; call it after `check_resume`.
+        """Restore the state of this rank's stateful loader. Call `check_resume` first.
 
         Args:
-            place: what `state_dict` returned, with `loaders`, the states of all ranks' loaders, if they keep any; its
+            place: the result of `state_dict`, with the states of all ranks' stateful loaders under `loaders`. Its
                 `position` is None at the start of an epoch.
-            rank, num_ranks: global.
+            rank: this rank.
+            num_ranks: number of ranks.
         """
         states = place.get("loaders") or []
         if self.loader.stateful and len(states) == num_ranks:
@@ -229,16 +232,16 @@ class TrainData:
 
 
 class EvaluationData:
-    """The loaders of one evaluation and how many batches of each are run.
+    """The loaders of one evaluation and the number of batches to run of each.
 
     Args:
-        loaders: one loader, or a list or dict of them.
+        loaders: one loader, or a list or dict of loaders.
         kind: `"validate"`, `"test"` or `"predict"`.
-        options: of the run's training data; an evaluation's are made of them.
-        limit: the stage's `limit_*_batches`, for each loader separately.
+        options: loader options of the run's training data, from which those of the evaluation are derived.
+        limit: the `limit_*_batches` argument, applied to each loader separately.
 
     Attributes:
-        given: the loaders as the user made them.
+        given: the loaders that the user passed.
     """
 
     def __init__(
@@ -277,19 +280,19 @@ def _warn_of_shuffling(loader: object, overfit: int | float) -> None:
     leaves = leaves_of(getattr(loader, "iterables", loader))
     if any("RandomSampler" in type(getattr(leaf, "sampler", None)).__name__ for leaf in leaves):
         warnings.warn(
-            f"overfit_batches={overfit!r} reads the same batches in every epoch: the training loader's shuffle=True is "
-            "switched off. Leave shuffle out to silence this.",
+            f"overfit_batches={overfit!r} reads the same batches in every epoch, so the training loader's shuffle=True "
+            "is ignored. Set shuffle=False to silence this warning.",
             TrainwrightWarning,
             stacklevel=2,
         )
 
 
 def _listed(facts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in facts.items()) or "an order of its own"
+    return ", ".join(f"{key}={value}" for key, value in facts.items()) or "an unknown order"
 
 
 def _argument(stage: str, kind: str) -> str:
-    """Return what the Trainer's method for `stage` calls its loaders of this kind."""
+    """Return the name of the Trainer method's argument for loaders of this kind."""
     return "train_dataloaders" if kind == "train" else "val_dataloaders" if stage == "fit" else "dataloaders"
 
 
@@ -304,8 +307,7 @@ def _refuse_empty(loader: object, name: str) -> None:
         return
     if length == 0:
         raise ConfigurationError(
-            f"{name}: an empty {type(loader).__name__}, in which there is nothing to read. Check the data set, "
-            "batch_size and drop_last."
+            f"{name}: the {type(loader).__name__} is empty. Check the data set, batch_size and drop_last."
         )
     if isinstance(loader, (list, tuple, dict)) and holds_loaders(loader):
         for member in loader.values() if isinstance(loader, dict) else loader:
@@ -313,21 +315,21 @@ def _refuse_empty(loader: object, name: str) -> None:
 
 
 class StageData:
-    """What a stage reads.
+    """The data of a stage, created at first use.
 
     Args:
-        sources: where loaders come from.
-        task: whose own loaders come last; None: nothing is read.
-        engine: knows the ranks that the data is dealt to.
-        settings: with the limits of what is read.
-        history: says where training stands.
+        sources: data sources.
+        task: the task, whose own loaders are used last; None if no data is read.
+        engine: provides the data ranks.
+        settings: provides the batch limits.
+        history: provides the seed and the training progress.
 
     Attributes:
         workers: the loader workers of the stage.
-        made: the training data, if it was made.
-        evaluations: the evaluation data that was made, by kind.
-        on_made: receives training and evaluation data when it is made. Default: None.
-        place: where a checkpoint says that training stands in its data, until an epoch has taken it.
+        made: the training data, or None before its creation.
+        evaluations: the created evaluation data, by kind.
+        on_made: receives training and evaluation data after its creation. Default: None.
+        place: the position in the training data from a checkpoint, until an epoch uses it.
     """
 
     def __init__(
@@ -343,16 +345,16 @@ class StageData:
 
     def _options(self) -> LoaderOptions:
         seed = self._history.seed
-        assert seed is not None  # chosen when the processes joined
+        assert seed is not None  # chosen when the processes started
         return loader_options(self._settings.arguments, self._engine, seed, self.workers)
 
     @property
     def _task(self) -> TaskModule:
-        assert self._given_task is not None  # a stage has one
+        assert self._given_task is not None  # every stage that reads data has one
         return self._given_task
 
     def train(self) -> TrainData:
-        """Return the prepared training data; made at the first asking."""
+        """Return the training data. The first call creates it."""
         if self.made is None:
             self.made = TrainData(
                 self.sources.make("train", self._task),
@@ -369,7 +371,7 @@ class StageData:
         return self.made
 
     def evaluation(self, kind: EvaluationKind) -> EvaluationData:
-        """Return the prepared data of `"validate"`, `"test"` or `"predict"`; made at the first asking."""
+        """Return the data of `"validate"`, `"test"` or `"predict"`. The first call creates it."""
         data = self.evaluations.get(kind)
         if data is None:
             loaders = self.sources.make(kind, self._task)
@@ -381,21 +383,21 @@ class StageData:
 
     @property
     def has_validation(self) -> bool:
-        """Whether `fit` validates at all: a validation_step, a loader, and a limit above 0."""
+        """True if `fit` validates: the task has a validation_step and a loader, and the limit is above 0."""
         task, limit = self._task, self._settings.limit_batches["validate"]
         return has_step(task, "validation_step") and self.sources.has("validate", task) and (limit is None or limit > 0)
 
     def given(self, kind: str) -> Any:
-        """Return what an evaluation reads, as the user made it; None before it is made."""
+        """Return the loaders that the user passed for an evaluation; None before the evaluation data is created."""
         return self.evaluations[kind].given if kind in self.evaluations else None
 
     def forget(self) -> None:
-        """Drop the loaders, so that they are made anew when they are asked for."""
+        """Discard the loaders. The next use creates new ones."""
         self.made = None
         self.evaluations.clear()
 
     def take_place(self) -> Mapping[str, int] | None:
-        """Return the place in the epoch that a checkpoint gave, once; give a loader that keeps its own place that."""
+        """Return and clear the position from a checkpoint. Restores the state of a stateful loader."""
         place, data, self.place = self.place, self.train(), None
         if place is None:
             return None
@@ -406,20 +408,20 @@ class StageData:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the training data, for a checkpoint; the same on every rank."""
+        """Return the position in the training data for a checkpoint. It is the same on every rank."""
         return {} if self.made is None else self.made.state_dict(self._history.state)
 
     def loader_state(self) -> dict[str, Any] | None:
-        """Return the state of this rank's training loader; None when it keeps none of its own."""
+        """Return the state of this rank's training loader; None if it is not stateful."""
         return None if self.made is None or not self.made.loader.stateful else self.made.loader.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; used by the next epoch."""
-        self.made = None  # made anew with the run's own seed
+        """Load the result of `state_dict`. The next epoch starts there."""
+        self.made = None  # the next use creates it with the seed of the restored run
         self.place = dict(saved) or None
 
     def close(self, *, keep_state: bool) -> None:
-        """End loader workers: the traceback of an error, or a Trainer that is kept, would keep them too."""
+        """End the loader workers, which the traceback of an error or the Trainer could keep alive."""
         if self.made is not None and keep_state:
             self.made.keep_state()
         self.workers.close()
@@ -429,13 +431,13 @@ class StageData:
             data.close()
 
 
-def half_of_a_validation(sources: Sources, task: TaskModule, limit: int | float | None) -> str | None:
-    """Say what a fit lacks to validate of which its user has prepared the other half; None: both halves or neither.
+def incomplete_validation(sources: Sources, task: TaskModule, limit: int | float | None) -> str | None:
+    """Return a warning if a fit has a validation_step without data or data without a validation_step, else None.
 
     Args:
-        sources: what the fit was given to read.
+        sources: data sources of the fit.
         task: its task.
-        limit: `limit_val_batches`; 0: validation was switched off.
+        limit: `limit_val_batches`; 0 disables validation.
     """
     steps, data, name = has_step(task, "validation_step"), sources.has("validate", task), type(task).__name__
     if steps == data or limit == 0:
@@ -444,4 +446,4 @@ def half_of_a_validation(sources: Sources, task: TaskModule, limit: int | float 
         lacks = f"{name} has no validation_step. Define validation_step(self, batch, batch_idx)"
     else:
         lacks = f"there is no data for {name}.validation_step. Pass val_dataloaders"
-    return f"this fit does not validate: {lacks}, or limit_val_batches=0 to leave validation out."
+    return f"this fit does not validate: {lacks}, or set limit_val_batches=0 to disable validation."

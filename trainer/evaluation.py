@@ -1,4 +1,4 @@
-"""Validation, testing and prediction: one loop over one or several loaders, with everything put back afterwards."""
+"""The loop of validation, testing and prediction, over one or several loaders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainwright.trainer.search.replay import StepCalls, replay_batch
 
 
 class Abandoned(Exception):
-    """An evaluation was broken off; it has left nothing behind."""
+    """An evaluation was stopped before its end. Its metrics are discarded."""
 
 
 _EVENTS = {"validate": "validation", "test": "test", "predict": "predict"}
@@ -36,24 +36,23 @@ def evaluate(
     abandon: Callable[[int, int], bool] | None = None,
     taken: Callable[[], None] = lambda: None,
 ) -> tuple[Flushed, list[list[Any]]]:
-    """Run the task's step of this kind over the data.
+    """Run the task's step of this kind over the data. Collective: metrics are exchanged at the end.
 
-    Modules are in evaluation mode meanwhile and back in their own afterwards; no gradient is recorded.
+    Modules are in evaluation mode during the run, without gradients. Their previous modes are restored.
 
     Args:
-        run: whose task, hooks and engine are used.
-        kind: which step, and whose loaders.
-        max_batches: at most so many batches of each loader, besides the data's own limits.
-        keep: return what the step returned.
-        abandon: asked before each batch (with its loader's index and its own) whether to break off.
-        taken: called once the metrics are known, before `on_*_end`.
+        run: the run.
+        kind: `"validate"`, `"test"` or `"predict"`.
+        max_batches: maximum number of batches of each loader, in addition to the data's limits. Default: None.
+        keep: return the outputs of the step.
+        abandon: called before each batch with the indices of its loader and itself. True stops the evaluation.
+        taken: called when the metrics are known, before `on_*_end`.
 
     Raises:
-        Abandoned: `abandon` said so; on every rank alike.
+        Abandoned: `abandon` returned True. Raised on every rank.
 
     Returns:
-        The metrics of the epoch, and for each loader the outputs of this rank's batches (empty unless `keep`).
-        Collective in its last act, the exchange of metrics.
+        The metrics of the epoch, and for each loader the outputs of this rank's batches (empty without `keep`).
     """
     name, metrics = _EVENTS[kind], run.metrics
     run.data.evaluation(kind).begin()
@@ -71,7 +70,7 @@ def evaluate(
             if kind == "predict":
                 metrics.close("a prediction")
             run.fire(f"on_{name}_start")
-            data, limits = _prepare(run, kind, max_batches)  # a callback may have had the loaders made anew
+            data, limits = _prepare(run, kind, max_batches)  # a callback may have replaced the loaders
             run.fire(f"on_{name}_epoch_start")
             several = len(data.loaders) > 1
             for index, (loader, limit) in enumerate(zip(data.loaders, limits, strict=True)):
@@ -88,7 +87,7 @@ def evaluate(
                     output = _one_batch(run, kind, name, batch, idx, metrics.dataloader_idx, step, keep=keep)
                     if keep:
                         outputs[index].append(output)
-                    del output, batch  # or they would live on through the next batch's forward
+                    del output, batch  # frees their memory before the next forward
                 check_end(loader, num_done, limit)
                 loader.end_pass()
             metrics.dataloader_idx = None
@@ -108,10 +107,10 @@ def evaluate(
 
 
 class Evaluation:
-    """Validates or tests, as a stage of its own.
+    """The loop of the stages `validate` and `test`.
 
     Args:
-        run: set up.
+        run: the run, set up.
         verbose: print the metrics.
     """
 
@@ -130,11 +129,11 @@ class Evaluation:
 
 
 class Prediction:
-    """Predicts, as a stage of its own.
+    """The loop of the stage `predict`.
 
     Args:
-        run: set up.
-        keep: return what was predicted.
+        run: the run, set up.
+        keep: return the predictions.
     """
 
     def __init__(self, run: StageRun, *, keep: bool) -> None:
@@ -142,7 +141,7 @@ class Prediction:
         self._keep = keep
 
     def run(self) -> list[Any] | None:
-        """Return the outputs over all ranks in the data's order, for several loaders a list of such lists."""
+        """Return the outputs of all ranks in the order of the data. Several loaders give a list of lists."""
         _, outputs = evaluate(self._run, "predict", keep=self._keep)
         if not self._keep:
             return None
@@ -152,7 +151,7 @@ class Prediction:
 
 
 def _prepare(run: StageRun, kind: EvaluationKind, max_batches: int | None) -> tuple[EvaluationData, list[int | None]]:
-    """Return the data and the number of batches of each loader, which the run is told too."""
+    """Return the data and the batch limit of each loader. Sets `num_eval_batches` of the run."""
     data = run.data.evaluation(kind)
     limits = [_least(limit, max_batches) for limit in data.limits]
     run.num_eval_batches = [float("inf") if limit is None else limit for limit in limits]
@@ -160,7 +159,7 @@ def _prepare(run: StageRun, kind: EvaluationKind, max_batches: int | None) -> tu
 
 
 def _recorded(run: StageRun, calls: StepCalls, loader: PreparedLoader, idx: int) -> AbstractContextManager[None]:
-    """Return what to enter around a step: in lock step the calls of this rank's last one are recorded."""
+    """Return a context that records the calls of a step if a later batch of this rank may have to repeat them."""
     may_pad = run.engine.capabilities.lockstep_evaluation and not (loader.counts and loader.has_batch(idx + 1))
     return calls.record(run) if may_pad else contextlib.nullcontext()
 
@@ -176,11 +175,16 @@ def _one_batch(
     *,
     keep: bool,
 ) -> Any:
-    """Run one batch and return what the step returned, without a graph where anybody keeps it.
+    """Run one batch and return the output of the step, detached if hooks or the caller receive it.
 
     Args:
-        dataloader_idx: None with a single loader; hooks and steps are handed it only with several.
-        step: entered around the step alone.
+        run: the run.
+        kind: `"validate"`, `"test"` or `"predict"`.
+        name: the kind's name in hooks.
+        batch: the batch.
+        idx: its index.
+        dataloader_idx: index of the loader. None with a single loader, where hooks and steps do not receive it.
+        step: context for the call of the step.
         keep: the caller keeps the output.
     """
     metrics, task, hooks = run.metrics, run.task, run.hooks
@@ -196,7 +200,7 @@ def _one_batch(
         note_batch(run, error, f"{name}_step", batch, idx)
         raise
     ends = getattr(hooks, f"on_{name}_batch_end")
-    if ends or keep:  # a step may switch gradients on for itself
+    if ends or keep:  # a step may enable gradients itself
         output = map_tensors(torch.Tensor.detach, output)
     for hook in ends:
         hook(run.trainer, task, output, batch, idx, *loader)
@@ -206,7 +210,7 @@ def _one_batch(
 
 
 def results_by_loader(flushed: Flushed, num_loaders: int) -> list[dict[str, float]]:
-    """Return the metrics as one dict per loader, each under one name; those of no loader are in all of them."""
+    """Return the metrics as one dict per loader, without aliases. Metrics without a loader are in all dicts."""
     shown = {key: float(value) for key, value in flushed.callback.items() if key not in flushed.aliases}
     return [
         {key: value for key, value in shown.items() if flushed.loaders.get(key, index) == index}
@@ -218,7 +222,7 @@ def in_dataset_order(by_rank: list[list[list[Any]]]) -> list[list[Any]]:
     """Merge the outputs of all ranks: batch i of rank r is batch `i × ranks + r` of its loader.
 
     Args:
-        by_rank: rank → loader → outputs.
+        by_rank: outputs by rank and loader.
     """
     merged: list[list[Any]] = []
     for of_loader in zip(*by_rank, strict=True):
@@ -234,7 +238,7 @@ def _least(limit: int | None, other: int | None) -> int | None:
 
 @contextlib.contextmanager
 def _evaluation_mode(run: StageRun, name: str) -> Iterator[None]:
-    """Put every module into evaluation mode, and each back into the mode it was in."""
+    """Set all modules to evaluation mode within the context, then restore their modes."""
     task = run.task
     modes = [(module, module.training) for module in task.modules()]
     run.fire(f"on_{name}_model_eval")

@@ -1,4 +1,4 @@
-"""What a Trainer remembers from one stage to the next, and a checkpoint from one process to the next."""
+"""State of a run that stages of a Trainer share and that checkpoints keep."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from trainwright.core.state import SkippedData, TrainState
 
 @dataclass(slots=True)
 class History:
-    """The run so far.
+    """The history of a run.
 
     Attributes:
-        state: where training stands.
-        seed: of the order of the data; None until the processes have joined.
-        run_id: tells this run's checkpoints from those of others in the same folder; kept across a resume.
-        skipped_batches: training data that was consumed and changed no weight, in the order of its coming.
-        num_rollbacks: the run has gone back to a checkpoint so many times.
-        abandoned: when the checkpoints of branches that were left had been written.
-        skipped_in_a_row: so many groups have been skipped since the last one that was not.
-        open_metrics: for each data rank, the aggregates of an epoch that a bound has left open.
+        state: training progress.
+        seed: seed of the data order; None until the processes have started.
+        run_id: identifies this run's checkpoints in a shared folder. A resume keeps it.
+        skipped_batches: training data that was read without changing weights, in order.
+        num_rollbacks: number of rollbacks.
+        abandoned: creation times of checkpoints that a rollback has discarded.
+        skipped_in_a_row: number of consecutive skipped steps.
+        open_metrics: aggregated metrics of an unfinished epoch, for each data rank.
     """
 
     state: TrainState
@@ -34,19 +34,19 @@ class History:
     open_metrics: list[dict[str, Any]] = field(default_factory=list)
 
     def for_trial(self, state: TrainState) -> History:
-        """Return a copy, with a clock of its own, that a trial may change."""
+        """Return a copy with the given progress, for a trial."""
         return replace(self, state=state, skipped_batches=list(self.skipped_batches), abandoned=set(self.abandoned))
 
-    def left_out(self) -> dict[str, Any]:
-        """Return what a resumed run must know of what was left out, JSON-able; for a checkpoint."""
+    def skipped_data(self) -> dict[str, Any]:
+        """Return the skipped data and rollbacks for a checkpoint, serializable as JSON."""
         return {
             "skipped": [skipped.to_dict() for skipped in self.skipped_batches],
             "num_rollbacks": self.num_rollbacks,
             "abandoned": sorted(self.abandoned),
         }
 
-    def add_left_out(self, saved: dict[str, Any]) -> None:
-        """Add what `left_out` returned to what is known: going back forgets nothing."""
+    def add_skipped_data(self, saved: dict[str, Any]) -> None:
+        """Merge the result of `skipped_data`. Existing entries are kept."""
         for item in saved.get("skipped", []):
             skipped = SkippedData(**item)
             if skipped not in self.skipped_batches:

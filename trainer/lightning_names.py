@@ -1,4 +1,4 @@
-"""What can be read from a Trainer, a line for each name, Lightning's and our own; and what callbacks may ask of it."""
+"""The attributes and methods of a Trainer that Lightning's users and callbacks expect."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ from trainwright.trainer.run import StageRun
 T = TypeVar("T")
 P = ParamSpec("P")
 
-# Parts of Lightning's Trainer that are its own machinery, and what answers the questions that they are asked.
+# Internal attributes of Lightning's Trainer and their replacements.
 INTERNALS = {
-    "fit_loop": "trainer.state (epoch, batch_in_epoch, step, batches) says where training stands, trainer.max_epochs "
-    "and trainer.max_steps when it ends",
-    "validate_loop": "trainer.num_val_batches, trainer.val_dataloaders and trainer.validating tell of a validation",
-    "test_loop": "trainer.num_test_batches, trainer.test_dataloaders and trainer.testing tell of a test",
-    "predict_loop": "trainer.num_predict_batches and trainer.predict_dataloaders tell of a prediction; predict() "
-    "returns what was predicted",
-    "precision_plugin": "trainer.precision names the precision, trainer.scaler is its loss scaler",
-    "plugins": "strategy= and precision= of the Trainer choose what plugins chose",
-    "init_module": "build large layers in TaskModule.configure_model, which the strategy calls where they belong; "
-    "trainwright.init_empty_weights is for modules outside of a Trainer",
-    "signal_connector": "trainer.received_sigterm; Trainer(preemption_grace=…, auto_requeue=…) say what signals do",
+    "fit_loop": "use trainer.state (epoch, batch_in_epoch, step, batches) for the progress, and trainer.max_epochs and "
+    "trainer.max_steps for the limits",
+    "validate_loop": "use trainer.num_val_batches, trainer.val_dataloaders and trainer.validating",
+    "test_loop": "use trainer.num_test_batches, trainer.test_dataloaders and trainer.testing",
+    "predict_loop": "use trainer.num_predict_batches, trainer.predict_dataloaders and the result of predict()",
+    "precision_plugin": "use trainer.precision for the precision's name and trainer.scaler for the loss scaler",
+    "plugins": "use strategy= and precision= of the Trainer",
+    "init_module": "create large layers in TaskModule.configure_model, which the strategy calls on the right device; "
+    "use trainwright.init_empty_weights outside of a Trainer",
+    "signal_connector": "use trainer.received_sigterm, and Trainer(preemption_grace=…, auto_requeue=…) for signals",
 }
 
 
 class Argument(Generic[T]):
-    """An argument of the Trainer that can be read from it as an attribute.
+    """A read-only attribute of the Trainer with the value of an argument.
 
     Args:
-        unset: what is read where the argument is None. Default: None.
+        unset: value if the argument is None. Default: None.
     """
 
     def __init__(self, unset: T | None = None) -> None:
@@ -66,11 +65,11 @@ class Argument(Generic[T]):
 
 
 class Fact(Generic[T]):
-    """Something that the present stage's run, or the last one's, knows, read from the Trainer.
+    """A read-only attribute of the Trainer that is read from the current or last run.
 
     Args:
-        read: takes it from the run.
-        doc: what it is.
+        read: returns the value for a run.
+        doc: docstring of the attribute.
     """
 
     def __init__(self, read: Callable[[StageRun], T], doc: str) -> None:
@@ -86,14 +85,14 @@ class Fact(Generic[T]):
         return self._read(trainer.run)
 
     def __set__(self, trainer: LightningNames, value: T) -> NoReturn:
-        raise AttributeError(f"trainer.{self._name} can be read, not set.")
+        raise AttributeError(f"trainer.{self._name} is read-only.")
 
 
 class Setting(Generic[T]):
-    """A setting that may be changed between two verbs, and by callbacks before an epoch.
+    """A setting that can be changed between two stages, and by callbacks before an epoch.
 
     Args:
-        doc: what it is.
+        doc: docstring of the attribute.
     """
 
     def __init__(self, doc: str) -> None:
@@ -126,7 +125,7 @@ def _num_batches(stage: str, noun: str) -> Fact[list[int | float]]:
 
 
 def of_run(method: Callable[Concatenate[StageRun, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Return a method of the Trainer that asks its run."""
+    """Return a method of the Trainer that calls `method` of its run."""
 
     @functools.wraps(method)
     def ask(trainer: LightningNames, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -136,12 +135,12 @@ def of_run(method: Callable[Concatenate[StageRun, P], T]) -> Callable[Concatenat
 
 
 class LightningNames:
-    """The attributes by which callbacks, tasks and code that was written for Lightning read a Trainer."""
+    """The attributes of a Trainer that callbacks, tasks and code for Lightning read."""
 
     run: StageRun
     settings: Settings
 
-    # What it was given
+    # Arguments and settings
 
     check_val_every_n_epoch = Argument[int | None]()
     enable_autolog_hparams = Argument[bool]()
@@ -165,20 +164,22 @@ class LightningNames:
 
     accumulate_grad_batches = Setting[int]("Micro-batches in one optimizer step.")
     profiler = Fact[Profiler](lambda run: run.profiler, "The profiler; a PassThroughProfiler without one.")
-    default_root_dir = Fact[str](lambda run: str(run.settings.root), "Where a run's files go.")
+    default_root_dir = Fact[str](lambda run: str(run.settings.root), "Folder for the files of a run.")
     log_every_n_steps = Setting[int]("Steps between two flushes of metrics.")
-    num_sanity_val_steps = Setting[int]("Validation batches tried before training; -1: all.")
+    num_sanity_val_steps = Setting[int]("Validation batches to run before training; -1 for all.")
 
-    # What it is made of
+    # Components
 
-    task = Fact[TaskModule](lambda run: run.task, "The user's task; a TaskError before the first verb.")
-    lightning_module = Fact[TaskModule](lambda run: run.task, "The task, by the name that Lightning gives it.")
+    task = Fact[TaskModule](lambda run: run.task, "The user's task; raises a TaskError before the first stage.")
+    lightning_module = Fact[TaskModule](lambda run: run.task, "The task, under Lightning's name.")
     model = Fact[TaskModule | None](
-        lambda run: run.model, "The task, which no strategy replaces by a wrapper; None before the first verb."
+        lambda run: run.model, "The task, never a strategy's wrapper; None before the first stage."
     )
     datamodule = Fact[DataModule | None](lambda run: run.datamodule, "The data module of this stage, or None.")
     strategy = Fact[Engine](lambda run: run.engine, "The engine: it computes steps and holds the processes.")
-    optimizers = Fact[list[Optimizer]](lambda run: run.optimizers, "What `configure_optimizers` returned.")
+    optimizers = Fact[list[Optimizer]](
+        lambda run: run.optimizers, "The optimizers that `configure_optimizers` returned."
+    )
     lr_scheduler_configs = Fact[list[SchedulerConfig]](
         lambda run: run.lr_scheduler_configs, "The learning-rate schedules and when they step."
     )
@@ -187,10 +188,8 @@ class LightningNames:
     early_stopping_callback = Fact[Any](lambda run: _first(run, Stopper), "The first EarlyStopping, or None.")
     early_stopping_callbacks = Fact[list[Any]](lambda run: _all(run, Stopper), "Every EarlyStopping.")
     progress_bar_callback = Fact[Any](lambda run: _first(run, ProgressDisplay), "The progress bar, or None.")
-    accelerator = Fact[str](
-        lambda run: run.engine.settings.device_type, "The kind of device that is computed on, as torch calls it."
-    )
-    device = Fact[torch.device](lambda run: run.engine.device, "The device that this process computes on.")
+    accelerator = Fact[str](lambda run: run.engine.settings.device_type, "The device type, under torch's name.")
+    device = Fact[torch.device](lambda run: run.engine.device, "The device of this process.")
     device_ids = Fact[list[int]](
         lambda run: list(run.engine.settings.device_indices), "Indices of the devices of this node."
     )
@@ -207,114 +206,115 @@ class LightningNames:
     world_size = Fact[int](lambda run: run.world_size, "Number of processes.")
     num_nodes = Fact[int](lambda run: run.engine.processes.num_nodes, "Number of nodes.")
     num_devices = Fact[int](lambda run: len(run.engine.settings.device_indices), "Processes on this node.")
-    is_global_zero = Fact[bool](lambda run: run.is_main, "Whether this is the main process.")
+    is_global_zero = Fact[bool](lambda run: run.is_main, "True on the main process.")
     distributed_sampler_kwargs = Fact[dict[str, int] | None](
         lambda run: (
             None
             if run.exchange is None
             else {"num_replicas": run.engine.data_ranks.num_readers, "rank": run.engine.data_ranks.reader}
         ),
-        "How many ranks the data is divided among and which of them this is; None for one.",
+        "Number of data ranks and this process's data rank; None for one process.",
     )
 
-    # Where it stands
+    # Progress
 
-    state = Fact[TrainState](lambda run: run.state, "Where training stands, and what runs, in Lightning's words.")
+    state = Fact[TrainState](
+        lambda run: run.state, "Training progress and, under Lightning's names, the current stage."
+    )
     stage = Fact[Stage | None](lambda run: run.stage, "The stage that is running, or None.")
     current_epoch = Fact[int](
-        lambda run: run.state.epoch, "0-based index of the present epoch; between fits, the finished ones."
+        lambda run: run.state.epoch, "0-based index of the current epoch; between fits, the number of completed epochs."
     )
     global_step = Fact[int](lambda run: run.state.step, "Completed optimizer steps.")
     last_step = Fact[StepResult | None](
-        lambda run: run.last_step, "What the last optimizer step gave; None before the first."
+        lambda run: run.last_step, "Result of the last optimizer step; None before the first."
     )
     training = Fact[bool](
         lambda run: run.stage == "fit" and run.evaluating is None,
-        "Whether training steps are running, not an evaluation between them.",
+        "True while training steps run, and False during evaluations.",
     )
     evaluating = Fact[bool](
         lambda run: run.evaluating in ("validate", "test"),
-        "Whether a validation or a test is running, the validation before training included.",
+        "True during a validation or test, including the validation before training.",
     )
-    sanity_checking = Fact[bool](
-        lambda run: run.sanity_checking, "Whether the validation that runs is the one before training."
-    )
+    sanity_checking = Fact[bool](lambda run: run.sanity_checking, "True during the validation before training.")
     validating = Fact[bool](
         lambda run: run.evaluating == "validate" and not run.sanity_checking,
-        "Whether a validation is running, other than the one before training.",
+        "True during a validation, except the one before training.",
     )
-    testing = Fact[bool](lambda run: run.evaluating == "test", "Whether a test is running.")
-    predicting = Fact[bool](lambda run: run.evaluating == "predict", "Whether a prediction is running.")
+    testing = Fact[bool](lambda run: run.evaluating == "test", "True during a test.")
+    predicting = Fact[bool](lambda run: run.evaluating == "predict", "True during a prediction.")
     is_last_batch = Fact[bool](
         lambda run: run.loop.is_last_batch,
-        "Whether the training micro-batch that runs, or ran last, is its epoch's last.",
+        "True if the current or last training micro-batch is the last of its epoch.",
     )
     epoch_closes = Fact[bool](
         lambda run: run.loop.epoch_closes,
-        "Whether the epoch that ends is over; False when a later `fit` may go on with it.",
+        "True if the ending epoch is complete; False if a later `fit` may continue it.",
     )
-    interrupted = Fact[bool](lambda run: run.interrupted, "Whether Ctrl-C ended the last stage.")
+    interrupted = Fact[bool](lambda run: run.interrupted, "True if Ctrl-C ended the last stage.")
     received_sigterm = Fact[bool](
         lambda run: run.preemption.signal == signal.SIGTERM,
-        "Whether this process was sent SIGTERM during the present fit.",
+        "True if this process has received SIGTERM during the current fit.",
     )
-    resumed = Fact[bool](lambda run: run.resumed, "Whether this fit continues a checkpoint.")
+    resumed = Fact[bool](lambda run: run.resumed, "True if this fit continues a checkpoint.")
     ckpt_path = Fact[str | None](
-        lambda run: run.ckpt_path, "The checkpoint that this stage, or the last one, has loaded; None: none."
+        lambda run: run.ckpt_path, "The checkpoint that the current or last stage has loaded, or None."
     )
-    seed = Fact[int | None](lambda run: run.history.seed, "Of the order of the data; None until a stage has begun.")
-    run_id = Fact[str](lambda run: run.history.run_id, "Tells this run's checkpoints from those of others.")
-    num_rollbacks = Fact[int](lambda run: run.history.num_rollbacks, "How often the run has gone back to a checkpoint.")
+    seed = Fact[int | None](lambda run: run.history.seed, "Seed of the data order; None before the first stage.")
+    run_id = Fact[str](lambda run: run.history.run_id, "Identifies this run's checkpoints in a shared folder.")
+    num_rollbacks = Fact[int](lambda run: run.history.num_rollbacks, "Number of rollbacks of the run.")
     skipped_batches = Fact[list[SkippedData]](
-        lambda run: run.history.skipped_batches, "Training data that was consumed and changed no weight, in its order."
+        lambda run: run.history.skipped_batches, "Training data that was read without changing weights, in order."
     )
-    checkpoint_dir = Fact[Path](lambda run: run.checkpoint_dir, "Where checkpoints go when a request names no folder.")
+    checkpoint_dir = Fact[Path](lambda run: run.checkpoint_dir, "Folder of checkpoints whose request names none.")
     log_dir = Fact[str | None](
         lambda run: next((logger.log_dir for logger in run.loggers if logger.log_dir is not None), None),
-        "The folder of the first logger that has one; known on the main rank once a stage has started.",
+        "The folder of the first logger that has one. Known on the main rank after a stage has started.",
     )
 
-    # Its data, and numbers of batches and steps
+    # Data, and numbers of batches and steps
 
     train_dataloader = Fact[Any](
         lambda run: None if run.data.made is None else run.data.made.given,
-        "What training reads, as the user made it; None before it is made.",
+        "The user's training loaders; None before they are created.",
     )
     val_dataloaders = _given("validate", "validation")
     test_dataloaders = _given("test", "test")
     predict_dataloaders = _given("predict", "prediction")
     num_training_batches = Fact[int | float](
         lambda run: run.num_training_batches,
-        "Micro-batches of one training epoch on one rank; infinite when the loader has no length.",
+        "Micro-batches of one training epoch on one rank; infinite if the loader has no length.",
     )
     train_batch_size = Fact[int | None](
         lambda run: run.data.train().loader.batch_size,
-        "Samples that this rank's loader puts into a micro-batch; None when it does not tell. Loads the data.",
+        "Micro-batch size of this rank's training loader; None if unknown. Creates the loader.",
     )
     num_val_batches = _num_batches("validate", "validation")
     num_test_batches = _num_batches("test", "test")
     num_predict_batches = _num_batches("predict", "prediction")
     num_eval_batches = Fact[list[int | float]](
-        lambda run: run.num_eval_batches, "Batches of each loader of the evaluation that is running, on this rank."
+        lambda run: run.num_eval_batches, "Batches of each loader of the current evaluation, on this rank."
     )
     num_sanity_val_batches = Fact[list[int | float]](
         lambda run: [min(run.sanity_steps, number) for number in run.num_batches("validate")],
-        "Batches of each validation loader that are tried before training.",
+        "Batches of each validation loader to run before training.",
     )
     estimated_stepping_batches = Fact[int | float](
-        lambda run: run.estimated_stepping_batches, "Optimizer steps that `fit` will do in all; infinite without bound."
+        lambda run: run.estimated_stepping_batches,
+        "Total number of optimizer steps of `fit`; infinite without a limit.",
     )
     has_validation = Fact[bool](
         lambda run: run.data.has_validation,
-        "Whether `fit` validates: a validation_step, a loader, and a limit above 0.",
+        "True if `fit` validates: it has a validation_step, a loader and a limit above 0.",
     )
     enable_validation = Fact[bool](
         lambda run: run.model is not None and run.data.has_validation,
-        "Whether `fit` validates: a validation_step, a loader, and a limit above 0.",
+        "True if `fit` validates: it has a validation_step, a loader and a limit above 0.",
     )
     val_check_batch = Fact[int | float | None](
         lambda run: None if run.loop.validation is None else run.loop.validation.num_batches_between,
-        "Training batches between two validations; None before they are known, or where another unit counts.",
+        "Training batches between two validations; None if not yet known or for intervals in other units.",
     )
 
     # Logged values
@@ -329,7 +329,7 @@ class LightningNames:
         lambda run: run.shown.progress_bar, "The latest value of every metric logged with `prog_bar=True`."
     )
 
-    # What may be asked of it
+    # Methods
 
     all_gather = of_run(StageRun.all_gather)
     at_safe_point = of_run(StageRun.at_safe_point)
@@ -350,13 +350,13 @@ class LightningNames:
     whole_tensor = of_run(StageRun.whole_tensor)
     wrote_into = of_run(StageRun.wrote_into)
 
-    if not TYPE_CHECKING:  # or type checkers would take any name
+    if not TYPE_CHECKING:  # type checkers would accept any name otherwise
 
         def __getattr__(self, name: str) -> NoReturn:
             if name == "run":
-                raise AttributeError("this Trainer is being made")
+                raise AttributeError("the Trainer's __init__ has not completed")
             if hasattr(type(self), name):
-                object.__getattribute__(self, name)  # raises what its own code raised
+                object.__getattribute__(self, name)  # raises the error of the attribute's own code
             if name in INTERNALS:
                 raise AttributeError(f"trainer.{name} does not exist here: {INTERNALS[name]}.")
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}.{nearest(name, dir(type(self)))}")

@@ -1,4 +1,4 @@
-"""Start a stage's loggers and hand them what is known before the first step: hyper-parameters and the task's graph."""
+"""Start a stage's loggers and log hyper-parameters and the task's graph."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trainwright.trainer.run import StageRun
 
 
 def start_loggers(run: StageRun, stage: Stage) -> None:
-    """Start the loggers, after a checkpoint told them which run they continue; not for predictions."""
+    """Start the loggers, except for predictions. Restore a checkpoint first, so that they continue its run."""
     if stage != "predict" and run.logging is not None:
         run.logging.start(RunInfo(run.settings.root))
 
 
 def begin_fit(run: StageRun) -> None:
-    """Fire `on_fit_start`, restore what had to wait for it, and tell loggers what callbacks have settled there."""
+    """Call `on_fit_start`, then restore optimizers that wait for it, and log hyper-parameters and the graph."""
     run.fire("on_fit_start")
     restore, run.loop.restore_after_fit_start = run.loop.restore_after_fit_start, None
     if restore is not None:
@@ -27,9 +27,9 @@ def begin_fit(run: StageRun) -> None:
 
 
 def _describe(run: StageRun, *, hyperparameters: bool) -> None:
-    """Hand the loggers the task's graph and, unless switched off, the hyper-parameters that the fit begins with.
+    """Log the task's graph and, if enabled, the hyper-parameters of the task and the data module.
 
-    Those of the task and the data module, as they are once `on_fit_start` has run: a search may have set some.
+    Called after `on_fit_start`, where a search may set hyper-parameters.
     """
     if run.logging is None:
         return

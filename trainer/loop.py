@@ -1,9 +1,8 @@
-"""FitLoop: the loop on one page.
+"""The training loop.
 
-Read `run`, `_epoch` and `_after_step` for what happens in a fit and in which order. How a step is computed is the
-engine's (`strategies/steps/step.py`); what a stage does before and after is in `stage.py`; when something is due is
-told by `schedule.py`, what becomes of a loss that is no number by `non_finite.py`, what callbacks asked for is done in
-`safe_point.py`.
+`run`, `_epoch` and `_after_step` show the order of events in a fit. The engine computes a step
+(`strategies/steps/step.py`), `stage.py` sets up and tears down a stage, `schedule.py` decides when something is due,
+`non_finite.py` handles a NaN loss, and `safe_point.py` executes the requests of callbacks.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from trainwright.trainer.checkpoints.capture import metrics_state
 from trainwright.trainer.logger_start import begin_fit
 from trainwright.trainer.loop_state import count_samples, count_tokens
 from trainwright.trainer.recovery import rollback
-from trainwright.trainer.recovery.leaving import leave
+from trainwright.trainer.recovery.exit_on_signal import exit_on_signal
 from trainwright.trainer.recovery.non_finite import step_function
 from trainwright.trainer.recovery.preemption import EvaluationWatch
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.schedule import EndOfFit, Stop, ValidationSchedule
 
-_AGREE_EVERY_N_STEPS = 10  # at least so often ranks tell each other of their wishes
+_AGREE_EVERY_N_STEPS = 10  # maximum number of steps between two exchanges of stop requests
 
 
 class FitLoop:
-    """Trains epoch by epoch until a bound, a wish or a signal ends it; where it stands is the run's `loop`.
+    """Trains epoch by epoch until a limit, a stop request or a signal ends the fit. Its state is the run's `loop`.
 
     Args:
-        run: set up, its checkpoint restored.
+        run: the run, set up and with its checkpoint restored.
     """
 
     def __init__(self, run: StageRun) -> None:
@@ -45,12 +44,12 @@ class FitLoop:
         self._samples_decide = "samples" in run.settings.units
         self._agreement = Agreement(run.engine.processes, _AGREE_EVERY_N_STEPS)
         self._log_every = Interval(Duration(run.settings.log_every_n_steps, "steps"))
-        self._validates = False  # in the present epoch
-        self._metrics_begun = False  # of the epoch that comes next
+        self._validates = False  # in the current epoch
+        self._metrics_begun = False  # for the next epoch
         self._align()
 
     def _align(self) -> None:
-        """Align every interval with where the run stands."""
+        """Align all intervals with the current progress."""
         run = self._run
         self._agreement.begin(run.state.step)
         self._log_every.align(run.state)
@@ -58,10 +57,10 @@ class FitLoop:
         safe_point.prepare(run)
 
     def run(self) -> None:
-        """Train; a rollback ends an epoch and goes on from a checkpoint."""
+        """Train. A rollback ends an epoch and continues from a checkpoint."""
         run = self._run
         run.data.train()
-        self._metrics_begun = True  # what on_train_start logs belongs to the epoch that follows
+        self._metrics_begun = True  # values logged in on_train_start belong to the next epoch
         run.metrics.begin("train")
         run.fire("on_train_start")
         run.loop.clock = time.perf_counter()
@@ -69,15 +68,15 @@ class FitLoop:
             run.loop.restore_last()
         self._agree()
         if self._is_over() and (by := self._end.reached_by(run.state, run.data.train().num_batches)):
-            run.print(f"trainwright: nothing is left to train: {by}. Raise it to go on.")
+            run.print(f"trainwright: nothing is left to train: {by}. Increase it to continue.")
         while not self._is_over():
             try:
                 self._epoch()
                 continue
             except rollback.RollBack as unwound:
-                wish = unwound.wish
-            # Out here, since the exception's traceback keeps the epoch's loader, and its workers, alive.
-            rollback.go_back(run, wish)
+                request = unwound.request
+            # Outside the handler, because the traceback keeps the epoch's loader and its workers alive.
+            rollback.roll_back(run, request)
             self._align()
             begin_fit(run)
             self._metrics_begun = True
@@ -89,17 +88,17 @@ class FitLoop:
         run.metrics.close("on_train_end")
         run.fire("on_train_end")
         if self._log_every.left(run.state) < run.settings.log_every_n_steps:
-            run.flush_step(run.state.epoch_of_last_batch)  # what was logged since the last interval
+            run.flush_step(run.state.epoch_of_last_batch)  # values logged since the last interval
 
     def _epoch(self) -> None:
-        """One epoch, or what is left of it: a group of micro-batches after the other, each one optimizer step."""
+        """Train the rest of the current epoch: one optimizer step per group of micro-batches."""
         run, loop = self._run, self._run.loop
         trainer, task, state, hooks, step = run.trainer, run.task, run.state, run.hooks, run.engine.step
         clip = run.settings.clip
         groups = self._begin_epoch()
         if state.validation_owed:
             self._validate()
-        forward_backward = step_function(run)  # the step's own, unless something is to be checked or left out
+        forward_backward = step_function(run)  # the engine's function, unless values are checked or data is skipped
         closed = True
         try:
             for group in groups:
@@ -108,7 +107,7 @@ class FitLoop:
                     hook(trainer, task, group)
                 loss = forward_backward(group)  # move, autocast, weigh, accumulate, sync
                 if hooks.on_before_optimizer_step and loss is not None:
-                    run.metrics.batch = group.batches[-1]  # the weight of what is logged there
+                    run.metrics.batch = group.batches[-1]  # weight of the values logged in these hooks
                     for hook in hooks.on_before_optimizer_step:
                         for optimizer in run.optimizers:
                             hook(trainer, task, optimizer)
@@ -116,7 +115,7 @@ class FitLoop:
                 loop.stepping = True
                 norm = None if loss is None else step.optimizer_step(clip)  # clip, step, free gradients
                 self._advance(group, loss is not None or step.stepped)
-                loop.at_step_boundary, loop.stepping = True, False  # from here on the step is done
+                loop.at_step_boundary, loop.stepping = True, False  # the step is complete
                 loop.last_result = loss, norm
                 if hooks.on_train_batch_end:
                     step.end_batch(group)
@@ -135,7 +134,7 @@ class FitLoop:
         loop.ended_on_last_batch, loop.group = loop.is_last_batch, None
 
     def _after_step(self, group: Group) -> bool:
-        """What may follow a step: validation, a flush of metrics, checkpoints. Returns whether the epoch ends here."""
+        """Validate, flush metrics and save checkpoints if they are due. Return whether the epoch ends here."""
         run, loop, state = self._run, self._run.loop, self._run.state
         loop.read_clock(state)
         if run.saves.reserves and state.step_in_epoch:
@@ -146,20 +145,20 @@ class FitLoop:
             run.flush_step()  # the only host sync
             loop.check_finite()
         if not state.step_in_epoch and run.task.automatic_optimization and not run.history.skipped_batches:
-            run.notices.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
+            run.fit_warnings.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
         ends = group.is_last or self._must_stop()
         if not ends and run.saves.waiting:
             safe_point.settle(run)
-            ends = self._must_stop() if run.exchange is None else self._heeds_wish()  # an action may have asked for it
+            ends = self._must_stop() if run.exchange is None else self._should_stop()  # an action may have requested it
         if run.preemption.agreed and not ends:
-            leave(run)
+            exit_on_signal(run)
         loop.quiet_groups = self._groups_until_due() - 1
-        if run.preemption.signal:  # it may have come meanwhile
+        if run.preemption.signal:  # may have arrived in this method
             loop.look()
         return ends
 
     def _groups_until_due(self) -> int:
-        """Return after how many groups `_after_step` must look again; a wish sets `quiet_groups` to 0 before that."""
+        """Return the number of steps until `_after_step` must run again. A stop request makes it run earlier."""
         run, state = self._run, self._run.state
         if run.loop.stop != Stop.NOT or self._end.asks_every_step:
             return 1
@@ -178,30 +177,30 @@ class FitLoop:
         if not self._metrics_begun:
             run.metrics.begin("train")
         self._metrics_begun = False
-        run.saves.finish_copy()  # callbacks may give optimizers a new start here
-        if not state.batch_in_epoch:  # not again in an epoch that is resumed in its middle
+        run.saves.finish_copy()  # callbacks may reset optimizers here
+        if not state.batch_in_epoch:  # not called again when an epoch is resumed in the middle
             run.fire("on_train_epoch_start")
-            if hooks.on_train_epoch_start:  # one may have changed the length of the data
+            if hooks.on_train_epoch_start:  # a hook may have changed the length of the data
                 data.train().begin_epoch(state.epoch, place)
         if data.train().num_batches != before:
             run.loop.validation = None  # its interval may be a fraction of the epoch
         self._validation.align(run.trainer)
         self._validates = data.has_validation
         run.loop.quiet_groups = 0
-        groups = data.train().groups(state, run.settings.accumulate_grad_batches)  # a callback may have made it anew
+        groups = data.train().groups(state, run.settings.accumulate_grad_batches)  # a hook may have replaced the loader
         run.loop.restore_last()
         if run.history.open_metrics and state.batch_in_epoch and not run.resumed:
-            restore.restore_metrics(run, run.history.open_metrics, "the fit before")
+            restore.restore_metrics(run, run.history.open_metrics, "the previous fit")
         run.history.open_metrics = []
         run.metrics.in_step = True
         return groups
 
     def _end_epoch(self, closed: bool) -> None:
-        """Close the epoch at its last batch or at a wish to stop; a bound in its middle leaves it to a later fit."""
+        """End the epoch. If a limit ended it before its last batch, a later fit can continue it."""
         run, loop, state = self._run, self._run.loop, self._run.state
         loop.read_clock(state)
         run.metrics.in_step = False
-        if not closed and loop.stop_agreed == Stop.AND_CLOSE_EPOCH and self._heeds_wish():
+        if not closed and loop.stop_agreed == Stop.AND_CLOSE_EPOCH and self._should_stop():
             closed = True
             run.schedules.after_epoch(state.epoch)
             if loop.validated_at != state.step and self._validation.in_epoch(state.epoch):
@@ -219,7 +218,7 @@ class FitLoop:
         safe_point.settle(run)
         self._agree()
         if run.preemption.agreed:
-            leave(run)
+            exit_on_signal(run)
         if closed:
             loop.group_end = None
             state.begin_next_epoch()
@@ -229,7 +228,7 @@ class FitLoop:
                 loop.validation = None  # its interval may be a fraction of the new loader
 
     def _advance(self, group: Group, stepped: bool) -> None:
-        """Count a group, and step the schedules whose unit has passed."""
+        """Update the progress after a step, and step the learning-rate schedules that are due."""
         run, state, n = self._run, self._run.state, len(group.batches)
         if stepped:
             state.step += 1
@@ -255,7 +254,7 @@ class FitLoop:
 
     @property
     def _validation(self) -> ValidationSchedule:
-        """When to validate; known once the training data is."""
+        """The validation schedule, created when the training data is known."""
         run, loop = self._run, self._run.loop
         if loop.validation is None:
             every = run.arguments.check_val_every_n_epoch
@@ -268,7 +267,7 @@ class FitLoop:
             run.state.validation_owed = False
             return
         run.loop.check_finite()
-        run.state.validation_owed = True  # a checkpoint that is written meanwhile does not know what it comes to
+        run.state.validation_owed = True  # for checkpoints written before the validation completes
         in_step, run.metrics.in_step = run.metrics.in_step, False
         data, device = run.data.evaluation("validate"), run.engine.device
         generators = rng_state(device)
@@ -276,12 +275,12 @@ class FitLoop:
             watch = EvaluationWatch(run.preemption, run.engine.processes, data)
             evaluation.evaluate(run, "validate", abandon=watch, taken=partial(run.loop.note_validation, run.state))
         except evaluation.Abandoned:
-            set_rng_state(generators, device)  # a resume does the whole validation again, as if for the first time
+            set_rng_state(generators, device)  # a resume runs the complete validation with the same random numbers
             if self._log_every.due(run.state):
                 run.flush_step()
-            leave(run)
+            exit_on_signal(run)
         except BaseException:
-            set_rng_state(generators)  # likewise, for who saves now; a device may have failed and is left alone
+            set_rng_state(generators)  # for a save after the error; not the device's, which may have failed
             raise
         run.metrics.in_step = in_step
 
@@ -293,31 +292,31 @@ class FitLoop:
             return True
         if run.exchange is None or self._agreement.due(run.state.step):
             self._agree()
-        return self._heeds_wish()
+        return self._should_stop()
 
     def _is_over(self) -> bool:
         run = self._run
-        return self._end.reached(run.state) or self._heeds_wish() or run.data.train().num_batches == 0
+        return self._end.reached(run.state) or self._should_stop() or run.data.train().num_batches == 0
 
     def _agree(self) -> None:
-        """Learn whether any rank wishes to stop, is out of time, or has had a signal. Collective, on the host."""
+        """Exchange stop requests, time limits and signals between ranks. Collective, on the host."""
         run, loop = self._run, self._run.loop
-        mine = [int(self._end.wish(run.state, loop.stop)), *run.preemption.note()]
+        mine = [int(self._end.stop_request(run.state, loop.stop)), *run.preemption.note()]
         everyone = [mine] if run.exchange is None else self._agreement.hold(run.state.step, mine)
         loop.stop_agreed = max(loop.stop_agreed, *(Stop(theirs) for theirs, *_ in everyone))
-        run.preemption.hear([told for _, *told in everyone])
+        run.preemption.hear([note for _, *note in everyone])
 
-    def _heeds_wish(self) -> bool:
+    def _should_stop(self) -> bool:
         run = self._run
         if run.loop.stop_agreed == Stop.NOT:
             return False
         if not (may_stop := self._end.may_stop_early(run.state)):
-            run.notices.stop_put_off(run.state, run.settings.limits, run.loop.stop_reason)
+            run.fit_warnings.stop_put_off(run.state, run.settings.limits, run.loop.stop_reason)
         return may_stop
 
 
 def _metrics_of_step(run: StageRun) -> Mapping[str, float]:
-    """Read what the step has logged, for a schedule that watches it; rank 0's, so that all ranks' rates agree."""
+    """Return the latest metrics of rank 0, so that metric-based schedules set the same rate on all ranks."""
     run.shown.show(run.metrics.peek())
     found = dict(run.shown.callback)
     return found if run.exchange is None else dict(run.broadcast(found))

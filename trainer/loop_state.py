@@ -1,4 +1,4 @@
-"""Where the loop stands, within a step and between steps: `FitLoop` moves it, everything else in a run reads it."""
+"""State of the training loop. `FitLoop` updates it; other parts of a run read it."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from trainwright.trainer.schedule import Stop, ValidationSchedule
 
 
 class Guard(Protocol):
-    """Looks at losses and gradients (see `recovery.non_finite`)."""
+    """Checks losses and gradients (see `recovery.non_finite`)."""
 
     def look(self) -> None:
-        """Raise if a step since the last look was not finite. Collective."""
+        """Raise if a step since the last check was not finite. Collective."""
 
     def is_bad_here(self) -> bool:
-        """Tell whether this rank saw such a step. Not collective."""
+        """Return whether this rank had a non-finite step. Not collective."""
 
 
 @dataclass(slots=True)
 class LoopState:
-    """The loop of one stage; at rest unless that is a fit.
+    """State of the training loop of one stage. Unused by evaluations.
 
     Attributes:
-        group: the micro-batches that are being trained on, or were last; None outside of an epoch.
-        ended_on_last_batch: the epoch that was trained last ended with its last micro-batch.
-        at_step_boundary: no training step is half done.
-        stepping: optimizers step just now, or what they did is being counted.
+        group: micro-batches of the current or last step; None outside an epoch.
+        ended_on_last_batch: the last epoch ended with its last micro-batch.
+        at_step_boundary: no training step is in progress.
+        stepping: optimizers are stepping, or the progress of their step is being counted.
         last_result: loss and gradient norm of the last optimizer step.
-        group_end: of the group that was counted last: its length, and whether it is the epoch's last.
-        validated_at: completed steps at the last whole validation; -1: none yet.
-        validation: when to validate; None until the training data is known.
-        clock: `time.perf_counter()` when `state.seconds` was counted last.
-        quiet_groups: so many groups of micro-batches need no look at what is due; 0 makes the next one look.
-        stop: what this rank was asked for.
-        stop_agreed: what all ranks know of.
-        stop_reason: why a stop was asked for last, or None.
-        epoch_closes: the epoch that ends is over; False when a later fit may go on with it.
-        to_restore: what is put back as the last act before training goes on.
-        guard: looks at losses and gradients in the present epoch (`on_nonfinite`); None: nothing does.
-        restore_after_fit_start: what is put back once callbacks have made parameter groups in `on_fit_start`.
+        group_end: length of the last counted step's group, and whether it ended the epoch.
+        validated_at: completed steps at the last completed validation; -1 before the first.
+        validation: validation schedule; None until the training data is known.
+        clock: `time.perf_counter()` at the last update of `state.seconds`.
+        quiet_groups: number of steps after which nothing needs to be checked; 0 makes the next step check.
+        stop: stop request of this rank.
+        stop_agreed: stop request that all ranks know.
+        stop_reason: reason of the last stop request, or None.
+        epoch_closes: the ending epoch is complete; False if a later fit may continue it.
+        to_restore: functions that restore state, called last before training continues.
+        guard: checks losses and gradients in the current epoch (`on_nonfinite`), or None.
+        restore_after_fit_start: restores optimizers after callbacks have created parameter groups in `on_fit_start`.
     """
 
     group: Group | None = None
@@ -70,12 +70,12 @@ class LoopState:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the micro-batch that runs, or ran last, is its epoch's last."""
+        """True if the current or last micro-batch is the last of its epoch."""
         group = self.group
         return self.ended_on_last_batch if group is None else group.is_last and group.index == len(group.batches) - 1
 
     def check_finite(self) -> None:
-        """Raise if a step since the last look was not finite. Collective; waits for the device.
+        """Raise if a step since the last check was not finite. Collective; waits for the device.
 
         Raises:
             NonFiniteError: on every rank.
@@ -84,47 +84,47 @@ class LoopState:
             self.guard.look()
 
     def look(self) -> None:
-        """Have the loop look at what is due after the present step."""
+        """Make the loop check after the current step whether anything is due."""
         self.quiet_groups = 0
 
     def read_clock(self, state: TrainState) -> None:
-        """Count the seconds that have passed since the last time."""
+        """Add the seconds since the last call to `state.seconds`."""
         now = time.perf_counter()
         state.seconds += now - self.clock
         self.clock = now
 
-    def ask_to_stop(self, reason: str, wish: Stop) -> None:
-        """Take a wish to stop that every rank has alike."""
+    def request_stop(self, reason: str, request: Stop) -> None:
+        """Store a stop request that every rank makes."""
         self.stop_reason = reason
-        self.stop, self.stop_agreed = max(self.stop, wish), max(self.stop_agreed, wish)
+        self.stop, self.stop_agreed = max(self.stop, request), max(self.stop_agreed, request)
         self.look()
 
     def owes_validation(self, state: TrainState) -> bool:
-        """Tell whether a validation is due after the present step and has not been done."""
+        """Return whether a validation is due after the current step and has not been run."""
         end, schedule = self.group_end, self.validation
         if end is None or schedule is None or self.validated_at == state.step:
             return False
         return schedule.outstanding(state, *end)
 
     def note_validation(self, state: TrainState) -> None:
-        """Note that the validation of the present step is done."""
+        """Record that the validation of the current step is complete."""
         state.validation_owed = False
         self.validated_at = state.step
 
     def restore_last(self) -> None:
-        """Put back what was to be put back last."""
+        """Call and clear the functions in `to_restore`."""
         to_restore, self.to_restore = self.to_restore, []
         for restore in to_restore:
             restore()
 
 
 def count_samples(group: Group, engine: Engine, *, exact: bool) -> int:
-    """Return the samples of a group whose loader does not tell. With several data ranks and `exact`, collective.
+    """Return the number of samples in a step, over all ranks, if the loader does not provide it.
 
     Args:
-        group: this rank's.
-        engine: knows the other ranks.
-        exact: something is decided by the number, so that ranks must agree on it; only then is it worth an exchange.
+        group: this rank's micro-batches.
+        engine: provides the data ranks.
+        exact: sum the numbers of all ranks, which is collective. False multiplies this rank's number.
     """
     mine = sum(batch_size(batch) for batch in group.batches)
     if engine.processes.world_size == 1:
@@ -133,7 +133,7 @@ def count_samples(group: Group, engine: Engine, *, exact: bool) -> int:
 
 
 def count_tokens(group: Group, task: TaskModule, engine: Engine) -> int:
-    """Return the tokens of a group, as the task counts them. Collective with several data ranks."""
+    """Return the number of tokens in a step, counted by the task. Collective with several data ranks."""
     return _sum(sum(task.num_tokens(batch) for batch in group.batches), engine)
 
 

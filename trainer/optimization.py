@@ -1,4 +1,4 @@
-"""From what `configure_optimizers` returns to optimizers and learning-rate schedules, and when schedules step."""
+"""Parsing of the result of `configure_optimizers`, and stepping of learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
 
 
 def check_members(task: TaskModule, optimizers: Sequence[Optimizer]) -> None:
-    """Check that optimizers step parameters of the task alone.
+    """Check that all parameters of the optimizers belong to the task.
 
     Raises:
-        ConfigurationError: one has others, which would be neither moved, nor averaged over ranks, nor saved.
+        ConfigurationError: one does not, so it would not be moved, synchronized or saved.
     """
     own = {id(parameter) for parameter in task.parameters()}
     for optimizer in optimizers:
@@ -31,21 +31,21 @@ def check_members(task: TaskModule, optimizers: Sequence[Optimizer]) -> None:
         if others:
             raise ConfigurationError(
                 f"{type(task).__name__}.configure_optimizers returned {type(optimizer).__name__} with {len(others)} "
-                f"parameter(s), the first of shape {tuple(others[0].shape)}, that are not the task's own. Build it in "
-                "configure_optimizers, from self.parameters() as they are then (a strategy may have replaced those of "
-                "__init__), and make a module that it trains an attribute of the task, so that it is moved and saved."
+                f"parameter(s), the first of shape {tuple(others[0].shape)}, that do not belong to the task. Build it "
+                "in configure_optimizers from self.parameters(), because a strategy may replace the parameters after "
+                "__init__. Make other modules that it trains attributes of the task."
             )
 
 
 def parse_optimizers(returned: object, origin: str) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Read every form that `configure_optimizers` may return (see `TaskModule.configure_optimizers`).
+    """Parse the result of `configure_optimizers` (see `TaskModule.configure_optimizers`).
 
     Args:
-        returned: what it returned.
+        returned: the result.
         origin: the task's class name, for messages.
 
     Raises:
-        ConfigurationError: an unknown form, key or interval, or a schedule of an optimizer that was not returned.
+        ConfigurationError: a form, key or interval is unknown, or the optimizer of a schedule was not returned.
     """
     optimizers: list[Optimizer] = []
     schedules: list[SchedulerConfig] = []
@@ -110,7 +110,7 @@ def _schedule(given: object, monitor: str | None, origin: str) -> SchedulerConfi
     for key in entry:
         if key not in _SCHEDULER_KEYS:
             raise ConfigurationError(
-                f"{origin}.configure_optimizers: unknown key {key!r} beside the scheduler."
+                f"{origin}.configure_optimizers: unknown key {key!r} of a scheduler's dict."
                 f"{nearest(str(key), _SCHEDULER_KEYS)} Known: {', '.join(_SCHEDULER_KEYS)}."
             )
     scheduler = entry.get("scheduler")
@@ -169,27 +169,27 @@ def _unknown_form(returned: object, origin: str) -> ConfigurationError:
 
 
 def warn_of_joint_steps(task: TaskModule, num_optimizers: int) -> None:
-    """Warn once of several optimizers on one loss, unless the task itself says `automatic_optimization = True`."""
+    """Warn once about several optimizers for one loss, unless the task sets `automatic_optimization = True`."""
     own = [task, *(cls for cls in type(task).__mro__ if cls is not TaskModule)]
     said = any("automatic_optimization" in vars(owner) for owner in own)
     if num_optimizers > 1 and not said and "_said_joint" not in vars(task):
         object.__setattr__(task, "_said_joint", True)
         warnings.warn(
-            f"{type(task).__name__}.configure_optimizers returned {num_optimizers} optimizers: automatic optimization "
-            "steps all of them on the one loss that training_step returns. If each has a loss of its own (a GAN), set "
-            "self.automatic_optimization = False in __init__ and step them in training_step; if that is meant, set it "
-            "to True.",
+            f"{type(task).__name__}.configure_optimizers returned {num_optimizers} optimizers. Automatic optimization "
+            "steps all of them with the one loss that training_step returns. If each has its own loss (a GAN), set "
+            "self.automatic_optimization = False in __init__ and step them in training_step. To silence this warning, "
+            "set it to True.",
             TrainwrightWarning,
             stacklevel=2,
         )
 
 
 class Schedules:
-    """Steps learning-rate schedules: each once per unit it declares, whatever the world size or accumulation.
+    """Steps learning-rate schedules at their intervals, independent of world size and accumulation.
 
     Args:
-        configs: what to step; a task that optimizes by hand steps them itself.
-        task: its `lr_scheduler_step` does the stepping; None when there is nothing to step.
+        configs: the schedules. With manual optimization the task steps them itself.
+        task: the task, whose `lr_scheduler_step` is called; None if there are no schedules.
     """
 
     def __init__(self, configs: list[SchedulerConfig], task: TaskModule | None) -> None:
@@ -203,25 +203,25 @@ class Schedules:
         self.watch_steps = any(config.monitor is not None for config in self._per_step)
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step the schedules that count optimizer steps; `step` includes the one just done."""
+        """Step the schedules with `interval="step"`. `step` is the number of completed optimizer steps."""
         for config in self._per_step:
             if step % config.frequency == 0:
                 self._do(config, metrics)
 
     def after_epoch(self, epoch: int) -> None:
-        """Step the schedules that count epochs, after the last optimizer step of 0-based `epoch`."""
+        """Step the schedules with `interval="epoch"`, after the last optimizer step of the 0-based `epoch`."""
         for config in self._per_epoch:
             if (epoch + 1) % config.frequency == 0:
                 self._do(config, {})
 
     def after_epoch_metrics(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Step the epoch's schedules that watch a metric, once the epoch's metrics are known."""
+        """Step the schedules with `interval="epoch"` that monitor a metric, after the metrics are known."""
         for config in self._monitored:
             if (epoch + 1) % config.frequency == 0:
                 self._do(config, metrics)
 
     def _do(self, config: SchedulerConfig, metrics: Mapping[str, float]) -> None:
-        assert self._task is not None  # there are schedules, so there is a task
+        assert self._task is not None  # schedules come from a task
         if config.paused:
             return
         if config.monitor is None:
@@ -231,14 +231,14 @@ class Schedules:
                 if "total steps is" not in str(error):
                     raise
                 raise ConfigurationError(
-                    f"{type(config.scheduler).__name__} is shorter than the run: {error}. Give it the run's length: "
+                    f"{type(config.scheduler).__name__} is shorter than the run: {error}. Set "
                     "total_steps=self.trainer.estimated_stepping_batches with interval='step'."
                 ) from error
         elif config.monitor in metrics:
             self._task.lr_scheduler_step(config.scheduler, metrics[config.monitor])
         else:
             text = (
-                f"{type(config.scheduler).__name__} watches {config.monitor!r}, which was not logged."
+                f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged."
                 f"{nearest(config.monitor, metrics)} Logged: {', '.join(sorted(metrics)) or 'nothing'}."
             )
             if config.strict:
@@ -252,16 +252,16 @@ class Schedules:
         return [scheduler_state(config.scheduler) for config in self.configs]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Take back what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         for config, state in zip(self.configs, states, strict=True):
             config.scheduler.load_state_dict(state)
 
 
 class ManualOptimizer:
-    """An optimizer as a task that optimizes manually sees it: `step` goes through the engine.
+    """Wrapper of an optimizer for tasks with manual optimization. `step` calls the engine.
 
-    Everything else (`param_groups`, `zero_grad`, `state_dict`, …) is the optimizer's own, whose class it also has for
-    `isinstance`.
+    All other attributes (`param_groups`, `zero_grad`, `state_dict`, …) are the optimizer's. `isinstance` treats the
+    wrapper as an instance of the optimizer's class.
     """
 
     def __init__(self, optimizer: Optimizer, engine: object) -> None:
@@ -273,11 +273,11 @@ class ManualOptimizer:
 
     @__class__.setter
     def __class__(self, value: object) -> None:
-        raise AttributeError("the class of a wrapped optimizer is the optimizer's")
+        raise AttributeError("the class of a wrapped optimizer cannot be changed")
 
     @property
     def optimizer(self) -> Optimizer:
-        """The torch optimizer itself."""
+        """The wrapped torch optimizer."""
         found: Optimizer = self._optimizer
         return found
 
@@ -314,7 +314,7 @@ class ManualOptimizer:
         return getattr(vars(self)["_optimizer"], name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name == "step":  # wrapped by somebody, such as a schedule; the optimizer's own must not call back here
+        if name == "step":  # for example a scheduler wraps it; stored here, so that the optimizer's own is unchanged
             vars(self)[name] = value
         else:
             setattr(self._optimizer, name, value)

@@ -1,4 +1,4 @@
-"""StageRun: everything that one stage (fit, validate, test, predict) holds; made for it, dropped after it."""
+"""The state of one stage: fit, validate, test or predict."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from trainwright.profilers.profiler import PassThroughProfiler, Profiler
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.steps.step import ManualStep
-from trainwright.trainer.checkpoints.job import Attempt
+from trainwright.trainer.checkpoints.auto_resume import Attempt
 from trainwright.trainer.checkpoints.save_queue import SaveQueue
 from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.data import EvaluationKind, Sources, StageData
+from trainwright.trainer.fit_warnings import FitWarnings
 from trainwright.trainer.history import History
 from trainwright.trainer.loop_state import LoopState
-from trainwright.trainer.notices import Notices
 from trainwright.trainer.optimization import ManualOptimizer, Schedules
 from trainwright.trainer.recovery.preemption import Preemption
 from trainwright.trainer.schedule import Stop
@@ -51,7 +51,7 @@ class ShownMetrics:
     """The latest value of every metric.
 
     Attributes:
-        callback, logged, progress_bar: what `callback_metrics`, `logged_metrics` and `progress_bar_metrics` show.
+        callback, logged, progress_bar: the values of `callback_metrics`, `logged_metrics` and `progress_bar_metrics`.
     """
 
     callback: dict[str, float] = field(default_factory=dict)
@@ -64,55 +64,56 @@ class ShownMetrics:
         self.progress_bar.update(flushed.prog_bar)
 
     def load(self, metrics: Mapping[str, float]) -> None:
-        """Show callbacks and schedules what they saw when a checkpoint was written."""
+        """Restore the values that callbacks and schedules saw when a checkpoint was written."""
         self.callback = as_values(metrics)
 
 
 class StageRun:
-    """One stage, and its answers to what tasks, callbacks and loggers ask of it (see `core.run.Run`).
+    """The state of one stage. Implements `core.run.Run` for tasks, callbacks and loggers.
 
     Args:
-        trainer: handed to hooks; its members that `Run` names are this object's.
-        settings: what the Trainer was told.
-        history: the run so far; the stage goes on with it.
-        stage: which one; None: none runs, there is only something to ask.
-        task: the user's task; None before there is one.
-        sources: where loaders come from.
-        engine: Already prepared, for a trial within another stage. Default: None, which creates one.
-        is_trial: steps are tried out only: there are no callbacks, loggers are mute, nothing is saved.
+        trainer: the Trainer, which hooks receive. It forwards the members of `Run` to this object.
+        settings: the Trainer's settings.
+        history: the progress of training, which the stage continues.
+        stage: the stage. Default: None, for a run that executes nothing and only provides the Trainer's attributes.
+        task: the user's task. Default: None.
+        sources: data sources. Default: none.
+        engine: prepared engine of another stage, for a trial. Default: None, which creates one.
+        is_trial: run trial steps only, without callbacks, loggers and saves.
 
     Attributes:
-        arguments: the Trainer's, as part of `settings`.
-        state: where training stands, as part of `history`.
+        arguments: the Trainer's arguments, as in `settings`.
+        state: training progress, as in `history`.
         datamodule: the data module of this stage, or None.
         engine: computes steps and holds the processes.
-        callbacks: this stage's callbacks, the task's own included.
-        hooks: who listens to which event.
+        callbacks: callbacks of this stage, including the task's own.
+        hooks: functions to call at each event.
         profiler: records actions of the stage.
         is_profiled: the profiler has been set up and not torn down.
-        loggers, logging: the loggers; the loggers as one, None before they are set up.
-        metrics: takes what tasks and callbacks log.
-        shown: the numbers that were read from it.
+        loggers: the loggers.
+        logging: the group of loggers; None before they are set up.
+        metrics: receives the values that tasks and callbacks log.
+        shown: the latest values read from `metrics`.
         exchange: gathers small host objects over ranks; None for one process.
-        optimizers, lr_scheduler_configs: what `configure_optimizers` returned.
+        optimizers, lr_scheduler_configs: the results of `configure_optimizers`.
         schedules: steps the learning-rate schedules.
-        data: what the stage reads.
-        loop: where the loop stands.
-        saves: checkpoints that were asked for, and those that are being written.
-        notices: what a fit says once.
-        is_set_up: the task has been told of the stage, so that it must be told of its end.
-        trains: it is a `fit` that has begun, so that there are optimizers and progress to save.
+        data: the data of the stage.
+        loop: the state of the training loop.
+        saves: requested checkpoints and those being written.
+        fit_warnings: warnings that a fit gives once.
+        is_set_up: the task's `setup` was called, so its `teardown` must be called too.
+        trains: a `fit` has begun, so optimizers and progress can be saved.
         resumed: this fit continues a checkpoint.
         origin: the checkpoint that this fit was resumed from.
-        ckpt_path: the checkpoint that was loaded; None: none.
-        attempt: which attempt of a launcher at its job this fit belongs to.
-        interrupted: Ctrl-C ended it.
-        preemption: signals that have come.
-        count_tokens: something wants `state.tokens` counted.
-        sanity_checking: the validation that runs is the one before training.
-        evaluating: `"validate"`, `"test"` or `"predict"` while one runs, else None.
+        ckpt_path: the checkpoint that was loaded, or None.
+        attempt: the launcher's attempt that this fit belongs to.
+        interrupted: Ctrl-C ended the stage.
+        preemption: received signals.
+        count_tokens: count `state.tokens`.
+        sanity_checking: the validation before training is running.
+        evaluating: `"validate"`, `"test"` or `"predict"` while an evaluation runs, else None.
         eval_batches_done: evaluation batches completed by this rank.
-        num_eval_batches: batches of each loader of the evaluation that is running, on this rank.
+        num_eval_batches: batches of each loader of the current evaluation, on this rank.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class StageRun:
         self.shown = ShownMetrics()
         self.loop = LoopState()
         self.saves = SaveQueue(self.engine, settings.arguments, muted=is_trial)
-        self.notices = Notices(self.engine)
+        self.fit_warnings = FitWarnings(self.engine)
         self.is_trial = is_trial
         self.is_set_up = self.trains = self.resumed = self.interrupted = False
         self.origin: Path | None = None
@@ -161,7 +162,7 @@ class StageRun:
         self.eval_batches_done = 0
         self.num_eval_batches: list[int | float] = []
 
-    # The task and where it stands
+    # Task and progress
 
     @property
     def task(self) -> TaskModule:
@@ -171,7 +172,7 @@ class StageRun:
             TaskError: no stage has been started yet.
         """
         if self._task is None:
-            raise TaskError("this Trainer has no task yet. Pass one: trainer.fit(task, …) or trainer.test(task, …).")
+            raise TaskError("this Trainer has no task yet. Pass one to trainer.fit(task, …) or trainer.test(task, …).")
         return self._task
 
     @property
@@ -181,21 +182,21 @@ class StageRun:
 
     @property
     def last_step(self) -> StepResult | None:
-        """What the last optimizer step gave; None before the first."""
+        """The result of the last optimizer step; None before the first."""
         return None if self.loop.last_result is None else StepResult(*self.loop.last_result)
 
     def position(self) -> Position:
-        """Return how far this rank has come; called from another thread, while this one may stand still."""
+        """Return this rank's progress. Called from another thread, also while this one is blocked."""
         state = self.state
         return Position(state.step, state.batches, self.eval_batches_done, self.evaluating or self.stage or "ending")
 
     def progress(self) -> dict[str, Any]:
-        """Return where training stands, for a checkpoint: with a validation that is due and has not been done."""
+        """Return the training progress for a checkpoint, including whether a validation is still due."""
         owed = self.state.validation_owed or (self.loop.owes_validation(self.state) and self.data.has_validation)
         return {**self.state.to_dict(), "validation_owed": owed}
 
     def fire(self, event: str, *args: object) -> None:
-        """Call everyone who listens to an event that is not fired in the step."""
+        """Call all hooks of an event. Events within a step are fired by the loop instead."""
         for hook in getattr(self.hooks, event):
             hook(self.trainer, self._task, *args)
 
@@ -203,13 +204,13 @@ class StageRun:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of one training epoch on one rank; infinite when the loader has no length."""
+        """Micro-batches of one training epoch on one rank; infinite if the loader has no length."""
         found = self.data.train().num_batches
         return math.inf if found is None else found
 
     @property
     def sanity_steps(self) -> int | float:
-        """Validation batches that are tried before training."""
+        """Number of validation batches to run before training."""
         most = self.settings.num_sanity_val_steps
         return math.inf if most == -1 else most
 
@@ -219,15 +220,15 @@ class StageRun:
         return [] if data is None else data.num_batches
 
     def batch_indices(self, dataloader_idx: int) -> Iterator[list[int]] | None:
-        """Return the places in the data set of this rank's batches, in the evaluation that runs; see `Run`."""
+        """Return the data set indices of this rank's batches in the current evaluation; see `Run`."""
         data = self.data.evaluations.get(self.evaluating or "")
         return None if data is None else data.loaders[dataloader_idx].indices()
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps that `fit` will do in all; infinite when nothing bounds them.
+        """Total number of optimizer steps of `fit`; infinite without a limit.
 
-        Made for learning-rate schedules in `configure_optimizers`; it loads the training data if need be.
+        For learning-rate schedules in `configure_optimizers`. Creates the training loader if necessary.
         """
         limits = self.settings.limits
         if limits.max_epochs is None:
@@ -241,44 +242,44 @@ class StageRun:
     @property
     def callback_metrics(self) -> Mapping[str, float]:
         """The latest value of every logged metric; see `Run.callback_metrics`."""
-        if not self.sanity_checking and sys.exc_info()[0] is None:  # whatever failed, the device may have
+        if not self.sanity_checking and sys.exc_info()[0] is None:  # after an error the device may be unusable
             self.shown.show(self.metrics.peek_new())
         return self.shown.callback
 
     def log_metric(self, name: str, value: object, options: Mapping[str, Any]) -> None:
-        """Take a value that a callback logs; see `TaskModule.log` for the options."""
+        """Log a value of a callback; see `TaskModule.log` for the options."""
         self.metrics.log(name, value, **options)
 
     def log_now(self, metrics: Mapping[str, float], epoch: int | None = None) -> None:
-        """Send host-side numbers to the loggers at the present step and epoch; they do nothing off the main rank."""
+        """Send numbers to the loggers at the current step and epoch. Only the main rank logs them."""
         self.shown.logged.update(metrics)
         if self.logging is not None:
             epoch = self.state.epoch if epoch is None else epoch
-            alone = self.stage in ("validate", "test")  # after the last step of the fit before it
+            alone = self.stage in ("validate", "test")  # after the last step of the previous fit
             self.logging.log_metrics({**metrics, "epoch": epoch}, max(self.state.step - (not alone), 0))
 
     def show_now(self, metrics: Mapping[str, float]) -> None:
-        """Put host-side numbers into `callback_metrics`."""
+        """Add numbers to `callback_metrics`."""
         self.shown.callback.update(as_values(metrics))
 
     def take_metrics(self, flushed: Flushed, kind: str, epoch: int | None = None) -> None:
-        """Take metrics that were read from the device: show them to callbacks, hand them to the loggers.
+        """Pass metrics that were read from the device to callbacks and loggers.
 
         Args:
             flushed: the metrics.
-            kind: what logged them: `"train"` or an evaluation.
-            epoch: in which; the present one unless told.
+            kind: their origin: `"train"` or the kind of evaluation.
+            epoch: their epoch. Default: None, the current epoch.
         """
         if self.sanity_checking or self.is_trial:
             return
         if kind == "train" and self.arguments.on_nonfinite is None:
-            self.notices.bad_loss(flushed.callback, self.state.step, manual=not self.task.automatic_optimization)
+            self.fit_warnings.bad_loss(flushed.callback, self.state.step, manual=not self.task.automatic_optimization)
         self.shown.show(flushed)
         if flushed.logged and kind != "predict":
             self.log_now(flushed.logged, epoch)
 
     def flush_step(self, epoch: int | None = None) -> None:
-        """Read what training steps have logged from the device, and take it. Collective."""
+        """Read the metrics of training steps from the device and pass them on. Collective."""
         self.take_metrics(self.metrics.flush_step(self.exchange), "train", epoch)
 
     # Processes
@@ -295,11 +296,11 @@ class StageRun:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the main process."""
+        """True on the main process."""
         return self.engine.is_main
 
     def broadcast(self, value: object, src: int = 0) -> Any:
-        """Return `value` of rank `src` on every rank. Collective; small picklable objects, on the host."""
+        """Return the `value` of rank `src` on every rank. For small picklable objects on the host. Collective."""
         return self.engine.processes.broadcast_object(value, src)
 
     def barrier(self) -> None:
@@ -312,14 +313,14 @@ class StageRun:
         return map_tensors(lambda tensor: self.engine.data_ranks.all_gather(tensor, sync_grads), data)
 
     def whole_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return one of the task's tensors, or one cut alike, whole; see `Run.whole_tensor`."""
+        """Return the full tensor of a task's tensor or of one sharded like it; see `Run.whole_tensor`."""
         return self.engine.state.full_tensor(tensor)
 
     def cut_like(self, value: object, like: torch.Tensor) -> Any:
-        """Return this process's piece of a whole tensor, cut as the task's tensor `like` is. Not collective."""
+        """Return this rank's shard of a full tensor, sharded like the task's tensor `like`. Not collective."""
         return self.engine.state.shard_like(value, like)
 
-    # Callbacks by role, and their wishes
+    # Callbacks by role and their requests
 
     @property
     def savers(self) -> list[Saver]:
@@ -333,7 +334,7 @@ class StageRun:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where checkpoints go when a request names no folder."""
+        """Folder of checkpoints whose request names none."""
         saver = self.saver
         named = None if saver is None else saver.local_dirpath or saver.dirpath
         return Path(named) if named else self.settings.root / "checkpoints"
@@ -344,27 +345,27 @@ class StageRun:
         return RunFolder(self.checkpoint_dir, run=self.history.run_id)
 
     def wrote_into(self, folder: Path) -> bool:
-        """Return whether the index in a folder lists checkpoints of this run that are there. Not collective."""
+        """Return whether the index in a folder lists existing checkpoints of this run. Not collective."""
         return bool(RunFolder(folder, run=self.history.run_id).index.entries())
 
     def at_safe_point(self, action: Callable[[], None]) -> None:
-        """Call `action` once, at the end of the present step; see `Run.at_safe_point`."""
+        """Call `action` once at the end of the current step; see `Run.at_safe_point`."""
         self.saves.add_action(action)
         self.loop.look()
 
     def request_save(self, request: SaveRequest) -> None:
-        """Ask for a checkpoint at the next safe point. Every rank must ask alike."""
-        if request.folder is None and request.remote is None:  # the run's own folder may stand for one elsewhere
+        """Request a checkpoint at the end of the current step. Every rank must make the same request."""
+        if request.folder is None and request.remote is None:  # the run's own folder may mirror a remote one
             request.remote = None if self.saver is None else self.saver.remote
         self.saves.add_save(request)
         self.loop.look()
 
     def request_stop(self, reason: str, *, closes_epoch: bool = True) -> None:
-        """End the run after the present step; see `Run.request_stop`."""
-        self.loop.ask_to_stop(reason, Stop.AND_CLOSE_EPOCH if closes_epoch else Stop.WITHIN_EPOCH)
+        """End the run after the current step; see `Run.request_stop`."""
+        self.loop.request_stop(reason, Stop.AND_CLOSE_EPOCH if closes_epoch else Stop.WITHIN_EPOCH)
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print on the main process only, without breaking the progress bar; `options` are those of Python's print."""
+        """Print on the main process, above the progress bar. `options` are those of Python's `print`."""
         if not self.is_main:
             return
         display = next((callback for callback in self.callbacks if isinstance(callback, ProgressDisplay)), None)
@@ -375,41 +376,41 @@ class StageRun:
             try_output(show, *values, **options)
 
     def warn(self, message: str) -> None:
-        """Warn, on the main rank."""
+        """Issue a warning on the main rank."""
         if self.is_main:
             warnings.warn(message, TrainwrightWarning, stacklevel=2)
 
-    # Optimization by hand
+    # Manual optimization
 
     def task_optimizers(self) -> Sequence[Any]:
-        """The optimizers as a task should use them: wrapped when it steps them itself."""
+        """Return the optimizers for the task, wrapped for manual optimization."""
         optimizers: list[Optimizer] = self.engine.optimizers
         if self.task.automatic_optimization:
             return optimizers
         return [ManualOptimizer(optimizer, self.engine) for optimizer in optimizers]
 
-    def _by_hand(self) -> ManualStep:
+    def _manual_step(self) -> ManualStep:
         step = self.engine.step
-        assert isinstance(step, ManualStep)  # asked before: the task optimizes by hand
+        assert isinstance(step, ManualStep)  # the callers check that the task uses manual optimization
         return step
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward for a task that optimizes by hand. Collective under strategies that join processes."""
+        """Run backward for a task with manual optimization. Collective with several processes."""
         if self.task.automatic_optimization:
             raise TaskError(
                 f"{type(self.task).__name__} calls manual_backward, but automatic_optimization is True. Set "
                 "self.automatic_optimization = False in __init__, or return the loss instead."
             )
-        self._by_hand().backward(loss, *args, **kwargs)
+        self._manual_step().backward(loss, *args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Keep the gradients of `manual_backward` on this rank for the length of a `with` block."""
+        """Disable gradient synchronization of `manual_backward` within the context."""
         if self.task.automatic_optimization:
             raise TaskError(
-                f"{type(self.task).__name__} calls no_sync, but automatic_optimization is True: gradients cross ranks "
-                "in the last micro-batch of a step only. Say Trainer(accumulate_grad_batches=...)."
+                f"{type(self.task).__name__} calls no_sync, but automatic_optimization is True. Gradients are already "
+                "synchronized only in the last micro-batch of a step. Use Trainer(accumulate_grad_batches=...)."
             )
-        return self._by_hand().no_sync()
+        return self._manual_step().no_sync()
 
     def clip_gradients(self, optimizer: Optimizer, max_value: float | None, algorithm: str | None) -> None:
         """Clip the gradients of one optimizer's parameters by `"norm"` (default) or `"value"`."""

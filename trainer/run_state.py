@@ -1,4 +1,4 @@
-"""`trainer.state`: the run's clock, which also answers what runs and how it ended, in Lightning's words."""
+"""`trainer.state`: training progress and, under Lightning's names, the current stage and status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainwright.core.state import TrainState
 
 
 class TrainerFn(StrEnum):
-    """The verbs of a Trainer; equal to their texts."""
+    """Methods of a Trainer that run a stage. Members equal their strings."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -19,7 +19,7 @@ class TrainerFn(StrEnum):
 
 
 class RunningStage(StrEnum):
-    """What a Trainer is doing with its data; equal to their texts."""
+    """Kinds of steps that a Trainer runs. Members equal their strings."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -29,7 +29,7 @@ class RunningStage(StrEnum):
 
 
 class TrainerStatus(StrEnum):
-    """How far a Trainer has come with its last verb; equal to their texts."""
+    """Status of the last stage. Members equal their strings."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -38,7 +38,7 @@ class TrainerStatus(StrEnum):
 
 
 class Asked(Protocol):
-    """Who knows what runs: a Trainer."""
+    """The part of a Trainer that `RunState` reads."""
 
     verb: Stage | None
     status: str
@@ -49,19 +49,19 @@ class Asked(Protocol):
 
     @property
     def run(self) -> Any:
-        """The present stage's run, which knows the evaluation that is running."""
+        """The run of the current stage."""
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether it is the one before training."""
+        """True during the validation before training."""
 
 
 class RunState(TrainState):
-    """The clock of a Trainer; a copy of it, also one sent to another process, is a plain `TrainState`.
+    """The progress of a Trainer. Copying or pickling it gives a plain `TrainState`.
 
     Args:
-        trainer: knows what runs.
-        clock: where training stands; from scratch when None.
+        trainer: provides the stage and its status.
+        clock: initial training progress. Default: None, the start of training.
     """
 
     __slots__ = ("_trainer",)
@@ -74,12 +74,12 @@ class RunState(TrainState):
 
     @property
     def fn(self) -> TrainerFn | None:
-        """The verb that runs, or ran last; None before the first."""
+        """The current or last stage; None before the first."""
         return None if self._trainer.verb is None else TrainerFn(self._trainer.verb)
 
     @property
     def stage(self) -> RunningStage | None:
-        """What is being done: training, the sanity check, or one of the evaluations; None between verbs."""
+        """The kind of steps that run: training, sanity check or an evaluation; None between stages."""
         trainer = self._trainer
         if trainer.sanity_checking:
             return RunningStage.SANITY_CHECKING
@@ -89,23 +89,23 @@ class RunState(TrainState):
 
     @property
     def status(self) -> TrainerStatus:
-        """Whether a verb runs, has finished, or was ended by Ctrl-C or an error."""
+        """Status of the current or last stage."""
         return TrainerStatus(self._trainer.status)
 
     @property
     def finished(self) -> bool:
-        """Whether the last verb has come to its end."""
+        """True if the last stage has completed."""
         return self.status is TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
-        """Whether the last verb has ended, in whatever way."""
+        """True if the last stage has completed or was interrupted."""
         return self.status in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
     def __eq__(self, other: object) -> bool:
         return self.to_dict() == other.to_dict() if isinstance(other, TrainState) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # it changes
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TrainState, tuple(self.to_dict().values())

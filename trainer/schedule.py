@@ -1,4 +1,4 @@
-"""When a fit ends and when it validates."""
+"""Schedules for validation and for the end of a fit."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class ValidationSchedule:
-    """Tells after each group of micro-batches whether a validation is due.
+    """Decides after each step whether a validation is due.
 
     Args:
-        interval: a number of batches, a fraction of an epoch (1.0: at its end), or a Duration.
-        every_n_epoch: only in every so many epochs; None: batches are counted over epochs.
-        num_batches: micro-batches of an epoch; None when unknown.
+        interval: number of batches, fraction of an epoch (1.0: at its end), or a Duration.
+        every_n_epoch: validate in every n-th epoch only. None counts batches over epochs.
+        num_batches: micro-batches of an epoch; None if unknown.
 
     Raises:
-        ConfigurationError: an interval that an epoch cannot hold.
+        ConfigurationError: the interval is longer than an epoch, or a fraction of an epoch of unknown length.
     """
 
     def __init__(self, interval: int | float | Duration, every_n_epoch: int | None, num_batches: int | None) -> None:
@@ -50,7 +50,7 @@ class ValidationSchedule:
         else:
             if every_n_epoch is not None and num_batches is not None and interval > num_batches:
                 raise ConfigurationError(
-                    f"val_check_interval={interval} batches, but an epoch has {num_batches}: it would never validate. "
+                    f"val_check_interval={interval} batches, but an epoch has {num_batches}, so it would never run. "
                     f"Use at most {num_batches}, or check_val_every_n_epoch=None to count batches over epochs."
                 )
             self._batches = interval
@@ -67,7 +67,7 @@ class ValidationSchedule:
             self._interval = Interval(interval)
 
     def align(self, run: Run) -> None:
-        """Count on from the next multiple after the run's present state; called again, it changes nothing."""
+        """Set the next validation to the next multiple after the current progress. Later calls have no effect."""
         if self._run is not None:
             return
         self._run = run
@@ -79,20 +79,20 @@ class ValidationSchedule:
 
     @property
     def num_batches_between(self) -> int | float | None:
-        """Micro-batches between two validations; infinite for an epoch of unknown length, None in another unit."""
+        """Micro-batches between two validations; infinite for an epoch of unknown length, None for other units."""
         if self._at_end:
             return math.inf if self._num_batches is None else self._num_batches
         return self._batches or None
 
     def in_epoch(self, epoch: int) -> bool:
-        """Tell whether 0-based `epoch` has validations at all."""
+        """Return whether the 0-based `epoch` has validations."""
         return self._every_n_epoch is None or (epoch + 1) % self._every_n_epoch == 0
 
     def due(self, state: TrainState, group_size: int, is_last: bool) -> bool:
-        """Tell whether a validation is due after a group of `group_size` micro-batches that `state` counts already.
+        """Return whether a validation is due after a step of `group_size` micro-batches, already counted in `state`.
 
-        An interval that ended inside the group is honoured at its end. With an interval of time and several processes
-        it is collective at few steps, and rank 0's clock decides (see `AgreedClock`).
+        An interval that ends within the step is due at the step's end. For an interval in seconds rank 0's clock
+        decides, and some calls are collective (see `AgreedClock`).
         """
         if self._interval is not None:
             return self._interval.due(state) and self.in_epoch(state.epoch)
@@ -101,9 +101,9 @@ class ValidationSchedule:
         return self._falls_in(state, group_size, is_last)
 
     def outstanding(self, state: TrainState, group_size: int, is_last: bool) -> bool:
-        """Tell whether the validation that `due` would find, or has found, belongs to this moment; changes nothing.
+        """Return whether a validation is due at the current step, without changing the schedule.
 
-        Not collective, and so never True of an interval of time.
+        Not collective, and therefore always False for an interval in seconds.
         """
         if self._clock is not None:
             return False
@@ -122,9 +122,9 @@ class ValidationSchedule:
         return now // self._batches > (now - group_size) // self._batches
 
     def groups_left(self, state: TrainState, accumulate: int) -> float:
-        """Return after how many groups of `accumulate` micro-batches `due` must be asked again, at the latest.
+        """Return the number of steps of `accumulate` micro-batches until `due` must be called again.
 
-        The end of an epoch is always asked about.
+        The end of an epoch is always checked and not counted here.
         """
         if self._interval is not None and self._interval.counts_steps:
             return self._interval.left(state)
@@ -133,7 +133,7 @@ class ValidationSchedule:
         if self._batches:
             now = state.batches if self._every_n_epoch is None else state.batch_in_epoch
             return math.ceil((self._batches - now % self._batches) / accumulate)
-        return 1  # an interval in another unit: ask after every group
+        return 1  # other units are checked after every step
 
     def _epochs_passed(self, state: TrainState, group_size: int, is_last: bool) -> bool:
         assert self._epochs is not None
@@ -141,7 +141,7 @@ class ValidationSchedule:
             return is_last and (state.epoch + 1) % self._epochs == 0
         span = self._epochs * self._num_batches
         now = state.epoch * self._num_batches + state.batch_in_epoch
-        # A third of thirty batches, three times, must be thirty: rounding may not lose the last one.
+        # The tolerance corrects rounding: three times a third of 30 batches must give 30.
         return int(now / span + 1e-9) > int((now - group_size) / span + 1e-9)
 
     def _remaining_s(self) -> float:
@@ -157,20 +157,20 @@ class ValidationSchedule:
 def _without_length(interval: object) -> ConfigurationError:
     return ConfigurationError(
         f"val_check_interval={interval} is a fraction of an epoch, but the training loader has no length. Use 1.0 (at "
-        "the epoch's end), a number of batches, or a length such as '500 steps'."
+        "the epoch's end), a number of batches, or a duration such as '500 steps'."
     )
 
 
 class Stop(IntEnum):
-    """What is wished of a fit; ranks tell each other, and the strongest wish counts."""
+    """Stop requests, in increasing order of priority."""
 
     NOT = 0
-    WITHIN_EPOCH = 1  # a resume goes on in the epoch that is cut short
+    WITHIN_EPOCH = 1  # a resume continues the interrupted epoch
     AND_CLOSE_EPOCH = 2
 
 
 class EndOfFit:
-    """Tells whether a fit has reached one of its bounds, or may heed a wish to stop."""
+    """Decides whether a fit has reached one of its limits or may stop early."""
 
     def __init__(self, limits: Limits) -> None:
         self._max_epochs = limits.max_epochs if limits.max_epochs is not None else float("inf")
@@ -181,29 +181,29 @@ class EndOfFit:
         self.asks_every_step = bool(limits.others)
 
     def steps_left(self, state: TrainState) -> float:
-        """Return how many steps are left of `max_steps`."""
+        """Return the number of steps left until `max_steps`."""
         return self._max_steps - state.step
 
     def reached(self, state: TrainState) -> bool:
-        """Tell whether a bound that every rank counts alike is reached."""
+        """Return whether a limit is reached, except limits in seconds, which differ between ranks."""
         if state.step >= self._max_steps or state.epoch >= self._max_epochs:
             return True
         return bool(self._counted) and any(limit.reached(state) for limit in self._counted)
 
     def reached_by(self, state: TrainState, num_batches: int | None) -> str:
-        """Say which bounds are reached, this rank's clock included, at epochs of so many batches; empty if none is."""
+        """Return a message that names the reached limits, including this rank's clock; empty if there are none."""
         if num_batches == 0:
             return "limit_train_batches=0"
         bounds = [f"max_epochs={self._limits.max_epochs}"] if state.epoch >= self._max_epochs else []
         bounds += [f"max_steps={self._limits.max_steps}"] if state.step >= self._max_steps else []
-        bounds += [f"the bound of {limit}" for limit in (*self._counted, *self._timed) if limit.reached(state)]
+        bounds += [f"the limit of {limit}" for limit in (*self._counted, *self._timed) if limit.reached(state)]
         return f"{' and '.join(bounds)} is reached at epoch {state.epoch}, step {state.step}" if bounds else ""
 
-    def wish(self, state: TrainState, asked: Stop) -> Stop:
-        """Return what this rank wishes: what it was asked, or its clock says that the time is over."""
+    def stop_request(self, state: TrainState, requested: Stop) -> Stop:
+        """Return this rank's stop request: `requested`, or `WITHIN_EPOCH` if its time limit is reached."""
         out_of_time = bool(self._timed) and any(limit.reached(state) for limit in self._timed)
-        return max(asked, Stop.WITHIN_EPOCH) if out_of_time else asked
+        return max(requested, Stop.WITHIN_EPOCH) if out_of_time else requested
 
     def may_stop_early(self, state: TrainState) -> bool:
-        """Tell whether the minimum of epochs and steps is behind."""
+        """Return whether `min_epochs` and `min_steps` are reached."""
         return state.epoch >= self._limits.min_epochs and state.step >= self._limits.min_steps

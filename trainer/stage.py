@@ -1,8 +1,8 @@
-"""Around a stage: what is checked before it, how it is set up, and how it is torn down whatever has happened.
+"""Checks, setup and teardown of a stage.
 
-A stage (`fit`, `validate`, `test`, `predict`) is: check everything that can be checked; start other processes if that
-is this Trainer's task; then, on every process: join the others, prepare data, build the model and its optimizers, load
-a checkpoint, run its loop, and undo it all.
+A stage (`fit`, `validate`, `test`, `predict`) checks its arguments and starts other processes if necessary. Every
+process then initializes communication, prepares data, builds the model and its optimizers, loads a checkpoint, runs
+the loop of the stage and tears everything down.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.processes.devices import kernel_choice
 from trainwright.trainer import evaluation, profiling
 from trainwright.trainer.checkpoints import restore, safe_point
-from trainwright.trainer.checkpoints.job import this_attempt
+from trainwright.trainer.checkpoints.auto_resume import this_attempt
 from trainwright.trainer.checkpoints.load_request import LoadRequest, check_early, open_for
 from trainwright.trainer.configuration.assembly import with_task_callbacks
 from trainwright.trainer.configuration.checks import check_callbacks, check_datamodule, check_needs, check_task
 from trainwright.trainer.configuration.settings import Settings
-from trainwright.trainer.data import Sources, half_of_a_validation
+from trainwright.trainer.data import Sources, incomplete_validation
 from trainwright.trainer.logger_start import begin_fit, start_loggers
 from trainwright.trainer.optimization import Schedules, check_members, parse_optimizers, warn_of_joint_steps
 from trainwright.trainer.recovery import ending
-from trainwright.trainer.recovery.leaving import leave
+from trainwright.trainer.recovery.exit_on_signal import exit_on_signal
 from trainwright.trainer.recovery.preemption import EvaluationWatch
 from trainwright.trainer.run import ShownMetrics, StageRun
 
@@ -44,13 +44,13 @@ _BEGINNING = threading.Lock()
 
 
 def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sources, load: LoadRequest) -> LoadRequest:
-    """Check a stage before anything is touched.
+    """Check the arguments of a stage before it uses devices, processes or files.
 
     Returns:
-        The request, with the checkpoint that it names opened.
+        The load request, with its checkpoint opened if a path names it.
 
     Raises:
-        ConfigurationError, CheckpointError: the first thing that is wrong.
+        ConfigurationError, CheckpointError: an argument or the checkpoint is invalid.
     """
     check_task(
         task,
@@ -66,33 +66,33 @@ def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sou
         check_datamodule(sources.datamodule, stage)
     kind = "train" if stage == "fit" else stage
     if not sources.has(kind, task):
-        sources.make(kind, task)  # raises, saying what to pass
+        sources.make(kind, task)  # raises an error that says what to pass
     sources.check_lengths(stage)
     return check_early(load, stage)
 
 
 @contextmanager
 def nothing_else_runs(stage: Stage, last: StageRun, task: TaskModule) -> Iterator[None]:
-    """Let one stage begin at a time.
+    """Check that no stage of the same Trainer or task is running.
 
     Raises:
-        ConfigurationError: a stage of the same Trainer (`last`) or of the same task runs.
+        ConfigurationError: a stage is running.
     """
     with _BEGINNING:
         if (running := last.stage or (task._run and task._run.stage)) is not None:
             raise ConfigurationError(
                 f"trainer.{stage}() was called while {running}() runs with this Trainer or task. Call it afterwards, "
-                "or use another Trainer with a copy of the task. A fit validates by itself, see val_check_interval."
+                "or use another Trainer with a copy of the task. To validate during fit, set val_check_interval."
             )
         yield
 
 
 @contextmanager
 def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
-    """Set a stage up for what runs inside, and tear it down however that ends. Collective.
+    """Set up a stage on this process and tear it down after the context, also after an error. Collective.
 
     Raises:
-        Exception: what has failed, or the engine's clearer error for it.
+        Exception: the error of the stage, or the engine's translation of it.
     """
     given = run.arguments
     status: Status = "failed"
@@ -114,15 +114,15 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
                         _end_fit(run)
                     run.profiler.close()
                     run.engine.unshard()
-                    processes.barrier()  # nobody leaves while another still talks to it
+                    processes.barrier()  # no rank ends while another still communicates with it
             status = "success"
         except BaseException as error:
             run.interrupted = isinstance(error, KeyboardInterrupt)
             if run.interrupted or isinstance(error, Preempted):
                 status = "interrupted"
-            clearer = ending.report_error(run, error)
-            if clearer is not None:
-                raise clearer from error
+            explained = ending.report_error(run, error)
+            if explained is not None:
+                raise explained from error
             raise
         finally:
             ending.tear_down(run, status)
@@ -143,7 +143,7 @@ def _join(run: StageRun) -> None:
         run.attempt = this_attempt(processes)
 
 
-# Setting up, in the order that hooks are promised
+# Setup, in the documented order of hooks
 
 
 def _set_up(run: StageRun, load: LoadRequest) -> None:
@@ -154,7 +154,7 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
         run.callbacks = with_task_callbacks(run.callbacks, task)
     log_through(task, run.callbacks)
     check_callbacks(run.callbacks, stage)
-    check_needs(run.callbacks, run.settings.selection)  # those of the task too
+    check_needs(run.callbacks, run.settings.selection)  # includes the task's callbacks
     run.hooks = HookTable(run.callbacks, task)
     profiling.wrap_hooks(run)
     run.is_set_up = True
@@ -174,9 +174,9 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     task._sink = run.metrics
     if stage != "fit":
         return
-    lacks = half_of_a_validation(run.data.sources, task, run.settings.limit_batches["validate"])
-    if lacks is not None and not (run.arguments.barebones or run.is_trial):
-        run.print(f"trainwright: {lacks}")
+    warning = incomplete_validation(run.data.sources, task, run.settings.limit_batches["validate"])
+    if warning is not None and not (run.arguments.barebones or run.is_trial):
+        run.print(f"trainwright: {warning}")
     run.trains = True
 
 
@@ -212,11 +212,11 @@ def _make_optimizers(run: StageRun) -> list[Optimizer]:
     return optimizers
 
 
-# The first and the last of a fit
+# Start and end of a fit
 
 
 def _sanity_check(run: StageRun) -> None:
-    """Try some validation batches, leaving no trace in metrics or generators; not after a resume."""
+    """Run some validation batches before training, except after a resume. Metrics and generators are restored."""
     limit = run.settings.num_sanity_val_steps
     if limit == 0 or not run.data.has_validation or run.resumed:
         return
@@ -228,7 +228,7 @@ def _sanity_check(run: StageRun) -> None:
             evaluation.evaluate(run, "validate", max_batches=None if limit == -1 else limit, abandon=watch)
             run.fire("on_sanity_check_end")
         except evaluation.Abandoned:
-            leave(run)
+            exit_on_signal(run)
         finally:
             run.sanity_checking = False
             run.shown = ShownMetrics()
@@ -236,6 +236,6 @@ def _sanity_check(run: StageRun) -> None:
 
 def _end_fit(run: StageRun) -> None:
     safe_point.settle(run)
-    safe_point.finish(run)  # every checkpoint is on the disk, or this raises
+    safe_point.finish(run)  # all checkpoints are on disk, or this raises an error
     run.metrics.close("on_fit_end")
     run.fire("on_fit_end")

@@ -44,23 +44,23 @@ from trainwright.trainer.recovery.preemption import listen
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.run_state import RunState
 from trainwright.trainer.schedule import Stop
-from trainwright.trainer.search.rehearsal import StageRehearsal, pass_training_data
+from trainwright.trainer.search.trial import StageRehearsal, pass_training_data
 from trainwright.trainer.stage import check_stage, nothing_else_runs, on_this_process
 
 
 class Loop(Protocol):
-    """What a stage does between its setting up and its tearing down."""
+    """The main part of a stage, between setup and teardown."""
 
     def run(self) -> Any:
-        """Do it; returns what the verb returns."""
+        """Run it and return the result of the stage."""
 
 
 MakeLoop = Callable[[StageRun], Loop]
 
 
 class Trainer(LightningNames):
-    """Trains, evaluates and predicts with a task. `trainwright launch` sets what `strategy`,
-    `precision`, `accumulate_grad_batches` and `compile` are if they are not given.
+    """Trains, evaluates and predicts with a task. `trainwright launch` sets the defaults of `strategy`,
+    `precision`, `accumulate_grad_batches` and `compile`.
 
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or a vendor's name.
@@ -71,30 +71,30 @@ class Trainer(LightningNames):
             `"fp8"`, Lightning's and Accelerate's names for them (`32`, `"fp16"`), or an `Fp8(…)` with options.
         logger: True (TensorBoard), False, a name, a Logger or several.
         callbacks: a callback or several.
-        fast_dev_run: run this many batches (True: 1) of everything once, without loggers and checkpoints.
-        max_epochs, max_steps, max_time, max_samples, max_tokens: `fit` ends at the first that is reached. Steps are
-            optimizer steps; samples and tokens are counted over all ranks. Default: 1,000 epochs if none is given.
-        min_epochs, min_steps: a request to stop early waits for both.
+        fast_dev_run: run this many batches (True: 1) of each loader once, without loggers and checkpoints.
+        max_epochs, max_steps, max_time, max_samples, max_tokens: `fit` ends at the first limit that is reached. Steps
+            are optimizer steps; samples and tokens are counted over all ranks. Default without any: 1,000 epochs.
+        min_epochs, min_steps: stop requests take effect once both are reached.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches, or a
             fraction of them (1.0: all).
         overfit_batches: train and validate on this much of the data, unshuffled.
         val_check_interval: validate after this many batches (int), this fraction of an epoch (float), or a length with
             a unit (`"500 steps"`, a Duration, `{"minutes": 5}`).
         check_val_every_n_epoch: epochs between two validations; None: count `val_check_interval` across epochs.
-        num_sanity_val_steps: validation batches that are tried before training; -1: all. Default: 2.
+        num_sanity_val_steps: validation batches to run before training; -1 for all. Default: 2.
         log_every_n_steps: steps between two flushes of metrics from the device to the loggers. Default: 50.
-        enable_checkpointing, enable_progress_bar, enable_model_summary: switch a default callback off (or on).
+        enable_checkpointing, enable_progress_bar, enable_model_summary: enable or disable a default callback.
         accumulate_grad_batches: micro-batches in one optimizer step.
         gradient_clip_val, gradient_clip_algorithm: clip by total `"norm"` (default) or by `"value"`.
-        deterministic: True: only deterministic kernels; `"warn"`: warn where there is none.
+        deterministic: True uses only deterministic kernels. `"warn"` warns about kernels that are not.
         benchmark: choose kernels by timing them (`torch.backends.cudnn.benchmark`).
         inference_mode: evaluate under `torch.inference_mode` rather than `torch.no_grad`.
-        use_distributed_sampler: distribute the data over ranks; False: your loaders do it themselves.
-        per_sample_rng: random draws of a data set for a sample depend on (seed, epoch, its index) only, whatever the
-            number of ranks and loader workers; costs some 20 µs per sample.
-        detect_anomaly: find the operation behind a NaN in backward; slow.
-        barebones: switch everything off that is not training, for measuring.
-        sync_batchnorm: BatchNorm statistics over all processes.
+        use_distributed_sampler: distribute the data over ranks. Set False if your loaders do so.
+        per_sample_rng: make random numbers of a data set depend only on the seed, the epoch and the sample's index, not
+            on the number of ranks and loader workers. Costs about 20 µs per sample.
+        detect_anomaly: name the operation that caused a NaN in backward. Slow.
+        barebones: disable everything except training, for benchmarks.
+        sync_batchnorm: compute BatchNorm statistics over all processes.
         reload_dataloaders_every_n_epochs: request new loaders after this many epochs; 0: never.
         default_root_dir: folder for the files of the run. Default: the current folder.
         enable_autolog_hparams: pass hyper-parameters to the loggers when a fit starts. Default: True.
@@ -215,22 +215,22 @@ class Trainer(LightningNames):
         """Train a task. Collective: every process of the run calls it.
 
         Args:
-            task, model: what to train; two names of one argument.
-            train_dataloaders: a loader, several in a list or dict (combined), or a data module.
+            task, model: the task to train. Both names are accepted.
+            train_dataloaders: a loader, a list or dict of loaders to combine, or a data module.
             val_dataloaders: one validation loader or several.
-            datamodule: instead of loaders.
+            datamodule: a data module to use instead of loaders.
             ckpt_path: a checkpoint to resume from: its path, `"last"` or `"best"`.
-            weights_only: accepted for compatibility; it is about unpickling, and checkpoints contain no pickle.
+            weights_only: accepted for compatibility, without effect: checkpoints contain no pickles.
             load_weights_only: load only the weights of `ckpt_path`, and start at step 0. Default: False.
-            strict: whether missing or unexpected weights are an error. Default: the task's `strict_loading`.
-            allow_missing: parts that may be missing, and then start from scratch with a warning: `"optimizer"`,
+            strict: raise an error for missing or unexpected weights. Default: the task's `strict_loading`.
+            allow_missing: parts that may be missing and then start from scratch with a warning: `"optimizer"`,
                 `"rng"`, `"schedulers"`, `"scaler"`, `"datamodule"`, `"callbacks"`, `"loggers"`.
-            on_damaged: `"error"`, or `"fall_back"` to the newest valid checkpoint before it, with a warning. Default:
+            on_damaged: `"error"`, or `"fall_back"` to the newest valid earlier checkpoint with a warning. Default:
                 `"fall_back"` for `"last"`, otherwise `"error"`.
 
         Raises:
-            ConfigurationError: the task or its data cannot be trained.
-            FileNotFoundError, CheckpointError: the checkpoint is not there, or does not fit.
+            ConfigurationError: the task, its data or an argument is invalid.
+            FileNotFoundError, CheckpointError: the checkpoint does not exist or does not match.
         """
         task = one_task("fit", task, model)
         sources = Sources.of("fit", datamodule, train=train_dataloaders, validate=val_dataloaders)
@@ -251,11 +251,11 @@ class Trainer(LightningNames):
         *,
         model: TaskModule | None = None,
     ) -> list[dict[str, float]]:
-        """Validate a task (the last one unless given) and return its metrics, one dict per loader. Collective.
+        """Validate a task and return its metrics, one dict per loader. Default task: the last one. Collective.
 
-        `ckpt_path`: a checkpoint to take weights from (a path, `"last"`, `"best"`), or None: those that the task has.
-        Default: if no task is given and a ModelCheckpoint has a `monitor`, its best one, which a line says; else None.
-        `model` is another name of `task`; `weights_only` is accepted for compatibility and changes nothing.
+        `ckpt_path` is a checkpoint to load weights from (a path, `"last"`, `"best"`), or None for the task's current
+        weights. Default: the best checkpoint if no task is given and a ModelCheckpoint has a `monitor`, else None.
+        `model` is another name of `task`. `weights_only` is accepted for compatibility, without effect.
         """
         return self._evaluate(
             "validate", one_task("validate", task, model), dataloaders, ckpt_path, verbose, datamodule
@@ -273,7 +273,7 @@ class Trainer(LightningNames):
         *,
         model: TaskModule | None = None,
     ) -> list[dict[str, float]]:
-        """Test a task (the last one unless given) and return its metrics, one dict per loader. Collective.
+        """Test a task and return its metrics, one dict per loader. Default task: the last one. Collective.
 
         The arguments are those of `validate`.
         """
@@ -291,11 +291,11 @@ class Trainer(LightningNames):
         *,
         model: TaskModule | None = None,
     ) -> list[Any] | None:
-        """Predict with a task (the last one unless given). Collective. The arguments are those of `validate`.
+        """Predict with a task. Default task: the last one. Collective. The arguments are those of `validate`.
 
         Returns:
-            What `predict_step` returned for each batch, over all ranks and in the data's order; for several loaders a
-            list of such lists. None unless `return_predictions`: then nothing is kept.
+            The outputs of `predict_step` for all batches of all ranks, in the order of the data. Several loaders give a
+            list of lists. None with `return_predictions=False`.
         """
         task = one_task("predict", task, model)
         load = LoadRequest.for_evaluation(ckpt_path, task_given=task is not None)
@@ -333,7 +333,7 @@ class Trainer(LightningNames):
         *,
         is_trial: bool = False,
     ) -> Any:
-        """Check a stage, start other processes if need be, run it; returns what its loop returned on this process."""
+        """Check a stage, start other processes if necessary, run it and return its result on this process."""
         load = check_stage(self.settings, stage, task, sources, load)
         before = self.run, self.verb, self.status
         run = self._begin(stage, task, sources, is_trial)
@@ -353,7 +353,7 @@ class Trainer(LightningNames):
                 raise
             return None
         finally:
-            run.stage = None  # also where its processes did not start
+            run.stage = None  # also if its processes did not start
             if self.status == "running":
                 self.status = "interrupted"
             if is_trial:
@@ -369,13 +369,13 @@ class Trainer(LightningNames):
     def _elsewhere(
         self, stage: Stage, task: TaskModule, sources: Sources, load: LoadRequest, make_loop: MakeLoop, is_trial: bool
     ) -> Any:
-        """Run a stage in one of several processes that this Trainer has started, of which this may be the first."""
+        """Run a stage in one of the processes that this Trainer uses, including this one."""
         run = self.run if self.run.stage is not None else self._begin(stage, task, sources, is_trial)
         with on_this_process(run, load):
             return make_loop(run).run()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to a stage, so that a Trainer can be sent to another process before one."""
+        """Exclude the state of a stage, so that a Trainer can be sent to another process."""
         return {**vars(self), "run": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -383,11 +383,11 @@ class Trainer(LightningNames):
         self.history.state = RunState(self, self.history.state)
         self.run = StageRun(self, self.settings, self.history)
 
-    # What may be changed between two stages, and some of it in hooks
+    # Attributes that can be changed between two stages, and some of them in hooks
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The callbacks of the present or last stage, the task's own included."""
+        """The callbacks of the current or last stage, including the task's own."""
         return self.run.callbacks
 
     @callbacks.setter
@@ -405,7 +405,7 @@ class Trainer(LightningNames):
 
     @property
     def logger(self) -> Any | None:
-        """The first logger, or None. Set it to a logger, several, a name, True or False between two verbs."""
+        """The first logger, or None. Can be set to a logger, several, a name, True or False between two stages."""
         return self.loggers[0] if self.loggers else None
 
     @logger.setter
@@ -416,7 +416,7 @@ class Trainer(LightningNames):
 
     @property
     def max_epochs(self) -> int | None:
-        """Finished epochs at which a fit ends; None: not bounded. A change counts from the next fit on."""
+        """Maximum number of epochs of a fit; None for no limit. A change takes effect in the next fit."""
         return self.settings.limits.max_epochs
 
     @max_epochs.setter
@@ -425,7 +425,7 @@ class Trainer(LightningNames):
 
     @property
     def max_steps(self) -> int:
-        """Completed optimizer steps at which a fit ends; -1: not bounded. A change counts from the next fit on."""
+        """Maximum number of optimizer steps of a fit; -1 for no limit. A change takes effect in the next fit."""
         return self.settings.limits.max_steps
 
     @max_steps.setter
@@ -434,7 +434,7 @@ class Trainer(LightningNames):
 
     @property
     def count_tokens(self) -> bool:
-        """Whether `state.tokens` is counted; set it in a callback's `setup`."""
+        """True if `state.tokens` is counted. Set it in a callback's `setup`."""
         return self.run.count_tokens
 
     @count_tokens.setter
@@ -443,51 +443,54 @@ class Trainer(LightningNames):
 
     @property
     def should_stop(self) -> bool:
-        """Set it to True to end `fit` after the present step; ranks agree on it within a few steps."""
+        """Set to True to end `fit` after the current step. With several ranks it takes effect within a few steps."""
         return self.run.loop.stop != Stop.NOT
 
     @should_stop.setter
-    def should_stop(self, wish: bool) -> None:
-        self.run.loop.stop = Stop.AND_CLOSE_EPOCH if wish else Stop.NOT
+    def should_stop(self, stop: bool) -> None:
+        self.run.loop.stop = Stop.AND_CLOSE_EPOCH if stop else Stop.NOT
         self.run.loop.look()
 
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Mapping[str, Any] | None = None
     ) -> Path:
-        """Write a checkpoint now, or after a stage. Collective; not within a training step; returns once it stands.
+        """Write and publish a checkpoint, between two training steps or after a stage. Collective.
 
-        Optimizers and progress belong to `fit`: after another stage it holds weights only, with a warning. After a fit
-        that has ended within a step it is one of the step before, unless weights were changing just then.
+        After a stage other than `fit` it has only weights, with a warning. If a fit has ended within a step, it has the
+        state of the previous step.
 
         Args:
-            filepath: where; with a URL it is written below `default_root_dir/checkpoints` and uploaded from there.
-            weights_only: leave the optimizer, progress and generators out. Default: False.
-            storage_options: for fsspec, such as credentials, where `filepath` is a URL.
+            filepath: path or URL. For a URL it is written below `default_root_dir/checkpoints` and uploaded.
+            weights_only: exclude the optimizers, progress and generators. Default: False.
+            storage_options: options for fsspec, such as credentials, if `filepath` is a URL.
 
         Returns:
-            Its folder on this machine.
+            The local folder of the checkpoint.
 
         Raises:
-            ConfigurationError: no task has been trained yet, a step is half done, or options for a path that is no URL.
-            OSError, CheckpointError: it, or one before it, could not be written.
+            ConfigurationError: no task was trained yet, a training step is in progress, a fit ended while optimizers
+                were stepping, or `storage_options` is given for a path.
+            OSError, CheckpointError: this or an earlier checkpoint could not be written.
         """
         run = self.run
         if not (run.logging is not None or run.is_trial) or not (run.loop.at_step_boundary or run.stage is None):
-            raise ConfigurationError("save_checkpoint works between two steps of a fit, and after it.")
+            raise ConfigurationError("save_checkpoint must be called between two steps of a fit, or after it.")
         if (why := capture.half_done(run)) is not None:
-            raise ConfigurationError(f"{filepath} cannot be written: the fit has ended while {why}.")
+            raise ConfigurationError(
+                f"{filepath} cannot be written: the fit ended while {why}. Use an earlier checkpoint."
+            )
         return safe_point.save_now(run, filepath, weights_only=bool(weights_only), storage_options=storage_options)
 
     def emergency_save(self, request: SaveRequest) -> None:
-        """Write a checkpoint from an exception path, as well as one process can; see `Run.emergency_save`."""
+        """Write a checkpoint in an exception path; see `Run.emergency_save`."""
         safe_point.emergency_save(self.run, request)
 
     def remote_names(self, url: str) -> list[str]:
-        """Return the names of what lies below a remote folder; see `Run.remote_names`."""
+        """Return the names of the entries in a remote folder; see `Run.remote_names`."""
         return safe_point.remote_names(self.run, url)
 
     def request_rollback(self, reason: str, *, before_step: int) -> None:
-        """Go back to an earlier checkpoint at the next safe point; see `Run.request_rollback`."""
+        """Roll back to an earlier checkpoint at the end of the current step; see `Run.request_rollback`."""
         rollback.request(self.run, reason, before_step=before_step)
 
     def pass_training_data(self) -> None:
@@ -495,6 +498,6 @@ class Trainer(LightningNames):
         pass_training_data(self.run)
 
     def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> StageRehearsal:
-        """Try steps out and leave no trace; see `Run.rehearse`."""
+        """Run trial steps and restore all state; see `Run.rehearse`."""
         show = partial(setattr, self, "run")
         return StageRehearsal(self.run, show, partial(RunState, self), alone=alone, remakes_loaders=remakes_loaders)

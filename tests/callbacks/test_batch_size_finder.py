@@ -217,7 +217,7 @@ def test_an_attribute_that_is_nowhere_is_an_error_that_lists_candidates() -> Non
 
 
 def test_loaders_that_were_handed_over_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"handed to the Trainer ready-made.*Define train_dataloader"):
+    with pytest.raises(ConfigurationError, match=r"passed to the Trainer as an object.*Define train_dataloader"):
         Tuner(quiet_trainer()).scale_batch_size(_Hungry(), regression_loader())
 
 
@@ -256,7 +256,7 @@ def test_a_fast_development_run_does_not_search() -> None:
 
 
 def test_a_tuner_beside_a_finder_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="has a BatchSizeFinder among its callbacks"):
+    with pytest.raises(ConfigurationError, match="already contain a BatchSizeFinder"):
         Tuner(quiet_trainer(callbacks=BatchSizeFinder())).scale_batch_size(_Hungry())
 
 

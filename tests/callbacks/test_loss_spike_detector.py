@@ -192,7 +192,7 @@ def test_a_rollback_goes_before_the_spike_and_leaves_out_what_came_since(log_eve
         max_epochs=1, log_every_n_steps=log_every, default_root_dir=tmp_path,
         callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=5, save_top_k=-1)],
     )  # fmt: skip
-    with pytest.warns(TrainwrightWarning, match="jumped at step 13.* Went back from step .* to step 10"):
+    with pytest.warns(TrainwrightWarning, match="jumped at step 13.* Rolled back from step .* to step 10"):
         trainer.fit(task, regression_loader(20))
     stop = 14 if log_every == 1 else 16  # where the loss was read
     assert task.seen == [(0, i) for i in range(stop)] + [(0, i) for i in range(stop, 20)]
@@ -208,7 +208,7 @@ def test_after_a_rollback_the_weights_are_those_of_a_run_without_that_data(tmp_p
         max_epochs=1, log_every_n_steps=1, default_root_dir=tmp_path,
         callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=5, save_top_k=-1)],
     )  # fmt: skip
-    with pytest.warns(TrainwrightWarning, match="Went back"):
+    with pytest.warns(TrainwrightWarning, match="Rolled back"):
         trainer.fit(task, regression_loader(20))
     kept = [batch for i, batch in enumerate(regression_loader(20)) if not 10 <= i < 14]
     quiet_trainer(max_epochs=1).fit(without, kept)
@@ -221,7 +221,7 @@ def test_a_rollback_over_an_epochs_end_leaves_out_the_rest_of_it(tmp_path: Path)
         max_epochs=3, log_every_n_steps=4, default_root_dir=tmp_path,
         callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=6, save_top_k=-1)],
     )  # fmt: skip
-    with pytest.warns(TrainwrightWarning, match="Went back from step 12 to step 6"):
+    with pytest.warns(TrainwrightWarning, match="Rolled back from step 12 to step 6"):
         trainer.fit(task, regression_loader(8))
     first, second = trainer.skipped_batches
     assert (first.epoch, first.first_batch, first.num_batches, first.stop) == (0, 6, None, None)
@@ -235,7 +235,7 @@ def test_without_a_checkpoint_from_before_the_spike_training_goes_on(tmp_path: P
         max_epochs=1, log_every_n_steps=1, default_root_dir=tmp_path,
         callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=15)],
     )  # fmt: skip
-    with pytest.warns(TrainwrightWarning, match="no full checkpoint of step 13 or before"):
+    with pytest.warns(TrainwrightWarning, match="no full checkpoint of step 13 or earlier"):
         trainer.fit(Jumps((0, 13)), regression_loader(20))
     assert trainer.global_step == 20
 
@@ -256,11 +256,11 @@ def test_a_checkpoint_of_the_branch_that_was_left_is_not_gone_back_to(tmp_path: 
     trainer = quiet_trainer(
         max_epochs=1, log_every_n_steps=8, default_root_dir=tmp_path, callbacks=[rolls_back(), _SavesAt(6, 12)]
     )
-    with pytest.warns(TrainwrightWarning, match="Went back") as warned:
+    with pytest.warns(TrainwrightWarning, match="Rolled back") as warned:
         trainer.fit(Jumps((0, 10), (0, 24)), regression_loader(40))
     assert len(warned) == 2
     for text in map(str, (w.message for w in warned)):
-        assert "Went back from step 16 to step 6 " in text
+        assert "Rolled back from step 16 to step 6 " in text
 
 
 def test_more_rollbacks_than_allowed_are_an_error(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_more_rollbacks_than_allowed_are_an_error(tmp_path: Path) -> None:
         callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=5, save_top_k=-1)],
     )  # fmt: skip
     with (
-        pytest.warns(TrainwrightWarning, match="Went back"),
+        pytest.warns(TrainwrightWarning, match="Rolled back"),
         pytest.raises(RollbackError, match=r"jumped at step .* max_rollbacks=1"),
     ):
         trainer.fit(Jumps((0, 13), (0, 16)), regression_loader(20))

@@ -178,7 +178,7 @@ def test_arguments_out_of_range_are_refused(options: dict[str, Any], message: st
 
 
 def test_a_tuner_beside_a_finder_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="has a LearningRateFinder among its callbacks"):
+    with pytest.raises(ConfigurationError, match="already contain a LearningRateFinder"):
         Tuner(quiet_trainer(callbacks=LearningRateFinder())).lr_find(RegressionTask(), regression_loader())
 
 

@@ -175,7 +175,7 @@ def test_a_quantized_task_is_evaluated_but_neither_saved_nor_trained(tmp_path: P
     task = _Task()
     trainer = quiet_trainer(max_epochs=1, callbacks=[_callback()])
     trainer.fit(task, _loader())
-    with pytest.raises(CheckpointError, match="_Task has quantized layers, and a checkpoint"):
+    with pytest.raises(CheckpointError, match="_Task has quantized layers, which checkpoints"):
         trainer.save_checkpoint(tmp_path / "after")
     task = pickle.loads(pickle.dumps(task))
     trainer = quiet_trainer(max_epochs=1)

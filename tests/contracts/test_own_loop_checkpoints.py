@@ -227,7 +227,7 @@ def _moments(path: Path) -> Any:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*random number generators start anew")
+@pytest.mark.filterwarnings("ignore:.*random number generators start from scratch")
 @pytest.mark.parametrize(("writer", "reader"), [("single", "single"), ("fsdp", "single"), ("single", "fsdp")])
 def test_a_trainer_continues_a_loop(writer: str, reader: str, saved: Any, tmp_path: Path) -> None:
     path, _ = saved(writer)

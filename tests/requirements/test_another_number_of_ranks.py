@@ -94,7 +94,7 @@ def _resume_stream(folder: Path, resume: int | None) -> str:
     ckpt_path = None if resume is None else folder / f"step={resume}"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*process\\(es\\) and is resumed by", TrainwrightWarning)
-        warnings.filterwarnings("ignore", ".*keeps its own state, which 2 rank", TrainwrightWarning)
+        warnings.filterwarnings("ignore", ".*is stateful, and the loader states of 2 rank", TrainwrightWarning)
         try:
             train(make_loader("stream", 8, 0), folder, ckpt_path, max_epochs=1 if resume is None else 2)
         except ConfigurationError as error:
@@ -107,7 +107,7 @@ def _resume_stream(folder: Path, resume: int | None) -> str:
 def test_places_of_streams_cannot_be_divided_which_is_said_before_training_starts(tmp_path: Path) -> None:
     run_distributed(_resume_stream, 2, tmp_path, None, init=False, timeout=90)
     message = _resume_stream(tmp_path, 1)
-    assert "the checkpoint holds the place of each of 2 rank(s), which cannot be divided among 1" in message
+    assert "the checkpoint holds one loader state for each of 2 rank(s), which cannot be divided among 1" in message
     assert "at an epoch's end" in message
     assert "map-style" in message
     assert _resume_stream(tmp_path, 2) == ""  # which this is

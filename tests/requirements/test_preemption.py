@@ -144,7 +144,7 @@ def test_without_time_for_a_checkpoint_none_is_tried(tmp_path: Path, capsys: pyt
             time.sleep(0.3)
 
     assert run(tmp_path, Slow("last step of an epoch"), preemption_grace=1.2, async_save=False) == "SIGTERM"
-    assert "are left of preemption_grace" in capsys.readouterr().out
+    assert "of preemption_grace are left" in capsys.readouterr().out
     assert not (tmp_path / "preempted").exists()
     assert run(tmp_path, Victim(None), resume=True) is None  # the earlier ones are whole
 
@@ -158,7 +158,7 @@ def test_without_checkpointing_the_process_still_ends_in_order() -> None:
 
 def test_a_checkpoint_of_the_same_step_is_not_written_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, Victim("epoch end")) == "SIGTERM"
-    assert "holds this step already" in capsys.readouterr().out
+    assert "already holds this step" in capsys.readouterr().out
     assert not (tmp_path / "preempted").exists()
 
 
@@ -190,7 +190,7 @@ def test_signals_are_left_alone_when_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1, "3 steps", "soon", True])
 def test_a_grace_that_is_no_time_is_an_error(wrong: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"preemption_grace=.* is no length of time"):
+    with pytest.raises(ConfigurationError, match=r"preemption_grace=.* is not a duration in time"):
         quiet_trainer(preemption_grace=wrong)
 
 
@@ -319,10 +319,10 @@ def test_slurm_runs_the_job_again_after_its_warning_and_it_goes_on_by_itself(
     note = _slurm(tmp_path, monkeypatch)
     whole, first, second = Victim(None), Victim("train step", number=signal.SIGUSR1), Victim(None)
     assert run(tmp_path / "whole", whole) is None
-    monkeypatch.setattr("trainwright.trainer.checkpoints.job._fits", 0)
+    monkeypatch.setattr("trainwright.trainer.checkpoints.auto_resume._fits", 0)
     assert run(tmp_path / "run", first) == "SIGUSR1"
     assert note.read_text() == "requeue 41\n"
-    monkeypatch.setattr("trainwright.trainer.checkpoints.job._fits", 0)  # a process of its own, in truth
+    monkeypatch.setattr("trainwright.trainer.checkpoints.auto_resume._fits", 0)  # a process of its own, in truth
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert run(tmp_path / "run", second) is None  # the script passes no ckpt_path
     assert first.losses + second.losses == whole.losses

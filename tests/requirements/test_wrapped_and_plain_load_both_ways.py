@@ -113,7 +113,7 @@ def test_two_ranks_and_one_load_each_others_checkpoints(tmp_path: Path, saved: d
     run_distributed(_on_two_ranks, 2, tmp_path / "wrapped", None, 1, init=False, timeout=120.0)
     with pytest.warns(TrainwrightWarning) as caught:  # of the generators of two ranks, and of their callback
         alone = _fit("plain", 2, tmp_path / "wrapped" / "0")
-    assert any("generators start anew" in str(warning.message) for warning in caught)
+    assert any("generators start from scratch" in str(warning.message) for warning in caught)
     torch.testing.assert_close(weights_of(alone.task), expected, rtol=1e-5, atol=1e-6)
     env = {"PYTHONWARNINGS": "ignore"}
     both = run_distributed(_on_two_ranks, 2, tmp_path / "on", saved["plain"], 2, init=False, timeout=120.0, env=env)

@@ -264,7 +264,7 @@ def test_a_run_that_is_told_to_goes_on_without_a_checkpoint_that_cannot_be_writt
         max_steps=4, callbacks=[saver], num_sanity_val_steps=0, async_save=async_save, on_save_error="warn"
     )
     set_fault_hook(FailOnce(2))  # of step 2, the one that is called by its step
-    with pytest.warns(TrainwrightWarning, match=r"No space left on device.*Training goes on") as caught:
+    with pytest.warns(TrainwrightWarning, match=r"No space left on device.*Training continues") as caught:
         trainer.fit(RegressionTask(), regression_loader())
     assert len(caught) == 1
     assert trainer.state.step == 4
@@ -279,7 +279,7 @@ def test_a_best_checkpoint_that_could_not_be_written_is_not_called_the_best(tmp_
     saver = ModelCheckpoint(tmp_path, filename="{step}", monitor="train_loss", mode="max", every_n_train_steps=1)
     trainer = quiet_trainer(max_steps=3, callbacks=[saver], num_sanity_val_steps=0, on_save_error="warn")
     set_fault_hook(FailOnce(0))  # the loss falls, so that the first is the best
-    with pytest.warns(TrainwrightWarning, match="Training goes on"):
+    with pytest.warns(TrainwrightWarning, match="Training continues"):
         trainer.fit(RegressionTask(), regression_loader())
     assert saver.best_model_path == str(tmp_path / "step=2")
     assert verify(saver.best_model_path) == []
@@ -298,7 +298,7 @@ def test_a_preempted_run_that_tolerates_errors_does_not_claim_a_checkpoint_that_
     set_fault_hook(FullDisk(0))
     with pytest.raises(Preempted):
         trainer.fit(Signalled(), regression_loader())
-    assert "the checkpoint failed: " in capsys.readouterr().out
+    assert "the checkpoint could not be written: " in capsys.readouterr().out
 
 
 def test_a_preempted_run_drops_a_write_that_outlasts_the_grace_and_keeps_the_earlier_checkpoint(
@@ -320,7 +320,7 @@ def test_a_preempted_run_drops_a_write_that_outlasts_the_grace_and_keeps_the_ear
     with pytest.raises(Preempted), pytest.warns(TrainwrightWarning, match="not written in time and is dropped"):
         trainer.fit(Signalled(), regression_loader())
     took_s = time.monotonic() - start_s
-    assert "are left of preemption_grace" in capsys.readouterr().out
+    assert "of preemption_grace are left" in capsys.readouterr().out
     for thread in threading.enumerate():
         if thread.name == "trainwright-checkpoint-exit":  # Python may exit within its next look
             thread.join(1.0)

@@ -142,7 +142,7 @@ def _foreign_schedule(task: RegressionTask) -> Any:
         (lambda task: {"optimiser": _sgd(task)}, "unknown key 'optimiser'. Did you mean 'optimizer'"),
         (lambda task: {"optimizer": 3}, "'optimizer' is int"),
         (lambda task: _scheduled(task, intervall="step"),
-         "unknown key 'intervall' beside the scheduler. Did you mean 'interval'"),
+         "unknown key 'intervall' of a scheduler's dict. Did you mean 'interval'"),
         (lambda task: _scheduled(task, interval="steps"),
          "interval='steps' is unknown. Did you mean 'step'"),
         (lambda task: _scheduled(task, frequency=0),

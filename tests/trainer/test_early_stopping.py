@@ -64,6 +64,6 @@ def test_a_metric_that_was_never_logged_is_an_error_that_lists_those_that_were()
 def test_it_waits_for_the_least_number_of_epochs() -> None:
     stopping = EarlyStopping("val_measure", patience=1)
     trainer = quiet_trainer(max_epochs=9, min_epochs=4, callbacks=stopping)
-    with pytest.warns(TrainwrightWarning, match=r"did not improve.*but min_epochs=4 is not reached"):
+    with pytest.warns(TrainwrightWarning, match=r"did not improve.*Training continues until min_epochs=4 is reached"):
         trainer.fit(MeasuredTask([1.0] * 9), regression_loader(2), regression_loader(2))
     assert trainer.current_epoch == 4

@@ -9,7 +9,7 @@ import pytest
 from tests.checkpoint.snapshots import small_snapshot, write_small
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import TrainwrightWarning
-from trainwright.trainer.checkpoints.job import Attempt
+from trainwright.trainer.checkpoints.auto_resume import Attempt
 from trainwright.trainer.checkpoints.load_request import left_by_earlier
 
 

@@ -179,7 +179,7 @@ def test_overfitting_reads_the_same_unshuffled_batches_in_every_epoch() -> None:
 
     tally = Tally()
     trainer = quiet_trainer(max_epochs=3, overfit_batches=4, callbacks=tally)
-    with pytest.warns(TrainwrightWarning, match="shuffle=True is switched off"):
+    with pytest.warns(TrainwrightWarning, match="shuffle=True is ignored"):
         trainer.fit(Task(), regression_loader(shuffle=True), regression_loader())
     first = [batch[0].sum().item() for batch in regression_loader()][:4]
     assert seen == first * 3

@@ -84,7 +84,7 @@ def test_an_unknown_policy_is_refused(policy: Any) -> None:
 def test_a_task_that_optimizes_by_hand_is_refused_since_it_steps_before_anything_could_look() -> None:
     task = RegressionTask()
     task.automatic_optimization = False
-    with pytest.raises(ConfigurationError, match="optimizes by hand"):
+    with pytest.raises(ConfigurationError, match="uses manual optimization"):
         quiet_trainer(on_nonfinite="skip").fit(task, regression_loader(4))
 
 
@@ -486,7 +486,7 @@ def test_a_rollback_goes_on_as_if_the_group_had_not_been_there(epoch: int, async
         max_epochs=epoch + 1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path / "run",
         async_save=async_save,
     )  # fmt: skip
-    with pytest.warns(TrainwrightWarning, match="Went back from step") as warned:
+    with pytest.warns(TrainwrightWarning, match="Rolled back from step") as warned:
         trainer.fit(task, regression_loader(12, 2))
     assert len(warned) == 1
     assert task.seen.count(here) == 1
@@ -515,7 +515,7 @@ def test_a_rollback_restores_the_generators(tmp_path: Path) -> None:
     trainer = quiet_trainer(
         max_epochs=1, callbacks=[saves(2), notes], on_nonfinite="rollback", default_root_dir=tmp_path
     )
-    with pytest.warns(TrainwrightWarning, match="Went back"):
+    with pytest.warns(TrainwrightWarning, match="Rolled back"):
         trainer.fit(Bad((0, 3), dropout=0.5), regression_loader(12, 2, shuffle=True))
     assert [batch for batch, _ in notes.losses] == [1, 2, 3, 3, 5, 6]
     assert notes.losses[2] == notes.losses[3]
@@ -526,7 +526,7 @@ def test_a_checkpoint_of_an_epochs_end_is_gone_back_to(tmp_path: Path) -> None:
     trainer = quiet_trainer(
         max_epochs=2, callbacks=ModelCheckpoint(), on_nonfinite="rollback", default_root_dir=tmp_path
     )
-    with pytest.warns(TrainwrightWarning, match="Went back") as warned:
+    with pytest.warns(TrainwrightWarning, match="Rolled back") as warned:
         trainer.fit(task, regression_loader(8, 2, shuffle=True))
     assert len(warned) == 2
     expected = quiet_trainer(max_epochs=2, on_nonfinite="skip", seed=trainer.seed)
@@ -540,7 +540,7 @@ def test_a_checkpoint_of_an_epochs_end_is_gone_back_to(tmp_path: Path) -> None:
 
 def test_without_a_checkpoint_it_skips_and_says_so(tmp_path: Path) -> None:
     trainer = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
-    with pytest.warns(TrainwrightWarning, match="no checkpoint of this run to go back to yet: the group is skipped"):
+    with pytest.warns(TrainwrightWarning, match="it is skipped, because this run has no checkpoint to roll back to"):
         trainer.fit(Bad((0, 1)), batches(6))
     assert (trainer.global_step, len(trainer.skipped_batches), trainer.num_rollbacks) == (5, 1, 0)
 
@@ -548,7 +548,7 @@ def test_without_a_checkpoint_it_skips_and_says_so(tmp_path: Path) -> None:
 def test_checkpoints_of_another_run_in_the_same_folder_are_not_gone_back_to(tmp_path: Path) -> None:
     quiet_trainer(max_epochs=1, callbacks=saves(1), default_root_dir=tmp_path).fit(Bad(), batches(3))
     trainer = quiet_trainer(max_epochs=1, callbacks=saves(5), on_nonfinite="rollback", default_root_dir=tmp_path)
-    with pytest.warns(TrainwrightWarning, match="no checkpoint of this run"):
+    with pytest.warns(TrainwrightWarning, match="this run has no checkpoint"):
         trainer.fit(Bad((0, 3)), batches(6))
 
 
@@ -558,7 +558,7 @@ def test_the_checkpoint_that_a_run_was_resumed_from_can_be_gone_back_to(tmp_path
     first.save_checkpoint(tmp_path / "elsewhere" / "start")
     task = Bad((0, 4))
     trainer = quiet_trainer(max_epochs=1, on_nonfinite="rollback", default_root_dir=tmp_path)
-    with pytest.warns(TrainwrightWarning, match="Went back from step 4 to step 2"):
+    with pytest.warns(TrainwrightWarning, match="Rolled back from step 4 to step 2"):
         trainer.fit(task, batches(6), ckpt_path=tmp_path / "elsewhere" / "start")
     assert task.seen == [(0, 2), (0, 3), (0, 4), (0, 2), (0, 3), (0, 5)]
 
@@ -569,8 +569,8 @@ def test_it_goes_back_no_more_than_so_many_times(tmp_path: Path) -> None:
     )
     task = Bad(*((0, i) for i in range(1, 6)))
     with (
-        pytest.warns(TrainwrightWarning, match="Went back"),
-        pytest.raises(NonFiniteError, match="gone back to a checkpoint 2 time"),
+        pytest.warns(TrainwrightWarning, match="Rolled back"),
+        pytest.raises(NonFiniteError, match="rolled back 2 time"),
     ):
         trainer.fit(task, batches(6))
     assert task.seen == [(0, 0), (0, 1), (0, 2), (0, 3)]
@@ -581,7 +581,7 @@ def test_logged_steps_strictly_increase_across_a_rollback(tmp_path: Path) -> Non
         max_epochs=2, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path, logger="csv",
         log_every_n_steps=1,
     )  # fmt: skip
-    with pytest.warns(TrainwrightWarning, match="Went back"):
+    with pytest.warns(TrainwrightWarning, match="Rolled back"):
         trainer.fit(Bad((0, 5), (1, 1)), batches(8))
     steps, losses = _logged(trainer)
     assert steps == list(range(14))
@@ -603,7 +603,7 @@ def test_what_was_logged_on_the_branch_that_was_left_is_forgotten_and_its_time_i
     )
     recorder = RecordingCallback("on_train_start", note=lambda _, trainer: trainer.state.seconds)
     trainer.settings.callbacks.append(recorder)
-    with pytest.warns(TrainwrightWarning, match="Went back"):
+    with pytest.warns(TrainwrightWarning, match="Rolled back"):
         trainer.fit(task, batches(6))
     assert "rare" not in trainer.logged_metrics
     assert "train_loss" in trainer.logged_metrics
@@ -615,7 +615,7 @@ def test_what_was_logged_on_the_branch_that_was_left_is_forgotten_and_its_time_i
 def test_a_resume_after_a_rollback_leaves_the_group_out_as_well(tmp_path: Path) -> None:
     task = Bad((0, 4))
     trainer = quiet_trainer(max_steps=5, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
-    with pytest.warns(TrainwrightWarning, match="Went back"):
+    with pytest.warns(TrainwrightWarning, match="Rolled back"):
         trainer.fit(task, batches(8))
     trainer.save_checkpoint(tmp_path / "later")
     resumed = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
@@ -631,9 +631,9 @@ def test_averages_of_weights_go_back_too(make: Callable[[], Callback], tmp_path:
     trainer = quiet_trainer(
         max_epochs=3, callbacks=[make(), saves(4)], on_nonfinite="rollback", default_root_dir=tmp_path
     )
-    with pytest.warns(TrainwrightWarning, match="Went back") as warned:
+    with pytest.warns(TrainwrightWarning, match="Rolled back") as warned:
         trainer.fit(task, regression_loader(12, 2))
-    assert len([w for w in warned if "Went back" in str(w.message)]) == 3
+    assert len([w for w in warned if "Rolled back" in str(w.message)]) == 3
     expected = quiet_trainer(max_epochs=3, callbacks=[make()], on_nonfinite="skip")
     with pytest.warns(TrainwrightWarning, match="it is skipped"):
         expected.fit(without, regression_loader(12, 2))
@@ -645,6 +645,6 @@ def test_loader_workers_are_started_anew_at_the_place_that_was_restored(tmp_path
     task = Bad((0, 4))
     trainer = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
     loader = DataLoader(regression_data(12), batch_size=2, num_workers=2, persistent_workers=True)
-    with pytest.warns(TrainwrightWarning, match="Went back"):
+    with pytest.warns(TrainwrightWarning, match="Rolled back"):
         trainer.fit(task, loader)
     assert task.seen == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 3), (0, 5)]

@@ -159,7 +159,7 @@ def test_the_best_is_verified_before_it_is_used(scored: Any) -> None:
 
 def test_the_best_falls_back_to_the_next_best_if_told(scored: Any) -> None:
     damage(scored.checkpoint_dir / "1")
-    with pytest.warns(TrainwrightWarning, match=r"/1 is damaged.* Falling back to .*/2, the best that is whole"):
+    with pytest.warns(TrainwrightWarning, match=r"/1 is damaged.* Falling back to .*/2, the best valid checkpoint"):
         scored.fit(Scored([1.0] * 4), loader(), ckpt_path="best", on_damaged="fall_back")
     assert scored.global_step == 16
 
@@ -247,7 +247,7 @@ def test_an_optimizer_of_another_class_starts_anew_only_if_allowed(run: Path) ->
     with pytest.warns(TrainwrightWarning) as caught:
         assert resume(run, "last", AdamTask(), allow_missing=["optimizer", "schedulers"])[0] == 13
     texts = " ".join(str(warning.message) for warning in caught)
-    assert "Adam starts anew" in texts
+    assert "Adam starts from scratch" in texts
     assert "holds 1 learning-rate schedule(s), but configure_optimizers returned 0" in texts
 
 
@@ -346,7 +346,7 @@ def test_the_state_of_a_data_module_comes_back_and_is_not_dropped_silently(tmp_p
     saved, data = _saved(tmp_path, datamodule=Data()), Data()
     quiet_trainer(max_epochs=2).fit(DecayingTask(), datamodule=data, ckpt_path=saved)
     assert data.loaded == {"place": 3}
-    with pytest.warns(TrainwrightWarning, match="holds the state of a data module, and this run has none"):
+    with pytest.warns(TrainwrightWarning, match="holds the state of a data module, but this run has none"):
         quiet_trainer(max_epochs=2).fit(DecayingTask(), loader(), ckpt_path=saved)
 
 
@@ -387,7 +387,7 @@ def test_a_loss_scale_that_was_lost_is_an_error_and_one_for_a_new_precision_a_wa
     edit_trainer(saved, lambda entries: entries.update(precision="16-mixed"))
     with pytest.raises(CheckpointError, match=r"lacks its scaler.*allow_missing=\['scaler'\]"):
         resumed()
-    with pytest.warns(TrainwrightWarning, match="lacks its scaler; it starts anew"):
+    with pytest.warns(TrainwrightWarning, match="lacks its scaler; it starts from scratch"):
         resumed(allow_missing=["scaler"])
 
 
@@ -472,7 +472,7 @@ def test_data_in_another_order_in_the_middle_of_an_epoch_is_warned_of(changed: A
         trainer = quiet_trainer(max_steps=steps)
         trainer.fit(RegressionTask(), first)
         trainer.save_checkpoint(tmp_path / f"step={steps}")
-    with pytest.warns(TrainwrightWarning, match="in another order, so that some samples are seen twice"):
+    with pytest.warns(TrainwrightWarning, match="a different order, so some samples are repeated"):
         quiet_trainer(max_steps=4).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=3")
     quiet_trainer(max_epochs=2).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=4")  # an epoch's end
 

@@ -85,7 +85,7 @@ def test_another_trainer_does_not_take_a_task_that_is_being_fitted() -> None:
 
 def test_what_a_run_knows_can_be_read_and_not_set() -> None:
     trainer = quiet_trainer()
-    with pytest.raises(AttributeError, match="global_step can be read, not set"):
+    with pytest.raises(AttributeError, match="global_step is read-only"):
         trainer.global_step = 3
     with pytest.raises(AttributeError, match=r"pass Trainer\(limit_val_batches=3\)"):
         trainer.limit_val_batches = 3

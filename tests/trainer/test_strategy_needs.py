@@ -57,7 +57,7 @@ def test_a_callback_that_asks_for_more_than_the_strategy_can_is_refused_at_const
 def test_a_graph_that_the_main_rank_would_wait_in_for_the_others_is_refused_at_construction() -> None:
     logger = CSVLogger("logs")
     logger.wants_graph = True
-    with pytest.raises(ConfigurationError, match=r"log_graph=True.*FSDPStrategy takes all ranks"):
+    with pytest.raises(ConfigurationError, match=r"log_graph=True.*FSDPStrategy needs all ranks"):
         quiet_trainer(devices=2, strategy="fsdp", logger=logger)
     quiet_trainer(devices=2, strategy="ddp", logger=logger)
     quiet_trainer(devices=1, strategy="fsdp", logger=logger)

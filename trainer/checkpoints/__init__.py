@@ -1,1 +1,1 @@
-"""Saves and restores of a run: the queue, what a checkpoint holds, which one a stage starts from."""
+"""Saving and loading of checkpoints in a run."""

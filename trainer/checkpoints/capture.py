@@ -1,4 +1,4 @@
-"""Collect everything that a checkpoint of a run holds."""
+"""Collect the content of a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from trainwright.trainer.run import StageRun
 
 
 def half_done(run: StageRun) -> str | None:
-    """Return why the present state is not that of the last completed step, in words; None when it is.
+    """Return the reason why the current state is not that of the last completed step; None if it is.
 
-    Within a step it is, as long as no optimizer has begun to step.
+    Within a step the state is still valid until an optimizer begins to step.
     """
     if run.loop.at_step_boundary:
         return None
     if run.loop.stepping or run.engine.has_begun or not run.engine.capabilities.state_rests:
-        return "an optimizer was stepping, so that the weights may be half updated"
+        return "an optimizer was stepping, so some weights may be updated and others not"
     if run.data.made is not None and run.data.made.loader.stateful:
-        return "its loader, which keeps its own place, had read on for a step that was not completed"
+        return "its stateful loader had already read the batches of the next step, which was not completed"
     return None
 
 
 def capture(run: StageRun, *, weights_only: bool = False, metrics: dict[str, float] | None = None) -> Snapshot:
-    """Collect everything a resume needs. Collective: the generators and loaders of all ranks are gathered.
+    """Collect everything that a resume needs. Collective: gathers generator and loader states of all ranks.
 
     Returns:
-        The snapshot; its tensors are the live ones, so that it must be written or copied before training goes on.
+        The snapshot. It references the live tensors, so write or copy it before training continues.
     """
     run.loop.check_finite()
     run.engine.begin_save()
@@ -43,43 +43,43 @@ def capture(run: StageRun, *, weights_only: bool = False, metrics: dict[str, flo
 
 
 def num_bytes_here(run: StageRun) -> int:
-    """Return about how many bytes the tensors of a checkpoint have on this rank's host; not collective."""
+    """Return the approximate size in bytes of a checkpoint's tensors in this rank's host memory. Not collective."""
     states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
     kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     tensors = {id(tensor): tensor for tensor in (*run.task.parameters(), *run.task.buffers(), *kept)}
     on_host = [tensor for tensor in tensors.values() if tensor.device.type == "cpu" and tensor.layout is torch.strided]
-    # A DTensor counts with the rank's own piece; its class is not imported for the sake of those who have none.
+    # Counts this rank's shard of a DTensor, without importing its class.
     return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in on_host)
 
 
 def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
-    """Collect what this rank has without asking the others, for use in an exception path.
+    """Collect this rank's state without communication, for use in an exception path.
 
-    With other ranks, whose generators a resume would need, that is the weights only.
+    With several ranks only weights are collected, because a resume would need the generators of the others.
 
     Raises:
-        CheckpointError: the weights lie in pieces on several ranks.
+        CheckpointError: the weights are sharded across ranks, or a step was not finite.
     """
     if run.loop.guard is not None and run.loop.guard.is_bad_here():
         raise CheckpointError(
-            "a step was not finite, and weights have changed since. The earlier checkpoints are valid."
+            "a step was not finite, and weights have changed since then. Earlier checkpoints are valid."
         )
     alone = run.world_size == 1
     if not alone and not run.engine.capabilities.whole_weights:
         raise CheckpointError(
-            f"the weights lie in pieces on {run.world_size} ranks, and a rank cannot collect them when another may "
-            "have failed. The earlier checkpoints are whole."
+            f"the weights are sharded across {run.world_size} ranks and cannot be collected after an error, because "
+            "other ranks may have failed. Earlier checkpoints are complete."
         )
     return _collect(run, [_own_state(run)] if alone else [], weights_only=not alone, metrics=metrics)
 
 
 def _own_state(run: StageRun) -> dict[str, Any]:
-    """What a resume needs of each rank."""
+    """Return the state that a resume needs from this rank."""
     return {"rng": rng_state(run.engine.device), "loader": run.data.loader_state(), "metrics": metrics_state(run)}
 
 
 def metrics_state(run: StageRun) -> dict[str, Any]:
-    """Return this rank's aggregates of the current epoch; waits for the device."""
+    """Return this rank's aggregated metrics of the current epoch. Waits for the device."""
     return {"logged": run.metrics.state_dict(), "objects": objects_state(run.task)}
 
 
@@ -89,11 +89,11 @@ def _collect(
     task, engine = run.task, run.engine
     if any(type(parameter).__module__.startswith("torchao.") for parameter in task.parameters()):
         raise CheckpointError(
-            f"{type(task).__name__} has quantized layers, and a checkpoint of it cannot be written. Save before the "
-            "fit ends, or pass QuantizationAwareTraining(convert=False); its path= writes the quantized weights."
+            f"{type(task).__name__} has quantized layers, which checkpoints do not support. Save before the fit ends, "
+            "or pass QuantizationAwareTraining(convert=False). To save the quantized weights, pass its path=."
         )
     by_data_rank = engine.data_ranks.pick(of_ranks) if of_ranks else []
-    weights = engine.state.model_state()  # before the optimizers' states: shards of both share one table
+    weights = engine.state.model_state()  # before the optimizer states, because shards of both share one table
     optimizers = [] if weights_only else engine.state.optimizer_states()
     shown = _shown(run, weights, None if weights_only else optimizers)
     with run.metrics.closed_in("on_save_checkpoint"):
@@ -116,7 +116,7 @@ def _collect(
                 if (data := run.datamodule) is None
                 else {"datamodule_hyper_parameters": data.saved_hyperparameters()}
             ),
-            "left_out": run.history.left_out(),
+            "left_out": run.history.skipped_data(),
             "metrics": [of_rank["metrics"] for of_rank in by_data_rank],
             "frozen": frozen_names(task),
             "seed": run.history.seed,
@@ -124,7 +124,7 @@ def _collect(
             "job": run.attempt.key,
             "precision": engine.precision.name,
         }
-        if engine.data_ranks.size != run.world_size:  # ranks that work on one batch together draw the same numbers
+        if engine.data_ranks.size != run.world_size:  # ranks with the same data have the same random numbers
             trainer["data_ranks"] = list(engine.data_ranks.members)
         if not run.loop.at_step_boundary:
             trainer["within_step"] = True
@@ -145,7 +145,7 @@ def _collect(
 
 
 def _shown(run: StageRun, weights: dict[str, Any], optimizers: list[dict[str, Any]] | None) -> ShownCheckpoint:
-    """Return the checkpoint as hooks see it; `optimizers` is None for weights only."""
+    """Return the checkpoint for hooks. `optimizers` is None for a weights-only checkpoint."""
     read: dict[str, Callable[[], Any]] = {
         "epoch": lambda: run.state.epoch,
         "global_step": lambda: run.state.step,
@@ -166,7 +166,7 @@ def _callback_states(run: StageRun) -> dict[str, Any]:
 
 
 def frozen_names(task: torch.nn.Module) -> list[str]:
-    """Return the plain names of the parameters that do not learn."""
+    """Return the names of parameters that do not require gradients."""
     return sorted(plain_name(name) for name, parameter in task.named_parameters() if not parameter.requires_grad)
 
 

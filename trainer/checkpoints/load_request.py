@@ -1,4 +1,4 @@
-"""Which checkpoint a stage starts from: the request, the folder that it comes to, and what is read of it."""
+"""Find, verify and read the checkpoint that a stage starts from."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from trainwright.core.host.folders import is_url
 from trainwright.core.run import Stage
 from trainwright.processes.process_group import Processes
 from trainwright.trainer.checkpoints import remote_saves
-from trainwright.trainer.checkpoints.job import Attempt
+from trainwright.trainer.checkpoints.auto_resume import Attempt
 from trainwright.trainer.checkpoints.shown import ShownCheckpoint
 from trainwright.trainer.run import StageRun
 
-WEIGHTS = ("trainer", "model")  # the parts that hold weights, and what tasks and callbacks saved beside them
-# What a resumed run may be told to go on without: parts of a checkpoint, and entries of its trainer part.
+WEIGHTS = ("trainer", "model")  # the weights, and the entries that tasks and callbacks added
+# Values of allow_missing: parts of a checkpoint, and entries of its trainer part.
 PARTS_TO_MISS = ("optimizer", "rng")
 ENTRIES_TO_MISS = ("schedulers", "scaler", "callbacks", "loggers", "datamodule")
 
 
 class Default(Enum):
-    """The value of a `ckpt_path` that was not given, for the verbs in which None says something."""
+    """Default of `ckpt_path` in methods where None has a meaning of its own."""
 
-    BEST = "the best checkpoint, where there is one and no task is given"
+    BEST = "the best checkpoint, if there is one and no task is given"
 
     def __repr__(self) -> str:
         return "Default.BEST"
@@ -48,16 +48,16 @@ CkptPath = str | Path | None | Literal[Default.BEST]
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What a user wants loaded; see the arguments of `Trainer.fit`.
+    """A request to load a checkpoint; see the arguments of `Trainer.fit`.
 
     Attributes:
         ckpt_path: a path or URL, `"last"`, `"best"` or None.
-        on_damaged: `"error"`, `"fall_back"`, or None: fall back for `"last"` only.
-        allow_missing: what a resume may go on without.
-        strict: whether weights that are missing or left over are an error; None: the task's `strict_loading`.
+        on_damaged: `"error"`, `"fall_back"`, or None, which falls back for `"last"` only.
+        allow_missing: parts and entries that a resumed checkpoint may lack.
+        strict: raise an error for missing or unexpected weights. Default: None, the task's `strict_loading`.
         weights_only: begin a new run from the weights instead of resuming.
-        implied: nobody named the checkpoint: without one the present weights are used, and a line says which are.
-        opened: what is at `ckpt_path`, once `check_early` has opened it.
+        implied: the user named no checkpoint. If there is none, the current weights are used.
+        opened: the checkpoint at `ckpt_path`, opened by `check_early`.
     """
 
     ckpt_path: str | Path | None = None
@@ -70,7 +70,7 @@ class LoadRequest:
 
     @classmethod
     def for_evaluation(cls, ckpt_path: CkptPath, *, task_given: bool) -> LoadRequest:
-        """Return the request that `validate`, `test` and `predict` make: without a task the best checkpoint."""
+        """Return the request of `validate`, `test` or `predict`. Default without a task: the best checkpoint."""
         if ckpt_path is not Default.BEST:
             return cls(ckpt_path)
         return cls(None) if task_given else cls("best", on_damaged="fall_back", implied=True)
@@ -85,10 +85,10 @@ class LoadRequest:
         strict: bool | None,
         weights_only: bool,
     ) -> LoadRequest:
-        """Return the request that these arguments of `fit` make.
+        """Return the request for these arguments of `fit`.
 
         Raises:
-            ConfigurationError: an unknown choice, or a part without which nothing can be resumed.
+            ConfigurationError: a value is unknown, or `allow_missing` names a part that a resume needs.
         """
         if on_damaged is not None and on_damaged not in get_args(OnDamaged):
             raise ConfigurationError(f"on_damaged={on_damaged!r} is unknown. Use 'error' or 'fall_back'.")
@@ -97,8 +97,8 @@ class LoadRequest:
         for name in names:
             if name in WEIGHTS:
                 raise ConfigurationError(
-                    f"allow_missing={list(names)!r}: nothing can be resumed without the part {name!r}. To begin a new "
-                    "run from a checkpoint's weights, pass load_weights_only=True."
+                    f"allow_missing={list(names)!r}: a resume needs the part {name!r}. To begin a new run from a "
+                    "checkpoint's weights, pass load_weights_only=True."
                 )
             if name not in known:
                 raise ConfigurationError(
@@ -108,7 +108,7 @@ class LoadRequest:
         return cls(ckpt_path, on_damaged, names, strict, weights_only)
 
     def resumes(self, stage: Stage) -> bool:
-        """Tell whether the stage goes on with a run, for which weights alone are not enough."""
+        """Return whether the stage resumes a run, which needs a full checkpoint."""
         return stage == "fit" and not self.weights_only
 
     def parts(self, stage: Stage) -> tuple[str, ...]:
@@ -122,37 +122,37 @@ class LoadRequest:
 
 
 def check_early(request: LoadRequest, stage: Stage) -> LoadRequest:
-    """Find out what is wrong with an explicit path before a process or device is touched; reads its manifest only.
+    """Check an explicit path before processes and devices are used. Reads only the manifest.
 
     Returns:
-        The request, with what was opened.
+        The request, with the opened checkpoint.
 
     Raises:
         FileNotFoundError, CheckpointError: see `choose`.
     """
     if request.ckpt_path in (None, "last", "best") or is_url(request.ckpt_path):
-        return request  # what is elsewhere is fetched by one process, and checked then
+        return request  # one process downloads or chooses it later and checks it then
     path = Path(str(request.ckpt_path)).expanduser()
     try:
         opened = open_checkpoint(path)
     except CheckpointError:
         if request.on_damaged != "fall_back" or not path.is_dir():
             raise
-        return request  # `choose` falls back, and says so once
+        return request  # `choose` falls back and warns once
     _check_kind(request, stage, opened)
-    return replace(request, opened=opened if opened.path == path else None)  # a hidden one gets its name back
+    return replace(request, opened=opened if opened.path == path else None)  # `choose` restores a hidden one's name
 
 
 def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> FoundCheckpoint | None:
-    """Return the checkpoint that a request comes to, its files verified. For one process.
+    """Return the requested checkpoint after verifying its files. Called on one process.
 
-    Every byte of the parts that the stage needs is read once, by `hash_files`, so that nobody has to hash them again.
-    What lies elsewhere is downloaded into `default_root_dir/downloaded` first.
+    `hash_files` reads the parts that the stage needs; they are not verified again later. Remote checkpoints are
+    downloaded into `default_root_dir/downloaded` first.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such checkpoint.
         ConfigurationError: `"best"`, and neither this Trainer nor an earlier run in its folder has one.
-        CheckpointError: it is damaged, lacks a part, or holds weights only and is to be resumed.
+        CheckpointError: the checkpoint is damaged, lacks a part, or holds weights only but a resume was requested.
     """
     if request.ckpt_path is None:
         return None
@@ -170,7 +170,7 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
         newer = remote_saves.newer_than(run, local, kind)
         if newer is None and local is None:
             raise errors.CheckpointNotFoundError(
-                f"{stage}(ckpt_path='last'): no valid checkpoint in {run.checkpoint_dir}. Pass another, or none."
+                f"{stage}(ckpt_path='last'): no valid checkpoint in {run.checkpoint_dir}. Pass a path or None."
             )
         if newer is None:
             return local
@@ -183,7 +183,7 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
         if request.implied and saver is not None:
             run.print(
                 f"trainwright: {stage} uses the best weights by {saver.monitor!r}, {best.path}. Pass ckpt_path=None "
-                "for those that the task has now."
+                "to use the task's current weights."
             )
         return best
     path = remote_saves.fetch(run, place) if is_url(place) else Path(str(place)).expanduser()
@@ -205,10 +205,10 @@ def monitored_saver(run: StageRun) -> Saver | None:
 
 
 def _best(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> FoundCheckpoint:
-    """Return the best checkpoint, or the best one that is whole if asked for.
+    """Return the best checkpoint, or with `on_damaged="fall_back"` the best valid one.
 
-    It is that of this Trainer's ModelCheckpoint. A Trainer that has not trained takes it from the index of the run
-    whose checkpoints are in the same folder.
+    This Trainer's ModelCheckpoint defines it. A Trainer that has not trained uses the index of the run whose
+    checkpoints are in the same folder.
     """
     saver = monitored_saver(run) or run.saver
     best = "" if saver is None else saver.best_model_path
@@ -234,22 +234,22 @@ def _best(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFil
             flaws.append(str(error))
             continue
         if flaws:
-            text = f"{' '.join(flaws)} Falling back to {name}, the best that is whole."
+            text = f"{' '.join(flaws)} Falling back to {name}, the best valid checkpoint."
             warnings.warn(text, TrainwrightWarning, stacklevel=2)
         return found
-    raise CheckpointError(f"{stage}(ckpt_path='best'): none of the best checkpoints is whole. {' '.join(flaws)}")
+    raise CheckpointError(f"{stage}(ckpt_path='best'): none of the best checkpoints is valid. {' '.join(flaws)}")
 
 
 def _check_kind(request: LoadRequest, stage: Stage, found: FoundCheckpoint) -> None:
     if request.resumes(stage) and found.manifest.kind == "weights":
         raise CheckpointError(
-            f"{found.path} holds weights only, so that a run cannot be resumed from it. Pass load_weights_only=True to "
+            f"{found.path} holds weights only, so a run cannot be resumed from it. Pass load_weights_only=True to "
             "begin a new run from its weights, or resume from a full checkpoint."
         )
 
 
 def find_checkpoint(run: StageRun, request: LoadRequest, stage: Stage) -> FoundCheckpoint | None:
-    """Return what a request comes to, on every rank: rank 0 chooses, and all hash a share of its files. Collective.
+    """Return the requested checkpoint on every rank. Rank 0 chooses it; all ranks hash its files. Collective.
 
     Raises:
         FileNotFoundError, ConfigurationError, CheckpointError: see `choose` and `on_main_rank`.
@@ -262,10 +262,10 @@ def find_checkpoint(run: StageRun, request: LoadRequest, stage: Stage) -> FoundC
 
 
 def left_by_earlier(attempt: Attempt, folder: RunFolder) -> FoundCheckpoint | None:
-    """Return the newest valid full checkpoint in `folder` that an earlier attempt at this fit has written, or None.
+    """Return the newest valid full checkpoint in `folder` of an earlier attempt of this fit, or None.
 
     Warns:
-        TrainwrightWarning: a damaged one was passed over; says what is wrong with it.
+        TrainwrightWarning: a damaged checkpoint was skipped.
     """
     if attempt.key is None or attempt.number == 0:
         return None
@@ -278,22 +278,22 @@ def left_by_earlier(attempt: Attempt, folder: RunFolder) -> FoundCheckpoint | No
 
 
 class SharedHashing:
-    """Has every rank hash a share of the files that rank 0 asks about; the results come to rank 0.
+    """Distributes the hashing of files over all ranks.
 
-    Rank 0 calls `hash_files` as often as it likes and then `dismiss`; the others meanwhile are in `serve`.
+    Rank 0 calls `hash_files` any number of times and then `dismiss`. The other ranks call `serve`.
 
     Args:
-        processes: of this run.
+        processes: the processes of the run.
     """
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
 
     def hash_files(self, paths: Sequence[Path]) -> list[str]:
-        """Return the hash of each of some files, on rank 0. Collective with the others' `serve`.
+        """Return the hash of each file, on rank 0. Collective with `serve` on the other ranks.
 
         Raises:
-            CheckpointError: a rank cannot read its share; it is named.
+            CheckpointError: a rank cannot read its share of the files.
         """
         shares = fair_shares([path.stat().st_size for path in paths], self._processes.world_size)
         self._processes.broadcast_object([[str(paths[i]) for i in share] for share in shares])
@@ -301,24 +301,27 @@ class SharedHashing:
         found = [""] * len(paths)
         for rank, (share, answer) in enumerate(zip(shares, answers, strict=True)):
             if isinstance(answer, str):
-                raise CheckpointError(f"rank {rank} cannot read a file of the checkpoint that rank 0 sees: {answer}")
+                raise CheckpointError(
+                    f"rank {rank} cannot read a checkpoint file that rank 0 can read: {answer}. Use a folder that all "
+                    "ranks share."
+                )
             for i, value in zip(share, answer, strict=True):
                 found[i] = value
         return found
 
     def serve(self) -> None:
-        """Hash shares until rank 0 needs no more, on the other ranks. Collective; blocks."""
+        """Hash this rank's shares until rank 0 calls `dismiss`. Collective; blocks."""
         while (shares := self._processes.broadcast_object(None)) is not None:
             share = [Path(name) for name in shares[self._processes.rank]]
             self._processes.gather_object(_hash_share(share))
 
     def dismiss(self) -> None:
-        """Tell the other ranks that rank 0 has decided. Collective with the others' `serve`."""
+        """End `serve` on the other ranks. Collective."""
         self._processes.broadcast_object(None)
 
 
 def fair_shares(sizes: Sequence[int], num: int) -> list[list[int]]:
-    """Deal indices of files to `num` ranks so that each has about as many bytes: the largest go first."""
+    """Divide file indices among `num` ranks so that each has about the same number of bytes."""
     shares: list[list[int]] = [[] for _ in range(num)]
     loads = [0] * num
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -336,7 +339,7 @@ def _hash_share(paths: Sequence[Path]) -> list[str] | str:
 
 
 def open_for(run: StageRun, stage: Stage, load: LoadRequest) -> Opened | None:
-    """Find the checkpoint that a stage starts from and read it, on every rank; None without one. Collective.
+    """Find and read the checkpoint that a stage starts from, on every rank. None if there is none. Collective.
 
     Raises:
         FileNotFoundError, ConfigurationError, CheckpointError: see `find_checkpoint`, `check_fits` and `Opened.at`.
@@ -357,13 +360,13 @@ def open_for(run: StageRun, stage: Stage, load: LoadRequest) -> Opened | None:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A checkpoint that has been read, not yet loaded.
+    """A checkpoint that was read but not yet loaded.
 
     Attributes:
-        found: what `choose` returned; its manifest is not parsed again, nor are its files hashed again.
-        request: what is to be loaded, and what may be missing.
-        snapshot: its parts; tensors are mapped to the files.
-        shown: what the hooks see, and may change the weights of.
+        found: the verified checkpoint.
+        request: the request that led to it.
+        snapshot: its parts, with memory-mapped tensors.
+        shown: the checkpoint for hooks, which may change its weights.
     """
 
     found: FoundCheckpoint
@@ -373,7 +376,7 @@ class Opened:
 
     @classmethod
     def read(cls, found: FoundCheckpoint, request: LoadRequest, *, full: bool) -> Opened:
-        """Read a checkpoint: all of it (`full`), or what a task needs for its weights.
+        """Read a full checkpoint (`full`), or only its weights.
 
         Raises:
             CheckpointError: a part is missing.
@@ -386,16 +389,16 @@ class Opened:
         else:
             snapshot = read_checkpoint(found, verify=False, parts=WEIGHTS, copy_model=False)
         if snapshot.model is None:
-            raise CheckpointError(f"{found.path} holds no weights.")
+            raise CheckpointError(f"{found.path} holds no weights. Use another checkpoint.")
         return cls(found, request, snapshot, _shown(found, snapshot))
 
     @property
     def path(self) -> Path:
-        """Its folder."""
+        """The checkpoint's folder."""
         return self.found.path
 
     def show(self, run: StageRun) -> None:
-        """Let the task and the callbacks read back what they added, and change weights before they are loaded."""
+        """Call `on_load_checkpoint` of the task and callbacks, which may change the weights."""
         run.fire("on_load_checkpoint", self.shown)
 
 
@@ -417,10 +420,10 @@ def _shown(found: FoundCheckpoint, snapshot: Snapshot) -> ShownCheckpoint:
 
 
 def check_fits(run: StageRun, found: FoundCheckpoint) -> None:
-    """Check that a resumed run has something left to do or nothing; a bound behind the checkpoint is an error.
+    """Check that the checkpoint is not beyond the end of the fit.
 
     Raises:
-        ConfigurationError: `max_epochs` is below the epochs that the checkpoint has finished.
+        ConfigurationError: `max_epochs` is less than the number of epochs that the checkpoint has completed.
     """
     epoch, bound = found.manifest.epoch, run.settings.limits.max_epochs
     if bound is not None and epoch > bound:
@@ -431,17 +434,17 @@ def rank_saved(run: StageRun) -> list[str]:
     """Return the paths or URLs of a finished run's checkpoints, the best first.
 
     They come from the index in the folder of this Trainer's first ModelCheckpoint, ranked by its `monitor` and `mode`.
-    Without a monitor the newest is the best. Checkpoints of several runs are not mixed: the run that wrote last counts.
+    Without a monitor the newest is the best. If the folder has checkpoints of several runs, the newest run is used.
 
     Raises:
-        ConfigurationError: no ModelCheckpoint says what is best, or nothing in its folder has the metric.
+        ConfigurationError: there is no ModelCheckpoint, or no checkpoint in its folder has the metric.
         CheckpointError: the index is damaged.
     """
     saver = run.saver
     if saver is None:
         raise ConfigurationError(
-            "ckpt_path='best': no ModelCheckpoint says which metric decides. Pass "
-            "callbacks=[ModelCheckpoint(monitor=…)] as the run that saved them did, or a checkpoint's path."
+            "ckpt_path='best': no ModelCheckpoint defines the best checkpoint. Pass "
+            "callbacks=[ModelCheckpoint(monitor=…)] as in the run that saved it, or a checkpoint's path."
         )
     monitor: str | None = saver.monitor
     remote: str | None = saver.remote

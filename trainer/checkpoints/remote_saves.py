@@ -1,4 +1,4 @@
-"""Checkpoints that live elsewhere, in a run: going up behind the local ones, and coming down to be resumed from."""
+"""Upload and download of a run's remote checkpoints."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ DOWNLOADS = "downloaded"  # below `default_root_dir`
 
 
 def upload(path: Path, request: SaveRequest, run_id: str) -> list[str]:
-    """Upload a published checkpoint, then delete what it replaces there. Blocks on the network; one process calls it.
+    """Upload a published checkpoint, then delete the remote ones that it replaces. One process calls it. Blocks.
 
     Args:
         path: the local checkpoint.
-        request: with `remote`, the URL of the folder to put it in.
-        run_id: whose uploads may be replaced and deleted.
+        request: the save request. Its `remote` is the URL of the target folder.
+        run_id: the run whose uploads may be replaced and deleted.
 
     Returns:
-        What was not deleted, and why.
+        Messages about checkpoints that could not be deleted.
 
     Raises:
-        CheckpointError: the upload failed; what is there has no manifest, or is what was there before.
+        CheckpointError: the upload failed. The target has no manifest or is unchanged.
     """
-    assert request.remote is not None  # asked for by the caller
+    assert request.remote is not None  # checked by the caller
     index = RemoteIndex(request.remote, run=run_id)
     index.upload(path, replace=True)
     uploaded = {entry.name for entry in index.entries()}
@@ -46,31 +46,31 @@ def upload(path: Path, request: SaveRequest, run_id: str) -> list[str]:
 
 
 def tidy(run: StageRun, path: Path | None) -> None:
-    """Put in order what a session of this run left when it was killed while it uploaded; for rank 0, before training.
+    """Delete unfinished uploads of a killed process of this run. Called on rank 0 after a resume.
 
     Args:
-        run: the Trainer, after a resume.
-        path: a checkpoint in the ModelCheckpoint's local folder that may not have gone up yet, or None.
+        run: the run, after a resume.
+        path: a checkpoint in the ModelCheckpoint's local folder to upload if it is missing remotely, or None.
     """
     for remote in sorted({saver.remote for saver in run.savers if saver.remote is not None}):
         RemoteIndex(remote, run=run.history.run_id).delete_unfinished()
-    home = None if run.saver is None else run.saver.remote
-    if path is not None and home is not None:
-        RemoteIndex(home, run=run.history.run_id).upload(path, replace=True)
+    target = None if run.saver is None else run.saver.remote
+    if path is not None and target is not None:
+        RemoteIndex(target, run=run.history.run_id).upload(path, replace=True)
 
 
 def twin(run: StageRun, url: str) -> Path:
-    """Return where on this machine the checkpoint stands that is to be uploaded to `url`."""
+    """Return the local path of a checkpoint to upload to `url`."""
     return local_folder(run.settings.root.absolute() / "checkpoints", parent_url(url)) / last_part(url)
 
 
 def upload_to(run: StageRun, path: Path, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Upload the checkpoint `path` to `url`, which ends with its name; an own one of that name is replaced."""
+    """Upload the checkpoint `path` to `url`, replacing a checkpoint of this run at that URL."""
     RemoteIndex(parent_url(url), run=run.history.run_id, storage_options=storage_options).upload(path, replace=True)
 
 
 def fetch(run: StageRun, url: str) -> Path:
-    """Return a local copy of the remote checkpoint `url`; one that was fetched before is not fetched again.
+    """Return a local copy of the remote checkpoint `url`. Existing downloads are reused.
 
     Raises:
         FileNotFoundError, CheckpointError, MissingPackageError: see `download_checkpoint`.
@@ -82,7 +82,7 @@ def newer_than(run: StageRun, local: FoundCheckpoint | None, kind: Kind | None) 
     """Return the URL of the newest checkpoint of the ModelCheckpoint's remote folder.
 
     Returns:
-        None if there is no remote folder, nothing in it, or `local` is the same or was written later.
+        None if there is no remote folder, if it is empty, or if `local` is the same checkpoint or newer.
     """
     remote = None if run.saver is None else run.saver.remote
     if remote is None:
@@ -92,7 +92,7 @@ def newer_than(run: StageRun, local: FoundCheckpoint | None, kind: Kind | None) 
 
 
 def on_this_machine(run: StageRun, path: str) -> Path:
-    """Return a local checkpoint for a path or URL: the one from which it was uploaded, else a download."""
+    """Return a local checkpoint for a path or URL: the one that was uploaded, or else a download."""
     if not is_url(path):
         return Path(path)
     ours = run.checkpoint_dir / last_part(path)

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a stage starts from, read it, and put everything in it back into the run."""
+"""Restore a run from a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from trainwright.trainer.run import StageRun
 
 
 def restore(run: StageRun, opened: Opened) -> None:
-    """Put a checkpoint's whole state into a prepared run. Every rank reads the same folder; nothing is communicated.
+    """Restore the complete state of a prepared run. Every rank reads the same folder. Not collective.
 
-    Callbacks get their states before optimizers do. An optimizer whose groups differ from the saved ones is restored
-    after `on_fit_start`, since a callback may make them there.
+    Callbacks are restored before optimizers. Optimizers whose parameter groups differ from the saved ones are restored
+    after `on_fit_start`, where a callback may create the groups.
 
     Raises:
-        CheckpointError: a part is missing, or does not fit this task.
+        CheckpointError: a part is missing or does not match this task.
     """
     snapshot, path, request = opened.snapshot, opened.path, opened.request
     saved = Entries(snapshot.trainer, path, request.allow_missing)
@@ -48,22 +48,22 @@ def restore(run: StageRun, opened: Opened) -> None:
     _restore_optimizers_and_schedules(run, opened, saved)
     saved.restore_engine(run)
     data, seed = saved.take("data", {}), saved.take("seed", None)
-    if data:  # a converted checkpoint stands at the start of an epoch and keeps no order of its own
+    if data:  # a converted checkpoint is at the start of an epoch and has no data state
         run.history.seed = seed
         run.data.load_state_dict(data)
-    run.history.add_left_out(snapshot.trainer.get("left_out", {}))  # a converted checkpoint has none
+    run.history.add_skipped_data(snapshot.trainer.get("left_out", {}))  # a converted checkpoint has none
     run.history.run_id = saved.take("run_id", "")
     saved.restore_loggers(run)
     saved.restore_datamodule(run)
     if run.state.batch_in_epoch > 0 and not run.state.epoch_done:
         run.loop.to_restore.append(partial(restore_metrics, run, snapshot.trainer.get("metrics", []), path))
         run.loop.to_restore.append(partial(_compare_frozen, run, snapshot.trainer.get("frozen"), path))
-    ranks = snapshot.trainer.get("data_ranks")  # only there if they are not all ranks
+    ranks = snapshot.trainer.get("data_ranks")  # present only if several ranks shared the same data
     states = [snapshot.rng[rank] for rank in ranks] if ranks and snapshot.rng else snapshot.rng
     if snapshot.trainer.get("within_step"):
         warnings.warn(
-            f"{path} was written after step {run.state.step} when the next one had begun: that one is done anew, and "
-            "what it had drawn from generators, put into buffers and logged by then remains.",
+            f"{path} was written within the step after step {run.state.step}. That step is repeated, but its random "
+            "numbers, buffer updates and logged values are kept.",
             TrainwrightWarning,
             stacklevel=2,
         )
@@ -77,40 +77,40 @@ def restore(run: StageRun, opened: Opened) -> None:
             f"was written by {wrote} and is resumed by {_processes_text(run.world_size, run.engine.data_ranks.size)}"
         )
         warnings.warn(
-            f"{path} {moved if snapshot.rng else 'holds no state of them'}: the random number generators start anew."
-            f"{' The order of the data goes on exactly.' if data else ''}",
+            f"{path} {moved if snapshot.rng else 'holds no generator states'}. The random number generators start from "
+            f"scratch.{' The order of the data is unchanged.' if data else ''}",
             TrainwrightWarning,
             stacklevel=2,
         )
 
 
 def _compare_frozen(run: StageRun, before: list[str] | None, path: Path) -> None:
-    """Warn where an epoch goes on with other parameters learning than those that learned when it was left."""
+    """Warn if an epoch is resumed with a different set of parameters that require gradients."""
     names = {plain_name(name) for name, _ in run.task.named_parameters()}
     differ = [] if before is None else sorted({*before} & names ^ {*frozen_names(run.task)})
     if differ:
-        kind = "learned" if differ[0] not in (before or []) else "was frozen"
+        kind = "was trained" if differ[0] not in (before or []) else "was frozen"
         warnings.warn(
-            f"{path} was written in the middle of an epoch in which {differ[0]!r} {kind}, and in this run that is "
-            f"otherwise ({len(differ)} such parameters). The task is built anew for a resume, and on_train_epoch_start "
-            "is not called again in the epoch that goes on: set requires_grad in on_train_start too, by the epoch.",
+            f"{path} was written in the middle of an epoch in which {differ[0]!r} {kind}, which differs in this run "
+            f"({len(differ)} such parameters). on_train_epoch_start is not called again in a resumed epoch. Set "
+            "requires_grad also in on_train_start, depending on the epoch.",
             TrainwrightWarning,
             stacklevel=2,
         )
 
 
 def _set_generators(path: Path, states: dict[str, Any], device: torch.device) -> None:
-    with reading(path, "holds states of generators that make no sense"):
+    with reading(path, "holds invalid generator states"):
         set_rng_state(states, device)
 
 
 def _processes_text(world_size: int, dp_size: int) -> str:
-    """Return how many processes there are, and between how many the data is divided if these are fewer."""
+    """Return a text with the number of processes, and of data ranks if it differs."""
     return f"{world_size} process(es)" + (f", {dp_size} for the data" if dp_size != world_size else "")
 
 
 def restore_metrics(run: StageRun, of_ranks: list[dict[str, Any]], origin: object) -> None:
-    """Restore the aggregates of an open epoch; called after its metrics have begun, on every rank."""
+    """Restore the aggregated metrics of an unfinished epoch. Called on every rank after the epoch's metrics began."""
     device, rank = run.engine.device, run.engine.data_ranks.rank
     if len(of_ranks) == run.engine.data_ranks.size:
         run.metrics.load_state_dict(of_ranks[rank]["logged"], device)
@@ -119,19 +119,19 @@ def restore_metrics(run: StageRun, of_ranks: list[dict[str, Any]], origin: objec
         lost = sorted({name for of_rank in of_ranks for name in of_rank["objects"]})
         keys = {key: None for of_rank in of_ranks for key in of_rank["logged"]}
         held = {key: [of_rank["logged"][key] for of_rank in of_ranks if key in of_rank["logged"]] for key in keys}
-        if rank == 0:  # what all have aggregated is added up with what each adds from now on
+        if rank == 0:  # one rank continues from the merged aggregates of all saved ranks
             run.metrics.load_state_dict({key: merge(states) for key, states in held.items()}, device)
     if lost and run.is_main:
         warnings.warn(
-            f"{origin}: the metric objects {', '.join(lost)} restart in this epoch: they are not in this task, or the "
-            "number of processes has changed.",
+            f"{origin}: the metric objects {', '.join(lost)} start from scratch in this epoch, because they are not in "
+            "this task or the number of processes has changed.",
             TrainwrightWarning,
             stacklevel=2,
         )
 
 
 def _restore_optimizers_and_schedules(run: StageRun, opened: Opened, saved: Entries) -> None:
-    """Restore them now, or once callbacks have made the parameter groups that the checkpoint has (`on_fit_start`)."""
+    """Restore optimizers and schedules now, or after `on_fit_start` if callbacks must first create parameter groups."""
 
     def load() -> None:
         fresh = _restore_optimizers(run, opened.snapshot, opened.path, opened.request)
@@ -147,7 +147,7 @@ def _restore_optimizers_and_schedules(run: StageRun, opened: Opened, saved: Entr
 
 
 def _restore_optimizers(run: StageRun, snapshot: Snapshot, path: Path, request: LoadRequest) -> list[Optimizer]:
-    """Give the optimizers their state back; return those that start anew, which only a user's word allows."""
+    """Restore the optimizers. Return those that start from scratch, which `allow_missing` must permit."""
     saved, own = snapshot.optimizers, run.optimizers
     if "optimizer" in snapshot.missing:
         return own
@@ -156,9 +156,10 @@ def _restore_optimizers(run: StageRun, snapshot: Snapshot, path: Path, request: 
         text = f"{path} holds {len(saved)} optimizer(s), but configure_optimizers returned {len(own)}."
         if not allowed:
             raise CheckpointError(
-                f"{text} Return as many, in the same order, or pass allow_missing=['optimizer'] to start them anew."
+                f"{text} Return as many, in the same order, or pass allow_missing=['optimizer'] to start them from "
+                "scratch."
             )
-        warnings.warn(f"{text} They start anew.", TrainwrightWarning, stacklevel=3)
+        warnings.warn(f"{text} They start from scratch.", TrainwrightWarning, stacklevel=3)
         return own
     fresh = []
     for optimizer, state in zip(own, saved, strict=True):
@@ -168,13 +169,13 @@ def _restore_optimizers(run: StageRun, snapshot: Snapshot, path: Path, request: 
             if not allowed:
                 raise
             fresh.append(optimizer)
-            text = f"{path}: {error} {type(optimizer).__name__} starts anew."
+            text = f"{path}: {error} {type(optimizer).__name__} starts from scratch."
             warnings.warn(text, TrainwrightWarning, stacklevel=3)
     return fresh
 
 
 def _restore_schedules(run: StageRun, saved: Entries, fresh: list[Optimizer]) -> None:
-    """Give the learning-rate schedules their state back, and let optimizers that start anew have their rates."""
+    """Restore the learning-rate schedules, and set their rates on the optimizers in `fresh`."""
     states, configs = saved.take("schedulers", []), run.lr_scheduler_configs
     if len(states) != len(configs):
         saved.lacks(
@@ -187,7 +188,7 @@ def _restore_schedules(run: StageRun, saved: Entries, fresh: list[Optimizer]) ->
     for config in configs:
         optimizer = next((each for each in fresh if each is getattr(config.scheduler, "optimizer", None)), None)
         if optimizer is not None:
-            # Most schedules go on from the rate that stands in the optimizer, which is that of step 0 in a new one.
+            # Most schedules compute the next rate from the optimizer's, which is the initial one in a new optimizer.
             for group, rate in zip(optimizer.param_groups, config.scheduler.get_last_lr(), strict=True):
                 if isinstance(group["lr"], torch.Tensor):
                     group["lr"].fill_(rate)
@@ -196,32 +197,29 @@ def _restore_schedules(run: StageRun, saved: Entries, fresh: list[Optimizer]) ->
 
 
 def restore_weights(run: StageRun, opened: Opened) -> None:
-    """Load the weights of a checkpoint that the hooks have seen."""
+    """Load the weights of a checkpoint, including changes by hooks."""
     shown, path, request = opened.shown, opened.path, opened.request
     strict = run.task.strict_loading if request.strict is None else request.strict
     missing, left_over = run.engine.state.load_model_state(shown["state_dict"], strict=strict)
     run.engine.weights_changed()
-    # A task that sets strict_loading=False does so for good; an argument is about this one checkpoint.
+    # strict=False warns, because it is about this checkpoint. A task's strict_loading=False does not.
     if request.strict is False and (missing or left_over):
         texts = [f"{title}: {', '.join(names[:10])}{', …' if len(names) > 10 else ''}" for title, names in (
             (f"{len(missing)} weights of the task are not in it", missing),
             (f"{len(left_over)} of its weights are not in the task", left_over),
         ) if names]  # fmt: skip
-        warnings.warn(f"{path} was loaded in part. {'; '.join(texts)}.", TrainwrightWarning, stacklevel=2)
+        warnings.warn(f"{path} was partially loaded. {'; '.join(texts)}.", TrainwrightWarning, stacklevel=2)
 
 
 def begin_from_weights(run: StageRun, opened: Opened) -> None:
-    """Load the weights alone, and stand at the start of a new run."""
+    """Load only the weights and reset the progress, to start a new run."""
     restore_weights(run, opened)
     run.state.load_dict(TrainState().to_dict())
     run.print(f"trainwright: a new run begins at step 0 from the weights of {opened.path}")
 
 
 def enter_checkpoint(run: StageRun, opened: Opened) -> None:
-    """Put a full checkpoint into the prepared run, so that the next epoch goes on from it.
-
-    Every rank must call it; nothing is communicated.
-    """
+    """Restore a prepared run from a full checkpoint. Every rank must call it. Not collective."""
     restore(run, opened)
     if run.state.epoch_done:
         run.state.begin_next_epoch()
@@ -230,10 +228,11 @@ def enter_checkpoint(run: StageRun, opened: Opened) -> None:
 
 
 def adopt(run: StageRun, found: FoundCheckpoint) -> None:
-    """Enter a checkpoint of this run that it was killed before it could enter. Collective.
+    """Add the resumed checkpoint to the run's index if a killed process did not. Collective.
 
     Args:
-        found: the checkpoint that is resumed from; one that is elsewhere than the run's own is left alone.
+        run: the run.
+        found: the resumed checkpoint. It is not added if it is outside the run's folder.
     """
     true_path = found.path.resolve()  # not a link to it
     ours = true_path.parent == run.checkpoint_dir.resolve() and not true_path.name.startswith(".")
@@ -249,7 +248,7 @@ def adopt(run: StageRun, found: FoundCheckpoint) -> None:
 
 
 def load(run: StageRun, opened: Opened) -> None:
-    """Put an opened checkpoint into the prepared run: all of it, or the weights alone. Collective."""
+    """Load an opened checkpoint into a prepared run: its full state or only its weights. Collective."""
     run.ckpt_path = str(opened.path)
     if run.stage is None or not opened.request.resumes(run.stage):
         load_weights = begin_from_weights if run.stage == "fit" else restore_weights
@@ -261,16 +260,16 @@ def load(run: StageRun, opened: Opened) -> None:
 
 
 class Entries:
-    """The entries of a checkpoint's trainer part, and what a resume does about those that are not there.
+    """The entries of a checkpoint's trainer part, with the rules for missing ones.
 
-    The rule: what a run had when it was saved and the checkpoint has not is an error, unless the user allowed it by
-    name. What a user may add between two runs (a callback, a logger, another precision) starts anew, with a warning,
-    and so does what one may take away.
+    An entry that the checkpoint should have is an error if missing, unless `allowed` names it. State of something that
+    the user has added since (a callback, a logger, another precision) starts from scratch with a warning. State of
+    something that the user has removed is ignored with a warning.
 
     Args:
-        saved: name → tree.
-        path: of the checkpoint, for messages.
-        allowed: what the user said may be missing.
+        saved: the entries by name.
+        path: the checkpoint's path, for messages.
+        allowed: names that may be missing.
     """
 
     def __init__(self, saved: Mapping[str, Any], path: Path, allowed: Sequence[str]) -> None:
@@ -279,10 +278,10 @@ class Entries:
         self._allowed = allowed
 
     def take(self, name: str, otherwise: object) -> Any:
-        """Return an entry; `otherwise` if it is not there and may be.
+        """Return an entry, or `otherwise` if it may be missing.
 
         Raises:
-            CheckpointError: it is not there, and every checkpoint that this version reads has it.
+            CheckpointError: the entry is missing and not in `allowed`.
         """
         if name not in self._saved:
             self.lacks(name, f"has no entry {name!r} in its trainer part", "use another checkpoint")
@@ -290,29 +289,29 @@ class Entries:
         return self._saved[name]
 
     def lacks(self, name: str, what: str, advice: str) -> None:
-        """Raise, or warn if the user has allowed it, because the checkpoint lacks `name`.
+        """Raise an error because the checkpoint lacks `name`, or warn if `allowed` has it.
 
         Raises:
-            CheckpointError: it was not allowed; says `what` and what to do.
+            CheckpointError: `allowed` does not have it.
         """
         if name not in self._allowed:
             raise CheckpointError(
-                f"{self._path} {what}: {advice}, or pass allow_missing=[{name!r}] to go on without, knowing that the "
-                "run will differ."
+                f"{self._path} {what}: {advice}, or pass allow_missing=[{name!r}] to start it from scratch. The run "
+                "will then differ."
             )
-        self._warn(f"{what}; it starts anew, as allow_missing says.")
+        self._warn(f"{what}; it starts from scratch, because allow_missing has it.")
 
     def _warn(self, text: str) -> None:
         warnings.warn(f"{self._path} {text}", TrainwrightWarning, stacklevel=4)
 
     def _is_new(self, kind: str, name: str) -> None:
-        """Warn of what the user has added; allowing it by name silences that."""
+        """Warn about state that the checkpoint lacks because the user has added something, unless allowed."""
         if kind not in self._allowed:
             self._warn(f"holds no state of {name}, which this run has: it starts from scratch.")
 
     def restore_engine(self, run: StageRun) -> None:
         """Restore the engine's own state (the loss scale)."""
-        # Under the key "strategy" in all files, under its parts' names for users: "scaler".
+        # The key in the file is "strategy". Users name its parts in allow_missing, such as "scaler".
         saved: Mapping[str, Any] = self.take("strategy", {})
         precision, before = run.engine.precision.name, self._saved.get("precision")
         for key in run.engine.state_dict():
@@ -327,7 +326,7 @@ class Entries:
         run.engine.load_state_dict(saved)
 
     def restore_callbacks(self, run: StageRun) -> None:
-        """Give the callbacks their states back, by their keys."""
+        """Restore the callbacks by their state keys."""
         saved: Mapping[str, Any] = self.take("callbacks", {})
         known = {callback.state_key: callback for callback in run.callbacks}
         for key in saved:
@@ -342,7 +341,7 @@ class Entries:
                 self._is_new("callbacks", f"the callback {key!r}")
 
     def restore_loggers(self, run: StageRun) -> None:
-        """Have the loggers continue their logs."""
+        """Restore the loggers, which continue their logs."""
         saved: Sequence[Mapping[str, Any]] = self.take("loggers", [])
         if run.logging is None:
             return
@@ -350,16 +349,16 @@ class Entries:
         for own in run.logging.state_dict():
             if own["logger"] in left:
                 left.remove(own["logger"])
-            elif len(own) > 1:  # it has more to tell than its class
+            elif len(own) > 1:  # it has state besides its class name
                 self._is_new("loggers", f"the {own['logger']}")
         run.logging.load_state_dict(saved)
 
     def restore_datamodule(self, run: StageRun) -> None:
-        """Give the data module its state back."""
+        """Restore the data module."""
         saved: dict[str, Any] = self.take("datamodule", {})
         if run.datamodule is None:
             if saved:
-                self._warn("holds the state of a data module, and this run has none. Pass it, or ignore this.")
+                self._warn("holds the state of a data module, but this run has none. Pass it, or ignore this.")
         elif saved:
             run.datamodule.load_state_dict(saved)
         elif run.datamodule.state_dict():

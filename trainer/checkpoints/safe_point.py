@@ -1,8 +1,8 @@
-"""The safe point of a step: what callbacks have asked for is done once every number of the step is known.
+"""The safe point at the end of a step, where the requests of callbacks are executed.
 
-Checkpoints that callbacks ask for are written in a thread while the training goes on, of rank 0 alone or of each rank
-(see `ShardedSaves`), and rank 0 enters them in the run's index; every rank raises an error at the next save or at the
-end of the fit. Wishes and what is being written are the run's `saves` (see `SaveQueue`).
+A thread writes checkpoints while training continues: on rank 0, or on each rank for sharded saves (see `ShardedSaves`).
+Rank 0 adds them to the run's index. All ranks raise a write error at the next save or at the end of the fit. Requests
+and running saves are in the run's `saves` (see `SaveQueue`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from trainwright.trainer.run import StageRun
 
 
 def prepare(run: StageRun) -> None:
-    """Have the writer follow the run's optimizers, and memory for the first save made ready where the fit will save.
+    """Prepare the checkpoint writer for a fit.
 
-    Memory is not made ready where the state lies on a device: pinned memory is given whole when it is asked for.
+    Memory for the first save is reserved in advance only if the state is in host memory.
     """
     saves = run.saves
     if saves.writer is not None:
@@ -43,21 +43,21 @@ def prepare(run: StageRun) -> None:
 
 
 def reserve(run: StageRun) -> None:
-    """Make memory for the first save ready while the fit goes on, after a step: before it optimizers have no state."""
+    """Reserve memory for the first save. Called after the first step, when optimizers have their state."""
     assert run.saves.writer is not None
     run.saves.reserves = False
     run.saves.writer.prepare(capture.num_bytes_here(run))
 
 
 def settle(run: StageRun) -> None:
-    """Do everything that was asked for: actions first, since they may still ask for checkpoints. Collective.
+    """Execute all requests: first actions, which may request checkpoints, then saves. Collective.
 
-    Callbacks are shown this step's values first; the loggers get them at their interval.
+    `callback_metrics` is updated with this step's values first. Loggers receive them at their own interval.
     """
     saves = run.saves
     run.shown.show(run.metrics.peek())
     if saves.actions and saves.writer is not None:
-        saves.writer.join()  # actions may look into the folder, and must find the same however slow the disk is
+        saves.writer.join()  # actions may read the folder, whose content must not depend on the disk's speed
     report(run)
     if saves.actions:
         with _choosing_names(run):
@@ -65,7 +65,7 @@ def settle(run: StageRun) -> None:
     for _, alike in groupby(saves.take_requests(), key=lambda request: request.weights_only):
         try:
             _write(run, list(alike))
-        except (OSError, CheckpointError) as error:  # on every rank alike
+        except (OSError, CheckpointError) as error:  # raised on every rank
             saves.tolerate(error)
             report(run)
 
@@ -75,12 +75,12 @@ def _act(run: StageRun) -> None:
         actions, run.saves.actions = run.saves.actions, []
         for action in actions:
             action()
-        run.engine.weights_changed()  # by an action, as far as anybody knows
+        run.engine.weights_changed()  # actions may have changed them
 
 
 @contextlib.contextmanager
 def _choosing_names(run: StageRun) -> Iterator[None]:
-    """Keep other processes that share a folder from using the names that callbacks choose meanwhile. Not collective."""
+    """Reserve the checkpoint names that callbacks choose within the context. Not collective."""
     if not run.is_main:
         yield
         return
@@ -96,32 +96,33 @@ def _choosing_names(run: StageRun) -> Iterator[None]:
 
 
 def remote_names(run: StageRun, url: str) -> list[str]:
-    """Return the names of what lies below a remote folder. Collective; rank 0 asks the network."""
-    return run.engine.processes.on_main_rank(partial(remote.remote_names, url), f"look into {url}")
+    """Return the names of the entries in a remote folder, which rank 0 reads. Collective."""
+    return run.engine.processes.on_main_rank(partial(remote.remote_names, url), f"list {url}")
 
 
 def save_now(
     run: StageRun, place: str | Path, *, weights_only: bool, storage_options: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write a checkpoint that the index does not list, and return once it is published. Collective.
+    """Write and publish a checkpoint that is not added to the index. Collective.
 
     Args:
-        place: where; for a URL it is written on this machine and uploaded.
-        weights_only: leave the optimizer, progress and generators out.
-        storage_options: for fsspec, where `place` is a URL.
+        run: the run.
+        place: path or URL. For a URL the checkpoint is written locally and uploaded.
+        weights_only: exclude optimizers, progress and generators.
+        storage_options: options for fsspec if `place` is a URL.
 
     Returns:
-        Its folder on this machine.
+        The local folder of the checkpoint.
     """
     _check_storage_options(place, storage_options)
     if run.is_trial:
-        return Path(place)  # the steps that ask for it do not happen
+        return Path(place)  # trials write nothing
     if not weights_only and not run.trains:
         weights_only = True
         if run.is_main:
             warnings.warn(
-                f"{place} holds weights only: optimizers and progress belong to a fit, and another stage has been "
-                "run since. Save before that stage if a run is to go on from it, or pass weights_only=True.",
+                f"{place} holds weights only, because another stage has run since the fit. To resume from it, save "
+                "before that stage. To silence this warning, pass weights_only=True.",
                 TrainwrightWarning,
                 stacklevel=3,
             )
@@ -151,7 +152,7 @@ def finish(run: StageRun) -> None:
     """Wait until every checkpoint is published, and report it. Collective.
 
     Raises:
-        CheckpointError: the last one could not be written, on every rank.
+        CheckpointError: the last checkpoint could not be written. Raised on every rank.
     """
     if run.saves.writer is not None:
         run.engine.processes.on_main_rank(partial(_wait_for_writer, run.saves), "write its last checkpoint")
@@ -160,10 +161,10 @@ def finish(run: StageRun) -> None:
 
 
 def close(run: StageRun) -> None:
-    """Wait likewise at the end of a stage, whatever ended it: nothing is communicated, errors are warned of."""
+    """Wait for all checkpoints at the end of a stage. Not collective; errors become warnings."""
     saves = run.saves
     if saves.writer is not None:
-        saves.joint.hurry()  # after a stage that went well nothing is left to wait for
+        saves.joint.hurry()  # has no effect after a successful stage
         try:
             saves.writer.close()
         except CheckpointError as error:
@@ -187,7 +188,7 @@ def _wait_for_writer(saves: SaveQueue) -> None:
 
 
 def report(run: StageRun) -> None:
-    """Tell loggers of what has been published, and the user of what was not deleted; not from another thread."""
+    """Report published checkpoints to the loggers, and problems as warnings. Called on the main thread only."""
     published, complaints = run.saves.published, run.saves.complaints
     while published:
         path, aliases = published.popleft()
@@ -202,7 +203,7 @@ def _folder(run: StageRun, request: SaveRequest) -> Path:
 
 
 def _write(run: StageRun, requests: list[SaveRequest]) -> None:
-    """Write one moment under several names: it is collected, and copied, once."""
+    """Write the current state under all requested names. It is collected and copied once."""
     with run.profiler.profile("save_checkpoint"):
         _write_recorded(run, requests)
 
@@ -213,7 +214,7 @@ def _write_recorded(run: StageRun, requests: list[SaveRequest]) -> None:
     if run.saves.writer is not None:
         snapshot.overlaps &= leaves_cores(run.engine.device, run.engine.processes.topology.local_world_size)
     targets = [_target(run, request, snapshot, since) for request in requests]
-    # It waits for the save before, which the next may delete: loggers must have been told of it.
+    # Waits for the previous save: loggers must be notified of it before this save may delete it.
     if snapshot.in_pieces:
         run.saves.joint.save(snapshot, targets, before=partial(_wait, run))
         report(run)
@@ -252,7 +253,7 @@ def _write_alone(run: StageRun, snapshot: Snapshot, targets: list[SaveTarget]) -
 def _keep_books(
     saves: SaveQueue, path: Path, *, request: SaveRequest, run_id: str, aliases: tuple[str, ...], since: float
 ) -> None:
-    """Enter the checkpoint in the run's index, move its link, delete what it replaces; in the writer's thread."""
+    """Add the checkpoint to the index, update its link and delete what it replaces. Called on the writer's thread."""
     saves.longest_write_s = max(saves.longest_write_s, time.monotonic() - since)
     folder = RunFolder(path.parent, run=run_id)
     index = folder.index
@@ -264,7 +265,7 @@ def _keep_books(
         folder.link(request.link, path.name)
     for name in request.remove:
         if request.remote is not None and not (path.parent / name).exists():
-            continue  # written by an earlier session on another machine
+            continue  # written on another machine before a resume
         try:
             index.delete(name)
         except CheckpointError as error:
@@ -277,18 +278,18 @@ def _aliases(run: StageRun, path: Path) -> tuple[str, ...]:
 
 
 def emergency_save(run: StageRun, request: SaveRequest) -> None:
-    """Write a checkpoint from an exception path: main rank only, nothing is communicated, errors are reported."""
+    """Write a checkpoint in an exception path, on the main rank. Not collective; errors become warnings."""
     if not run.is_main or run.is_trial:
         return
     if (why := capture.half_done(run)) is not None:
         warnings.warn(
-            f"no checkpoint {request.name!r} of the failed run: it stopped while {why}. The earlier "
-            "checkpoints are whole.",
+            f"no checkpoint {request.name!r} of the failed run was written: it stopped while {why}. Earlier "
+            "checkpoints are complete.",
             TrainwrightWarning,
             stacklevel=2,
         )
         return
-    close(run)  # what is still being written comes first, and an error of it does not keep this from being tried
+    close(run)  # complete earlier saves first; their errors do not prevent this one
     path = _folder(run, request) / request.name
     try:
         since = time.monotonic()
@@ -298,23 +299,23 @@ def emergency_save(run: StageRun, request: SaveRequest) -> None:
             run.saves, path, request=request, run_id=run.history.run_id, aliases=_aliases(run, path), since=since
         )
     except (OSError, CheckpointError) as error:
-        warnings.warn(f"no checkpoint {path} of the failed run: {error}", TrainwrightWarning, stacklevel=2)
+        warnings.warn(f"no checkpoint {path} of the failed run was written: {error}", TrainwrightWarning, stacklevel=2)
     report(run)
 
 
 def _nearest(folder: Path) -> Path:
-    """Return the folder, or the one above it that exists."""
+    """Return the folder or its nearest existing parent."""
     return next((place for place in (folder, *folder.absolute().parents) if place.is_dir()), Path.cwd())
 
 
 def _check_storage_options(filepath: str | Path, storage_options: Mapping[str, Any] | None) -> None:
-    """Check that options for a storage service come with a URL.
+    """Check that `storage_options` is used only with a URL.
 
     Raises:
-        ConfigurationError: they come with a path of this machine.
+        ConfigurationError: `filepath` is a local path.
     """
     if storage_options is not None and not is_url(filepath):
         raise ConfigurationError(
-            f"save_checkpoint(storage_options=…) is for a URL, which fsspec opens, and {str(filepath)!r} is a path of "
-            "this machine. Leave storage_options out, or give a URL such as 's3://bucket/name'."
+            f"save_checkpoint(storage_options=…) needs a URL, but {str(filepath)!r} is a local path. Remove "
+            "storage_options, or pass a URL such as 's3://bucket/name'."
         )

@@ -1,4 +1,4 @@
-"""What callbacks ask of a run, and the checkpoints that are being written for it."""
+"""Queue of the requests of callbacks, and of the checkpoints that are being written."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from trainwright.trainer.configuration.arguments import TrainerArguments
 
 
 class SaveQueue:
-    """Wishes that wait for the safe point of a step (see `safe_point`), and the writer of checkpoints.
+    """Requests to execute at the end of a step (see `safe_point`), and the writer of checkpoints.
 
     Args:
         engine: holds the processes.
-        arguments: the Trainer's. With `async_save=False` there is no writer: a save returns once it is published.
-        muted: wishes are dropped, since the steps that have them do not happen.
+        arguments: the Trainer's arguments. With `async_save=False` there is no writer thread.
+        muted: discard all requests, for trial steps.
 
     Attributes:
-        actions, requests: what was asked for and not been done.
-        writer: writes in a thread; None: nothing does.
-        joint: writes what lies in pieces on several ranks.
-        raises: a checkpoint that could not be written is an error; False: a warning (`on_save_error`).
-        published: what loggers have not been told of, with its other names; left by the writer's thread for the main
-            one: loggers and warnings are not made for several threads.
-        complaints: likewise, for the user.
-        longest_write_s: from its collection until it was published; on the main rank.
-        reserves: memory for the first save is to be made ready after the first step.
+        actions, requests: pending actions and save requests.
+        writer: writes checkpoints in a thread, or None.
+        joint: writes sharded checkpoints.
+        raises: raise an error if a checkpoint cannot be written; False warns (`on_save_error`).
+        published: checkpoints, with their aliases, to report to the loggers. The writer's thread adds them for the main
+            thread, because loggers and warnings are not thread-safe.
+        complaints: warnings to issue on the main thread.
+        longest_write_s: longest time of a save until its publication, on the main rank.
+        reserves: reserve memory for the first save after the first step.
     """
 
     def __init__(self, engine: Engine, arguments: TrainerArguments, *, muted: bool = False) -> None:
@@ -53,30 +53,30 @@ class SaveQueue:
 
     @property
     def waiting(self) -> bool:
-        """Whether anything has been asked for."""
+        """True if there are pending actions or save requests."""
         return bool(self.actions or self.requests)
 
     def add_action(self, action: Callable[[], None]) -> None:
-        """Keep an action for the safe point."""
+        """Add an action."""
         if not self._muted:
             self.actions.append(action)
 
     def add_save(self, request: SaveRequest) -> None:
-        """Keep a request for a checkpoint for the safe point."""
+        """Add a save request."""
         if not self._muted:
             self.requests.append(request)
 
     def forget(self) -> None:
-        """Drop everything that was asked for."""
+        """Discard all pending actions and requests."""
         self.actions, self.requests = [], []
 
     def take_requests(self) -> list[SaveRequest]:
-        """Return the checkpoints that were asked for, which are asked for no more."""
+        """Return and clear the pending save requests."""
         requests, self.requests = self.requests, []
         return requests
 
     def take_name(self, folder: Path, name: str) -> None:
-        """Keep other processes that share a folder from using a name until this one chooses again."""
+        """Reserve a name in a folder until `give_names_back`, so that other processes do not use it."""
         placeholder = RunFolder(folder).reserve(name)
         if placeholder is not None:
             self._names.callback(shutil.rmtree, placeholder, ignore_errors=True)
@@ -84,20 +84,20 @@ class SaveQueue:
                 self._names.enter_context(held(placeholder))
 
     def give_names_back(self) -> None:
-        """Let others take the names."""
+        """Release all reserved names."""
         self._names.close()
 
     def finish_copy(self) -> None:
-        """Wait until what is saved is copied, before others than optimizers may change it; not collective."""
+        """Wait until the state to save is copied, before anything but an optimizer changes it. Not collective."""
         if self.writer is not None:
             self.writer.finish_copy()
 
     def tolerate(self, error: Exception) -> None:
-        """Raise what has kept a checkpoint from being written, or have it told."""
+        """Raise the error of a failed save, or store it as a warning with `on_save_error="warn"`."""
         if self.writer is not None and self.writer.has_dropped:  # the process is about to end
             self.complaints.append(str(error))
             return
         if self.raises:
             raise error
         if self._engine.is_main:
-            self.complaints.append(f"{error} Training goes on, as on_save_error='warn' says.")
+            self.complaints.append(f"{error} Training continues, because on_save_error='warn'.")

@@ -1,4 +1,4 @@
-"""The checkpoint as hooks see it: a dict with Lightning's keys, of which some are read-only."""
+"""The checkpoint dict that hooks receive, with Lightning's keys. Some of them are read-only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from trainwright.core.errors import ConfigurationError
 
 
 class ShownCheckpoint(dict[str, Any]):
-    """A dict whose `"state_dict"` and own entries may be changed; all else can only be read.
+    """A dict in which only `"state_dict"` and the entries added by hooks can be changed.
 
     Args:
-        hook: that is called with it.
+        hook: name of the hook that receives it.
         own: entries that `on_save_checkpoint` added.
-        weights: `"state_dict"`: what is loaded or saved is what stands here after the hooks.
-        read: name → reads an entry, at the first access.
-        advice: completes "Change checkpoint['state_dict'], or", in the error for a change of another entry.
+        weights: initial value of `"state_dict"`. Its value after the hooks is loaded or saved.
+        read: functions that read the other entries at first access, by name.
+        advice: end of the error message for changes of read-only entries.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ShownCheckpoint(dict[str, Any]):
 
     @property
     def own(self) -> dict[str, Any]:
-        """Entries of the hooks."""
+        """Entries that hooks have added."""
         return {name: self[name] for name in self if name not in self._fixed and name != "state_dict"}
 
     def __setitem__(self, name: str, value: object) -> None:
@@ -52,7 +52,7 @@ class ShownCheckpoint(dict[str, Any]):
         self._refuse(name)
         super().__delitem__(name)
 
-    def __iter__(self) -> Iterator[str]:  # with an iterator of its own, dict(self) and {**self} read the entries
+    def __iter__(self) -> Iterator[str]:  # overridden so that dict(self) and {**self} call __getitem__
         return super().__iter__()
 
     def get(self, name: str, default: object = None) -> Any:
@@ -63,12 +63,12 @@ class ShownCheckpoint(dict[str, Any]):
             return default
 
     def pop(self, name: str, *default: object) -> Any:
-        """Take an own entry out and return it."""
+        """Remove an added entry and return it."""
         self._refuse(name)
         return super().pop(name, *default)
 
     def update(self, *others: object, **entries: object) -> None:
-        """Change own entries."""
+        """Change added entries or `"state_dict"`."""
         for name, value in dict(*others, **entries).items():
             self[name] = value
 
@@ -89,13 +89,13 @@ class ShownCheckpoint(dict[str, Any]):
     def _refuse(self, name: str) -> None:
         if name in self._fixed:
             raise ConfigurationError(
-                f"{self._hook} cannot change checkpoint[{name!r}]: a change would have no effect. Change "
+                f"{self._hook} cannot change checkpoint[{name!r}], because the change would have no effect. Change "
                 f"checkpoint['state_dict'], or {self._advice}."
             )
 
 
 def _frozen(tree: object) -> Any:
-    """Return containers that cannot be changed, since a change would be lost; tensors are the reader's own copies."""
+    """Return read-only containers, because changes would have no effect. Tensors are copies."""
     if isinstance(tree, Mapping):
         return MappingProxyType({key: _frozen(value) for key, value in tree.items()})
     if isinstance(tree, (list, tuple)):

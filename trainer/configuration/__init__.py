@@ -1,1 +1,1 @@
-"""What a Trainer was told: its arguments, checked and resolved."""
+"""Checking and resolution of a Trainer's arguments."""

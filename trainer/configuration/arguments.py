@@ -1,4 +1,4 @@
-"""What a Trainer was given, under the names of its arguments."""
+"""The arguments of a Trainer as a dataclass."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trainwright.strategies.strategy import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerArguments:
-    """The arguments of a Trainer, which says what each means.
+    """The arguments of a Trainer, described there.
 
-    As they were given, but for what `fast_dev_run` and `barebones` say about others.
+    They have the values that the user passed, except those that `fast_dev_run` and `barebones` override.
     """
 
     accelerator: str

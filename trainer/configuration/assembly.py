@@ -1,4 +1,4 @@
-"""The callbacks of a run: those the user gave, the task's own, and the ones that come by default."""
+"""Assembly of a run's callbacks from the user's, the task's and the default ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def given_callbacks(callbacks: object) -> list[Any]:
 
 
 def savers_last(callbacks: list[Any]) -> list[Any]:
-    """Return callbacks with each `ModelCheckpoint` after the others, so that it sees what they log at an event."""
+    """Move each `ModelCheckpoint` after the other callbacks, so that it receives what they log at the same event."""
     return sorted(callbacks, key=lambda callback: isinstance(callback, Saver))
 
 
@@ -33,15 +33,16 @@ def default_callbacks(
     enable_model_summary: bool | None,
     quiet: bool,
 ) -> list[Any]:
-    """Return the callbacks that the user did not give and did not switch off.
+    """Return the default callbacks that the user has neither passed nor disabled.
 
     Args:
-        given: the user's.
-        enable_checkpointing, enable_progress_bar, enable_model_summary: None means on, unless `quiet`.
-        quiet: a fast development run or a bare one: nothing is saved.
+        given: the user's callbacks.
+        enable_checkpointing: add a ModelCheckpoint. Default with None: `not quiet`.
+        enable_progress_bar, enable_model_summary: add the callback. Default with None: True.
+        quiet: `fast_dev_run` or `barebones` is set.
 
     Raises:
-        ConfigurationError: something was given and switched off.
+        ConfigurationError: a callback was both passed and disabled.
     """
     from trainwright.callbacks.model_checkpoint import ModelCheckpoint
     from trainwright.callbacks.model_summary import ModelSummary
@@ -58,7 +59,7 @@ def default_callbacks(
         has = [callback for callback in given if isinstance(callback, kind)]
         if has and switch is False:
             raise ConfigurationError(
-                f"{name}=False, but callbacks holds a {type(has[0]).__name__}. Drop one of the two."
+                f"{name}=False, but callbacks contains a {type(has[0]).__name__}. Remove one of the two."
             )
         if not has and (by_default if switch is None else switch):
             found.append(make())
@@ -66,7 +67,7 @@ def default_callbacks(
 
 
 def with_task_callbacks(callbacks: list[Callback], task: TaskModule) -> list[Callback]:
-    """Add what `configure_callbacks` returns; each replaces the Trainer's of the same type.
+    """Add the callbacks of `configure_callbacks`. They replace the Trainer's callbacks of the same type.
 
     Raises:
         ConfigurationError: see `check_callbacks`.

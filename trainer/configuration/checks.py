@@ -1,4 +1,4 @@
-"""What is wrong with a task or callback that can be told before anything is touched."""
+"""Checks of tasks, callbacks and data modules before a stage starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TASK_HOOKS = (
     *("configure_callbacks", "configure_model", "shard_units", "tensor_parallel_plan", "num_items", "num_tokens"),
     *("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
 )
-# Words in the names of the hooks that a stage calls and others do not.
+# Words in the names of hooks that only this stage calls.
 _WORDS: dict[str, frozenset[str]] = {
     "fit": frozenset({"train", "training", "sanity", "fit", "val", "validation"}),
     "validate": frozenset({"val", "validation"}),
@@ -52,28 +52,30 @@ def check_task(
     """Check that a task can run a stage.
 
     Args:
-        task: what the user handed over.
-        stage: the stage that is about to begin.
-        accumulate: micro-batches in one optimizer step.
+        task: the object that the user passed.
+        stage: the stage to start.
+        accumulate: micro-batches per optimizer step.
         clips: gradients are clipped.
         on_nonfinite: the Trainer's argument.
-        counts_tokens: a length in tokens decides about something.
+        counts_tokens: a limit or interval is in tokens.
 
     Raises:
-        ConfigurationError: it is no TaskModule, a hook is misspelt, a step or the optimizers are missing, or manual
-            optimization is combined with what only automatic optimization does.
+        ConfigurationError: it is not a TaskModule, a hook is misspelt, a step or the optimizers are missing, or manual
+            optimization is combined with an option of automatic optimization.
     """
     if not isinstance(task, TaskModule):
         check_owner(task)
         if isinstance(task, type) and issubclass(task, TaskModule):
             raise ConfigurationError(
-                f"{stage}() was given the class {task.__name__}. Make a task of it: {task.__name__}(…)."
+                f"{stage}() received the class {task.__name__}. Pass an instance: {task.__name__}(…)."
             )
         if any(isinstance(getattr(task, name, None), TaskModule) for name in ("_orig_mod", "module")):
-            raise ConfigurationError(f"{stage}() was given a wrapped task. Pass the task; devices=, compile= wrap it.")
+            raise ConfigurationError(
+                f"{stage}() received a wrapped task. Pass the task itself; devices= and compile= wrap it."
+            )
         raise ConfigurationError(
-            f"{stage}() was given a {type(task).__name__}; it needs a TaskModule. Sub-class trainwright.TaskModule and "
-            "put the module inside."
+            f"{stage}() received a {type(task).__name__}, but needs a TaskModule. Sub-class trainwright.TaskModule and "
+            "make the module an attribute."
         )
     name = type(task).__name__
     if "_modules" not in vars(task):
@@ -95,19 +97,19 @@ def check_task(
             )
         if not task.automatic_optimization and accumulate > 1:
             raise ConfigurationError(
-                f"accumulate_grad_batches={accumulate}, but {name} optimizes by hand (automatic_optimization is "
-                "False). Accumulate in training_step, or leave accumulate_grad_batches=1."
+                f"accumulate_grad_batches={accumulate}, but {name} uses manual optimization (automatic_optimization is "
+                "False). Accumulate in training_step and set accumulate_grad_batches=1."
             )
         if not task.automatic_optimization and clips:
             raise ConfigurationError(
-                f"gradient_clip_val is set, but {name} optimizes by hand (automatic_optimization is False). Call "
-                "self.clip_gradients(optimizer, …) in training_step instead."
+                f"gradient_clip_val is set, but {name} uses manual optimization (automatic_optimization is False). "
+                "Call self.clip_gradients(optimizer, …) in training_step instead."
             )
         if not task.automatic_optimization and on_nonfinite is not None:
             raise ConfigurationError(
-                f"on_nonfinite={on_nonfinite!r}, but {name} optimizes by hand (automatic_optimization is False): its "
-                "optimizers step inside training_step, before anything could look. Check the loss there (every rank "
-                "alike) and leave on_nonfinite=None."
+                f"on_nonfinite={on_nonfinite!r}, but {name} uses manual optimization (automatic_optimization is "
+                "False), so its optimizers step before the Trainer can check the loss. Check it in training_step, on "
+                "every rank, and set on_nonfinite=None."
             )
     elif stage in ("validate", "test"):
         wanted = "validation_step" if stage == "validate" else "test_step"
@@ -126,13 +128,13 @@ def one_task(stage: Stage, task: TaskModule | None, model: TaskModule | None) ->
 
 
 def one_task(stage: Stage, task: TaskModule | None, model: TaskModule | None) -> TaskModule | None:
-    """Return the task that was given under one of its two names; None when it was given under neither.
+    """Return the task from `task` or `model`; None if both are None.
 
     Raises:
-        ConfigurationError: two different ones were given, or none to train.
+        ConfigurationError: both are given and differ, or `fit` has none.
     """
     if task is not None and model is not None and task is not model:
-        raise ConfigurationError(f"{stage}() was given two tasks, as task= and as model=. Pass one of them.")
+        raise ConfigurationError(f"{stage}() received two tasks, as task= and as model=. Pass only one of them.")
     found = model if task is None else task
     if found is None and stage == "fit":
         raise ConfigurationError("fit() needs a task: pass a TaskModule as its first argument, or as task= or model=.")
@@ -151,28 +153,28 @@ def check_datamodule(datamodule: DataModule, stage: Stage) -> None:
 
 
 def _called_in(stage: Stage, hooks: Iterable[str]) -> list[str]:
-    """Return the hooks that a stage may call; methods for another one are the user's own affair."""
+    """Return the hooks that a stage may call."""
     others = _WORDS_OF_STAGES - _WORDS[stage] | (frozenset() if stage == "fit" else _ONLY_FIT)
     return [name for name in hooks if not name.startswith("__") and others.isdisjoint(name.split("_"))]
 
 
 def check_callbacks(callbacks: list[Any], stage: Stage | None = None) -> None:
-    """Check that callbacks are callbacks, that their hooks exist, and that their states can be told apart.
+    """Check the types, hook names and state keys of callbacks.
 
     Args:
-        callbacks: those known so far.
-        stage: the stage that is about to begin, whose hooks must be callable; None: none yet.
+        callbacks: the callbacks known so far.
+        stage: the stage to start, for which signatures of hooks are checked. Default: None, no check of signatures.
 
     Raises:
-        ConfigurationError: naming the callback.
+        ConfigurationError: a callback is invalid.
     """
     keys: dict[str, Any] = {}
     for callback in callbacks:
         if not isinstance(callback, Callback):
             check_owner(callback)
             raise ConfigurationError(
-                f"callbacks holds a {type(callback).__name__}, which is no trainwright.Callback. Pass instances of "
-                "sub-classes of Callback."
+                f"callbacks contains a {type(callback).__name__}, which is not a trainwright.Callback. Pass instances "
+                "of sub-classes of Callback."
             )
         check_hook_names(callback, Callback, _KNOWN_CALLBACK_NAMES)
         if stage is not None:
@@ -188,15 +190,15 @@ def check_callbacks(callbacks: list[Any], stage: Stage | None = None) -> None:
 
 
 def check_needs(callbacks: list[Any], selection: Selection, task: TaskModule | None = None) -> None:
-    """Check that a strategy can do what callbacks and a task to be trained ask of it. Nothing is touched.
+    """Check that a strategy supports the callbacks and the task to train.
 
     Args:
-        callbacks: those known so far.
+        callbacks: the callbacks known so far.
         selection: the strategy and its settings.
-        task: to be trained; None when that is not known yet, or nothing is trained.
+        task: the task to train. Default: None, for evaluations or if it is not known yet.
 
     Raises:
-        ConfigurationError: with the reason and a way out.
+        ConfigurationError: the strategy lacks a capability.
     """
     strategy, alone = selection.strategy, selection.runs_alone
     name = type(strategy).__name__
@@ -212,21 +214,21 @@ def check_needs(callbacks: list[Any], selection: Selection, task: TaskModule | N
 
 
 def check_graphs(loggers: list[Any], selection: Selection) -> None:
-    """Check that the main rank can run the task by itself where a logger wants its graph. Nothing is touched.
+    """Check that the main rank can run the task alone if a logger logs its graph.
 
     Raises:
-        ConfigurationError: a forward takes all ranks, and the others would not take part.
+        ConfigurationError: a forward under the strategy is collective.
     """
     strategy, alone = selection.strategy, selection.runs_alone
     name = type(strategy).__name__
     for logger in loggers:
         if logger.wants_graph and strategy.capabilities.lockstep_evaluation and not alone:
             raise ConfigurationError(
-                f"{type(logger).__name__}(log_graph=True) runs the task on the main rank alone, and a forward under "
-                f"{name} takes all ranks. Leave log_graph out, or log the graph of a run with devices=1."
+                f"{type(logger).__name__}(log_graph=True) runs the task on the main rank only, but a forward under "
+                f"{name} needs all ranks. Set log_graph=False, or log the graph in a run with devices=1."
             )
 
 
 def has_step(task: TaskModule, name: str) -> bool:
-    """Tell whether the task defines the step called `name`."""
+    """Return whether the task defines the step `name`."""
     return name in _STEPS and overrides(task, name, TaskModule)

@@ -1,4 +1,4 @@
-"""A Trainer's arguments, with the launcher's environment variables where they are not given."""
+"""Defaults of a Trainer's arguments from the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 
 
 def with_launched(arguments: TrainerArguments) -> TrainerArguments:
-    """Return the arguments, with what the launcher's variables set where they are not given.
+    """Return the arguments, with defaults from the launcher's environment variables.
 
-    An argument that is given takes precedence; rank 0 warns of variables that it overrides and of those that are not
-    used.
+    Arguments that the user passed take precedence. Rank 0 warns about overridden and unused variables.
 
     Raises:
-        ConfigurationError: A variable has a value that it cannot have, or two select an engine.
+        ConfigurationError: a variable has an invalid value, or two variables select an engine.
     """
     choice = choose_for_loop(arguments.strategy, {}, {}, None)
     launched = read_launched(choice.argument)
@@ -38,12 +37,12 @@ def with_launched(arguments: TrainerArguments) -> TrainerArguments:
     if options is not None and arguments.compile is not False:
         texts.append(f"ACCELERATE_DYNAMO_BACKEND={dynamo.backend} is overridden by compile={arguments.compile!r}.")
     if options is not None and dynamo.use_regional_compilation:
-        texts.append("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true is not used: a Trainer compiles whole steps.")
+        texts.append("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true is not used: a Trainer compiles full steps.")
     for text in texts if detect(arguments.launcher).rank == 0 else ():
         warnings.warn(text, TrainwrightWarning, stacklevel=5)
     (strategy,) = choice.strategies
     said, stated = launched.mixed_precision, None
-    if choice.argument is not None:  # the variables select the engine, whose configuration may state these
+    if choice.argument is not None:  # the variables select the engine, whose configuration may set these
         said, stated = said or choice.mixed_precision, choice.accumulation
     return replace(
         arguments,

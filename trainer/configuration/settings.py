@@ -1,4 +1,4 @@
-"""The Trainer's arguments, read and checked before anything is touched."""
+"""Settings of a Trainer, parsed from its arguments. Parsing uses no device, process or file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainwright.trainer.configuration.launcher_defaults import with_launched
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _POLICIES = ("raise", "skip", "rollback")  # of `on_nonfinite`
-# Arguments of other trainers, and where their meaning went.
+# Arguments of other trainers and their replacements.
 _ELSEWHERE = {
     "gpus": "devices=…, accelerator='gpu'",
     "tpu_cores": "accelerator='tpu'",
@@ -40,24 +40,24 @@ _ELSEWHERE = {
     "auto_scale_batch_size": "Tuner(trainer).scale_batch_size(…), or callbacks=[BatchSizeFinder()]",
     "terminate_on_nan": "on_nonfinite='raise'",
 }
-# Arguments of Lightning that are taken with its default alone, and what to do about other values.
+# Arguments of Lightning for which only the default is accepted, with advice about other values.
 _NOT_SERVED = {
-    "plugins": "there are no plugins here. Leave it out: precision= sets the number formats, arguments of the strategy "
-    "set what an engine does, launcher= names the cluster, and sync_batchnorm=True serves BatchNorm.",
-    "model_registry": "there is no registry of models here. Leave it out, and have ModelCheckpoint(dirpath='s3://…') "
-    "upload checkpoints.",
+    "plugins": "plugins are not supported. Remove the argument. Use precision= for number formats, arguments of the "
+    "strategy for the engine, launcher= for the cluster, and sync_batchnorm=True for BatchNorm.",
+    "model_registry": "a model registry is not supported. Remove the argument and upload checkpoints with "
+    "ModelCheckpoint(dirpath='s3://…').",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a fit ends, and before what it does not end early.
+    """Limits of a fit.
 
     Attributes:
-        max_epochs: finished epochs; None: not bounded.
-        max_steps: completed optimizer steps; -1: not bounded.
-        others: further bounds, in samples, tokens or seconds.
-        min_epochs, min_steps: a request to stop waits for both.
+        max_epochs: maximum number of epochs; None for no limit.
+        max_steps: maximum number of optimizer steps; -1 for no limit.
+        others: further limits, in samples, tokens or seconds.
+        min_epochs, min_steps: stop requests take effect once both are reached.
     """
 
     max_epochs: int | None
@@ -77,10 +77,10 @@ def parse_limits(
     min_epochs: int | None,
     min_steps: int | None,
 ) -> Limits:
-    """Read when a fit ends; without any bound it ends after 1,000 epochs.
+    """Parse the limits of a fit. Default without any limit: 1,000 epochs.
 
     Raises:
-        ConfigurationError: a bound that is no whole number, or a minimum above its maximum.
+        ConfigurationError: a limit is not a whole number, or a minimum is above its maximum.
     """
     max_steps = -1 if max_steps is None else max_steps
     for name, value, lowest in (("max_epochs", max_epochs, -1), ("max_steps", max_steps, -1)):
@@ -108,10 +108,10 @@ def parse_limits(
 
 
 def parse_validation_interval(value: object) -> int | float | Duration:
-    """Read `val_check_interval`: a whole number of batches, a fraction of an epoch, or a Duration.
+    """Parse `val_check_interval`: a whole number of batches, a fraction of an epoch, or a Duration.
 
     Raises:
-        ConfigurationError: anything else.
+        ConfigurationError: the value is invalid.
     """
     if value is None:
         return 1.0
@@ -139,10 +139,10 @@ def parse_validation_interval(value: object) -> int | float | Duration:
 
 
 def check_plain_arguments(arguments: TrainerArguments) -> None:
-    """Check the arguments that stand alone and those that contradict each other.
+    """Check single arguments and pairs that contradict each other.
 
     Raises:
-        ConfigurationError: naming the argument and a value that works.
+        ConfigurationError: an argument is invalid.
     """
     for name in ("accumulate_grad_batches", "log_every_n_steps", "num_nodes"):
         _whole(name, getattr(arguments, name), 1)
@@ -174,7 +174,7 @@ def check_plain_arguments(arguments: TrainerArguments) -> None:
     if policy not in (None, *_POLICIES):
         raise ConfigurationError(
             f"on_nonfinite={policy!r} is unknown.{nearest(str(policy), _POLICIES)} Write 'raise', 'skip' or "
-            "'rollback', or None to look at nothing."
+            "'rollback', or None to disable the check."
         )
     if arguments.uneven_batches not in ("pad", "stop", "error"):
         raise ConfigurationError(
@@ -184,7 +184,7 @@ def check_plain_arguments(arguments: TrainerArguments) -> None:
 
 
 def refuse_unknown(name: str, _: object, known: Iterable[str]) -> None:
-    """Refuse an argument that the Trainer does not have, naming the nearest that it has.
+    """Raise an error for an unknown argument of the Trainer that names the most similar one.
 
     Raises:
         ConfigurationError: always.
@@ -201,14 +201,14 @@ _OLD_NAMES = {
 
 
 def refuse_of_verb(verb: str, name: str, _: object, known: Iterable[str]) -> None:
-    """Refuse an argument that `fit`, `validate`, `test` or `predict` does not have, naming the nearest that it has.
+    """Raise an error for an unknown argument of `fit`, `validate`, `test` or `predict` that names the most similar one.
 
     Raises:
         ConfigurationError: always.
     """
     own = [each for each in known if each != "self"]
-    told = _OLD_NAMES.get(name)
-    hint = f" Use {told} instead." if told in own else nearest(name, own)
+    new = _OLD_NAMES.get(name)
+    hint = f" Use {new} instead." if new in own else nearest(name, own)
     raise ConfigurationError(f"{verb}() has no argument {name!r}.{hint} It takes: {', '.join(own)}.")
 
 
@@ -216,9 +216,9 @@ def _check_barebones(arguments: TrainerArguments) -> None:
     names = ("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "detect_anomaly")
     for name in (*names, "profiler"):
         if value := getattr(arguments, name):
-            raise ConfigurationError(f"barebones=True leaves out what {name}={value!r} asks for. Drop one.")
+            raise ConfigurationError(f"barebones=True contradicts {name}={value!r}. Remove one of them.")
     if arguments.fast_dev_run:
-        raise ConfigurationError("barebones=True and fast_dev_run contradict each other. Drop one.")
+        raise ConfigurationError("barebones=True and fast_dev_run contradict each other. Remove one of them.")
 
 
 def _limit(name: str, value: object) -> None:
@@ -226,10 +226,12 @@ def _limit(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != value:
         raise ConfigurationError(
-            f"{name}={value!r}: write a whole number of batches, or a fraction between 0.0 and 1.0 of them."
+            f"{name}={value!r}: write a whole number of batches, or a fraction between 0.0 and 1.0."
         )
     if 1.0 < value < float("inf") and value != int(value):
-        raise ConfigurationError(f"{name}={value!r}: a fraction is at most 1.0, and a number of batches is whole.")
+        raise ConfigurationError(
+            f"{name}={value!r}: write a fraction of at most 1.0, or a whole number of batches such as {int(value)}."
+        )
 
 
 def _whole(name: str, value: object, lowest: int, otherwise: str = "") -> None:
@@ -241,43 +243,43 @@ def _whole(name: str, value: object, lowest: int, otherwise: str = "") -> None:
 
 
 def parse_grace(value: float | str | datetime.timedelta | Duration | None) -> float | None:
-    """Read `preemption_grace`; returns seconds, or None when signals are left alone.
+    """Parse `preemption_grace`. Return seconds, or None if signals are not handled.
 
     Raises:
-        ConfigurationError: it is no length of time.
+        ConfigurationError: the value is not a positive duration.
     """
     if value is None:
         return None
     try:
         length = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)
     except (ConfigurationError, TypeError) as error:
-        raise ConfigurationError(f"preemption_grace={value!r} is no length of time. {error}") from None
+        raise ConfigurationError(f"preemption_grace={value!r} is not a duration in time. {error}") from None
     if length.unit != "seconds" or not length.value > 0:
         raise ConfigurationError(
-            f"preemption_grace={value!r} is no length of time. Write seconds, '2 min', or None to leave signals alone."
+            f"preemption_grace={value!r} is not a duration in time. Write seconds, '2 min', or None to ignore signals."
         )
     return float(length.value)
 
 
 @dataclass(slots=True)
 class Settings:
-    """Everything that a Trainer's arguments say, checked; no device, process or file has been touched.
+    """The checked settings of a Trainer.
 
     Attributes:
-        arguments: as they were given, but for what `fast_dev_run` and `barebones` say about others.
-        selection: the strategy, its settings, and where its processes come from.
-        limits: when `fit` ends.
-        clip: how gradients are clipped.
+        arguments: the arguments, with the values that `fast_dev_run` and `barebones` override.
+        selection: the strategy, its settings and its launcher.
+        limits: limits of `fit`.
+        clip: gradient clipping, or None.
         val_check_interval: see `parse_validation_interval`.
-        limit_batches: stage → limit of its batches.
-        callbacks: the user's and the default ones.
+        limit_batches: batch limits by stage.
+        callbacks: the user's and the default callbacks.
         loggers: the loggers.
         profiler: records actions.
         root: the folder for the run's files.
-        accumulate_grad_batches: micro-batches in one optimizer step; a callback may change it before an epoch.
+        accumulate_grad_batches: micro-batches per optimizer step. A callback may change it before an epoch.
         log_every_n_steps: steps between two flushes of metrics.
-        num_sanity_val_steps: validation batches tried before training; -1: all.
-        preemption_grace_s: seconds between a signal and the end; None: signals are left alone.
+        num_sanity_val_steps: validation batches before training; -1 for all.
+        preemption_grace_s: seconds from a signal to the end of the process; None ignores signals.
     """
 
     arguments: TrainerArguments
@@ -297,25 +299,25 @@ class Settings:
 
     @property
     def units(self) -> set[str]:
-        """The units of the lengths that decide about something: `"samples"`, `"tokens"`, …"""
+        """The units of limits and intervals, such as `"samples"` and `"tokens"`."""
         lengths = (*self.limits.others, self.val_check_interval)
         return {length.unit for length in lengths if isinstance(length, Duration)}
 
 
 def configure(arguments: TrainerArguments) -> Settings:
-    """Read and check all arguments of a Trainer.
+    """Parse and check all arguments of a Trainer.
 
     Raises:
-        ConfigurationError: the first thing that is wrong.
+        ConfigurationError: an argument is invalid.
     """
     check_plain_arguments(arguments)
     arguments = with_launched(arguments)
     dev_batches = int(arguments.fast_dev_run)
     quiet = bool(dev_batches) or arguments.barebones
     if dev_batches:
-        arguments = _one_quick_run(arguments, dev_batches)
+        arguments = _with_fast_dev_run(arguments, dev_batches)
     if arguments.barebones:
-        arguments = _nothing_beside(arguments)
+        arguments = _with_barebones(arguments)
     clip = GradientClip.parse(arguments.gradient_clip_val, arguments.gradient_clip_algorithm)
     selection = _select(arguments, clip)
     limits = parse_limits(
@@ -358,8 +360,8 @@ def configure(arguments: TrainerArguments) -> Settings:
     )
 
 
-def _one_quick_run(arguments: TrainerArguments, batches: int) -> TrainerArguments:
-    """What `fast_dev_run` makes of the others."""
+def _with_fast_dev_run(arguments: TrainerArguments, batches: int) -> TrainerArguments:
+    """Return the arguments with the values that `fast_dev_run` sets."""
     return replace(
         arguments,
         max_epochs=1,
@@ -381,8 +383,8 @@ def _one_quick_run(arguments: TrainerArguments, batches: int) -> TrainerArgument
     )
 
 
-def _nothing_beside(arguments: TrainerArguments) -> TrainerArguments:
-    """What `barebones` makes of the others."""
+def _with_barebones(arguments: TrainerArguments) -> TrainerArguments:
+    """Return the arguments with the values that `barebones` sets."""
     return replace(
         arguments,
         logger=False,

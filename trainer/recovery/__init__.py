@@ -1,1 +1,1 @@
-"""What goes wrong in a run: steps that are not finite, rollbacks, signals, failures."""
+"""Failure handling: non-finite steps, rollbacks, signals, failures."""

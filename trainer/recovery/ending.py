@@ -1,4 +1,4 @@
-"""End a stage, however it has ended: report its error, and let go of all that it held."""
+"""End a stage after success or failure: report its error and release its resources."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ from trainwright.trainer.run import StageRun
 
 
 def report_error(run: StageRun, error: BaseException) -> Exception | None:
-    """Call `on_exception` of every callback and of the data module; nothing here may hide the error.
+    """Call `on_exception` of every callback and of the data module. An error of a hook becomes a warning.
 
     Returns:
-        What they received instead if the engine has a clearer error, to be raised from `error`; or None.
+        The engine's translation of the error, which the hooks received and which is to be raised from `error`. None
+        if there is no translation.
     """
     if not run.is_set_up:
         return None
     note_training_batch(run, error)
     note_missing_weights(run, error)
-    clearer = run.engine.explain_error(error, run.task)
-    told = clearer or error
-    listeners: list[Callable[[], Any]] = [partial(hook, run.trainer, run.task, told) for hook in run.hooks.on_exception]
+    explained = run.engine.explain_error(error, run.task)
+    reported = explained or error
+    hooks: list[Callable[[], Any]] = [partial(hook, run.trainer, run.task, reported) for hook in run.hooks.on_exception]
     if run.datamodule is not None:
-        listeners.append(partial(run.datamodule.on_exception, told))
-    for listener in listeners:
+        hooks.append(partial(run.datamodule.on_exception, reported))
+    for hook in hooks:
         try:
-            listener()
+            hook()
         except Exception as second:  # noqa: BLE001  # reported; the first error is the one to raise
             warnings.warn(
                 f"on_exception itself failed: {type(second).__name__}: {second}", TrainwrightWarning, stacklevel=2
             )
-    return clearer
+    return explained
 
 
 def tear_down(run: StageRun, status: Status) -> None:
-    """Undo what a stage has set up, in this order; what fails, or is interrupted, keeps nothing else from being done.
+    """Tear down everything that a stage has set up. All steps run even if one fails or is interrupted.
 
     Args:
-        run: whose stage ends.
+        run: the run whose stage ends.
         status: `"success"`, `"failed"` or `"interrupted"`, for the loggers.
     """
     stage = run.stage or "fit"
     with ExitStack() as last_first:
-        last_first.callback(partial(_leave, run))
+        last_first.callback(partial(_close, run))
         last_first.callback(profiling.end, run)
         if run.logging is not None:
             last_first.callback(partial(run.logging.finish, status))
@@ -64,7 +65,7 @@ def tear_down(run: StageRun, status: Status) -> None:
         last_first.callback(partial(run.data.close, keep_state=status != "failed"))
 
 
-def _leave(run: StageRun) -> None:
+def _close(run: StageRun) -> None:
     run.task._sink = None
     log_through(None, run.callbacks)
     run.stage = None

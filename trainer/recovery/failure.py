@@ -1,4 +1,4 @@
-"""What an error in a step is told to be about: a note with the user's own line, the step and the batch."""
+"""Notes on errors of a step: the line of user code, the step and the batch."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from trainwright.core.errors import TrainwrightError
 from trainwright.core.tree import Batch, is_container
 from trainwright.trainer.run import StageRun
 
-_OF_LIBRARIES = (
+_LIBRARY_PATHS = (
     str(Path(__file__).parents[1]),
     str(Path(torch.__file__).parent),
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<",  # code without a file, such as what torch and dataclasses generate
 )
-_MOST_PARTS = 8  # of a container that are shown
+_MAX_ITEMS = 8  # shown of a container
 _START = "in "
 
 
 def note_training_batch(run: StageRun, error: BaseException) -> None:
-    """Note on an error of a training step what it was about; nothing where no step was running. Not collective."""
+    """Add a note about the step and its batch to an error, if a training step was running. Not collective."""
     group, batch = run.loop.group, run.metrics.batch
     if group is not None and batch is not None and not run.loop.at_step_boundary:
         note_batch(run, error, "training_step", batch, group.first_idx + group.index)
 
 
 def note_missing_weights(run: StageRun, error: BaseException) -> None:
-    """Note on an error about tensors without values that other ranks hold them, if they do. Not collective."""
+    """Add a note to an error about meta tensors if other ranks hold the values. Not collective."""
     if "meta" in str(error) and not isinstance(error, TrainwrightError):
         elsewhere = [name for name, parameter in run.task.named_parameters() if parameter.is_meta]
         if elsewhere:
             error.add_note(
                 f"{len(elsewhere)} weights, such as {elsewhere[0]}, are in stages of other ranks, and are tensors on "
-                "the device 'meta' here. In callbacks and hooks, skip parameters whose is_meta is true."
+                "the device 'meta' here. In callbacks and hooks, skip parameters whose is_meta is True."
             )
 
 
 def note_batch(run: StageRun, error: BaseException, step: str, batch: Batch, batch_idx: int) -> None:
-    """Note on an error the user's own line, the step, the batch and its shapes. Reads no tensor; not collective.
+    """Add a note with the line of user code, the step, the batch and its shapes. Reads no tensor; not collective.
 
-    Errors of this library say themselves what they are about; an error is noted once.
+    Errors of this library get no note. An error gets at most one.
     """
-    told = any(note.startswith(_START) for note in getattr(error, "__notes__", ()))
-    if told or not isinstance(error, Exception) or isinstance(error, TrainwrightError):
+    has_note = any(note.startswith(_START) for note in getattr(error, "__notes__", ()))
+    if has_note or not isinstance(error, Exception) or isinstance(error, TrainwrightError):
         return
     rank = f", rank {run.global_rank}" if run.world_size > 1 else ""
     error.add_note(
-        f"{_START}{type(run.task).__name__}.{step}{_own_line(error)}\n"
+        f"{_START}{type(run.task).__name__}.{step}{_user_line(error)}\n"
         f"  epoch {run.state.epoch}, step {run.state.step}, batch_idx {batch_idx}{rank}\n"
         f"  batch: {describe(batch)}"
     )
 
 
-def _own_line(error: BaseException) -> str:
-    """Return the innermost line of an error's way that is of no library; empty text if there is none."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OF_LIBRARIES)]
+def _user_line(error: BaseException) -> str:
+    """Return the innermost line of an error's traceback outside libraries, or an empty string."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARY_PATHS)]
     if not frames:
         return ""
     return f", {frames[-1].filename}:{frames[-1].lineno}" + (f": {frames[-1].line}" if frames[-1].line else "")
@@ -71,10 +71,10 @@ def describe(tree: object) -> str:
         return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)} on {tree.device}"
     if isinstance(tree, Mapping):
         return (
-            f"{{{_some([f'{key!r}: {describe(part)}' for key, part in list(tree.items())[:_MOST_PARTS]], len(tree))}}}"
+            f"{{{_some([f'{key!r}: {describe(part)}' for key, part in list(tree.items())[:_MAX_ITEMS]], len(tree))}}}"
         )
     if isinstance(tree, (list, tuple)):
-        parts = _some([describe(part) for part in tree[:_MOST_PARTS]], len(tree))
+        parts = _some([describe(part) for part in tree[:_MAX_ITEMS]], len(tree))
         return f"[{parts}]" if isinstance(tree, list) else f"({parts})"
     if is_container(tree):
         return f"{type(tree).__name__}({_some([f'{k}={describe(v)}' for k, v in vars(tree).items()], 0)})"

@@ -1,7 +1,7 @@
-"""Act on a group whose loss or gradient is NaN or infinite.
+"""Handle steps whose loss or gradient is NaN or infinite.
 
-Where reading a value waits for no device, and for `"skip"` and `"rollback"`, that is before any weight has changed.
-Otherwise `"raise"` lets the steps run on, and looks where the host waits anyway, and before anything is saved.
+`"skip"` and `"rollback"` check before weights change. `"raise"` does so too if reading a value does not wait for the
+device. Otherwise it checks later, where the host waits for the device anyway and before each save.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from trainwright.core.state import Group, SkippedData
 from trainwright.data.prepared import PreparedLoader
 from trainwright.strategies.steps import non_finite
 from trainwright.strategies.steps.non_finite import FirstNonFinite, NonFinite
-from trainwright.trainer.recovery.rollback import RollBack, Wish, find_checkpoint, unit_of
+from trainwright.trainer.recovery.rollback import RollBack, RollbackRequest, find_checkpoint, unit_of
 from trainwright.trainer.run import StageRun
 
 _SHOWN_PARAMETERS = 5
 _SHOWN_SAMPLES = 16
-_WARNED_EACH = 5  # groups that are skipped are warned of one by one at first, then at every doubling of their number
+_WARNED_EACH = 5  # the first skipped steps warn one by one, later ones at each doubling of their number
 
 Ids = list[int | str]
 
 
 def step_function(run: StageRun) -> Callable[[Group], torch.Tensor | None]:
-    """Return what runs a group's forward and backward in the present epoch.
+    """Return the function that runs a step's forward and backward in the current epoch.
 
-    It is the engine's own step, so that a step costs nothing more, unless the run looks at losses
-    (`on_nonfinite`), or left data out that lies ahead.
+    It is the engine's own function unless `on_nonfinite` is set or the rest of the epoch has data to skip.
     """
     loader, state = run.data.train().loader, run.state
     here = loader.position(state.batch_in_epoch)
@@ -48,16 +47,15 @@ def step_function(run: StageRun) -> Callable[[Group], torch.Tensor | None]:
 
 
 class GuardedStep:
-    """Forward and backward of a group, and what becomes of it when loss or gradient are not finite on any rank.
+    """Forward and backward of a step, with a check that loss and gradients are finite on all ranks.
 
-    Called as `Step.forward_backward` is, and returns what it returns; None also for a group that is left out.
-    All ranks decide alike: they exchange one flag, which is read from the device, in each step or where the host waits
-    anyway, and more only when it is set.
+    Called like `Step.forward_backward`. Returns the same value, or None for skipped data. All ranks make the same
+    decision: they exchange one flag, and the details only if it is set.
 
     Args:
-        run: with its `on_nonfinite`; None only leaves out.
-        loader: of the present epoch.
-        ahead: data of this epoch that is to be left out.
+        run: the run. With `on_nonfinite=None`, data is skipped but values are not checked.
+        loader: the training loader of the current epoch.
+        ahead: data of this epoch to skip.
     """
 
     def __init__(self, run: StageRun, loader: PreparedLoader, ahead: Sequence[SkippedData]) -> None:
@@ -67,18 +65,18 @@ class GuardedStep:
         step, mode = run.engine.step, run.arguments.on_nonfinite
         later = mode == "raise" and non_finite.reading_waits(step.parts.device)
         self._first = FirstNonFinite(step) if later else None
-        self._places: dict[int, tuple[int, int]] = {}  # of the steps since the last look: first batch and number
+        self._places: dict[int, tuple[int, int]] = {}  # steps since the last check → first batch, number of batches
         self._buffers = None if mode is None or later else BufferCopies(run.task)
 
     def __call__(self, group: Group) -> torch.Tensor | None:
         """Run a group. Collective.
 
         Raises:
-            NonFiniteError: `on_nonfinite="raise"`, or it cannot be gone back (again), or `max_skipped` groups were
-                skipped one after the other; on every rank.
-            RollBack: the run is to go back to a checkpoint; on every rank.
+            NonFiniteError: `on_nonfinite="raise"`, a rollback is not possible, or `max_skipped` consecutive steps were
+                skipped. Raised on every rank.
+            RollBack: the run rolls back to a checkpoint. Raised on every rank.
         """
-        if self._ahead and self._is_left_out(group):
+        if self._ahead and self._is_skipped(group):
             group.index, group.last_batch = len(group.batches) - 1, group.batches[-1]
             return None
         engine = self._run.engine
@@ -98,7 +96,7 @@ class GuardedStep:
         return None
 
     def look(self) -> None:
-        """Raise if a step since the last look was not finite on any rank. Collective; waits for the device.
+        """Raise if any step since the last check was not finite on any rank. Collective; waits for the device.
 
         Raises:
             NonFiniteError: on every rank. Weights have changed since that step.
@@ -108,26 +106,26 @@ class GuardedStep:
         if not self._first.is_seen(self._run.engine.data_ranks):
             self._places.clear()
             return
-        told = self._run.engine.processes.gather_object(self._first.read())
-        step = min(number for number, _ in filter(None, told))
+        seen_by_rank = self._run.engine.processes.gather_object(self._first.read())
+        step = min(number for number, _ in filter(None, seen_by_rank))
         first, num = self._places.get(step, (0, 1))
-        found = self._found(step, first, num, [self._of_step(step, seen) for seen in told])
+        found = self._found(step, first, num, [self._of_step(step, seen) for seen in seen_by_rank])
         raise self._error(
             found,
-            "Weights have changed since: losses are read where the host waits for the device anyway, and before "
-            "anything is saved. Every checkpoint is of a step before it",
+            "Weights have changed since then, because losses are read only where the host waits for the device. All "
+            "checkpoints were written before that step",
         )
 
     @staticmethod
     def _of_step(step: int, seen: tuple[int, NonFinite] | None) -> NonFinite:
-        """Return what a rank saw of a step; nothing if its own first one came later."""
+        """Return a rank's findings for a step; empty ones if its first non-finite step is a later one."""
         return seen[1] if seen is not None and seen[0] == step else NonFinite(0.0, [])
 
     def is_bad_here(self) -> bool:
-        """Tell whether this rank saw a step that was not finite, for use in an exception path. Waits for the device."""
+        """Return whether this rank had a non-finite step. Waits for the device; not collective."""
         return self._first is not None and self._first.read() is not None
 
-    def _is_left_out(self, group: Group) -> bool:
+    def _is_skipped(self, group: Group) -> bool:
         before = self._loader.position(group.first_idx)
         after = self._loader.position(group.first_idx + len(group.batches))
         return any(skipped.overlaps(self._run.state.epoch, before, after) for skipped in self._ahead)
@@ -136,36 +134,36 @@ class GuardedStep:
         run = self._run
         found = self._find(group, loss)
         if self._buffers is not None:
-            self._buffers.put_back()
+            self._buffers.restore()
         if run.arguments.on_nonfinite == "raise":
             self._log(group)
-            raise self._error(found, "No weight has been changed")
+            raise self._error(found, "No weight has changed")
         if run.arguments.max_skipped is not None and run.history.skipped_in_a_row >= run.arguments.max_skipped:
             self._log(group)
             raise self._error(
                 found,
-                f"{run.history.skipped_in_a_row} groups before it were skipped one after the other, and max_skipped="
-                f"{run.arguments.max_skipped}: nothing is learned any more",
+                f"The {run.history.skipped_in_a_row} steps before it were skipped too, which reaches max_skipped="
+                f"{run.arguments.max_skipped}",
             )
         skipped = self._record(found, group)
         path = None
         if run.arguments.on_nonfinite == "rollback":
-            self._check_may_go_back(found, group)
+            self._check_may_roll_back(found, group)
             path = find_checkpoint(run, run.state.step)
         run.history.skipped_batches.append(skipped)
         run.history.skipped_in_a_row += 1
         run.engine.step.drop_group()
         if path is not None:
-            raise RollBack(Wish(path, found.text, leaves_out=False))
+            raise RollBack(RollbackRequest(path, found.text, skips_data=False))
         self._warn(found, no_checkpoint=run.arguments.on_nonfinite == "rollback")
 
     def _find(self, group: Group, loss: torch.Tensor) -> _Found:
-        """Learn what every rank sees. Collective; reads the device."""
+        """Collect the findings of every rank. Collective; reads the device."""
         seen = self._run.engine.processes.gather_object(non_finite.explain(self._run.engine.step, loss))
         return self._found(self._run.state.step, group.first_idx, len(group.batches), seen)
 
     def _found(self, step: int, first: int, num: int, seen: list[NonFinite]) -> _Found:
-        """Return what all ranks saw of a step of this epoch over `num` batches. Collective."""
+        """Combine the findings of all ranks for a step over `num` batches of this epoch. Collective."""
         ids = self._run.engine.processes.gather_object(self._ids(first, num))
         return _Found(
             step=step,
@@ -177,7 +175,7 @@ class GuardedStep:
         )
 
     def _ids(self, first: int, num: int) -> Ids | None:
-        """Return the data set's indices in this rank's part of a group; None where it has none."""
+        """Return the data set indices in this rank's part of a step; None if they are unknown."""
         found: Ids = []
         for batch in range(first, first + num):
             ids = self._loader.indices_in(batch)
@@ -202,7 +200,7 @@ class GuardedStep:
             sample_ids=found.sample_ids,
         )
 
-    def _check_may_go_back(self, found: _Found, group: Group) -> None:
+    def _check_may_roll_back(self, found: _Found, group: Group) -> None:
         run = self._run
         before = self._loader.position(group.first_idx)
         after = self._loader.position(group.first_idx + len(group.batches))
@@ -211,20 +209,20 @@ class GuardedStep:
             self._log(group)
             raise self._error(
                 found,
-                "This data has been left out once already"
+                "This data was already skipped once"
                 if again
-                else f"The run has gone back to a checkpoint {run.history.num_rollbacks} time(s), and max_rollbacks="
+                else f"The run has rolled back {run.history.num_rollbacks} time(s), which reaches max_rollbacks="
                 f"{run.arguments.max_rollbacks}",
             )
 
     def _error(self, found: _Found, why: str) -> NonFiniteError:
         error = NonFiniteError(
-            f"{found.text}. {why}. Look at these samples and at the operations behind the loss "
-            "(Trainer(detect_anomaly=True) names the one that failed in backward), lower the learning rate, or go on "
+            f"{found.text}. {why}. Check these samples and the operations that compute the loss "
+            "(Trainer(detect_anomaly=True) names the one that failed in backward), lower the learning rate, or "
             + (
-                "without such groups: Trainer(on_nonfinite='skip')."
+                "skip such steps: Trainer(on_nonfinite='skip')."
                 if self._run.arguments.on_nonfinite != "skip"
-                else "for longer: Trainer(max_skipped=None)."
+                else "allow more skipped steps: Trainer(max_skipped=None)."
             )
         )
         error.step, error.epoch, error.ranks, error.source = found.step, found.epoch, found.ranks, found.source
@@ -232,7 +230,7 @@ class GuardedStep:
         return error
 
     def _log(self, group: Group) -> None:
-        """Give loggers what the group has logged, as it is: the run ends here. Collective."""
+        """Pass the values that the step has logged to the loggers, because the run ends here. Collective."""
         run = self._run
         flushed = run.metrics.flush_step(run.exchange)
         run.shown.show(flushed)
@@ -244,15 +242,17 @@ class GuardedStep:
         count = len(run.history.skipped_batches)
         if count > _WARNED_EACH and count & (count - 1):
             return
-        how = "no checkpoint of this run to go back to yet: the group is skipped" if no_checkpoint else "it is skipped"
-        run.warn(
-            f"{found.text}: {how}. No weight has been changed; trainer.skipped_batches holds {count} such entries."
+        how = (
+            "it is skipped, because this run has no checkpoint to roll back to yet"
+            if no_checkpoint
+            else "it is skipped"
         )
+        run.warn(f"{found.text}: {how}. No weight has changed. trainer.skipped_batches has {count} entries.")
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What all ranks see of a group; the lists go by rank."""
+    """Findings of all ranks for a step. The lists have one entry per rank."""
 
     step: int
     epoch: int
@@ -263,7 +263,7 @@ class _Found:
 
     @property
     def bad_losses(self) -> dict[int, float]:
-        """Rank → its loss, where that is not finite."""
+        """Non-finite losses by rank."""
         return {rank: loss for rank, loss in enumerate(self.losses) if not abs(loss) < float("inf")}
 
     @property
@@ -273,25 +273,25 @@ class _Found:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Where it was found."""
+        """Ranks with a non-finite loss, or with non-finite gradients if all losses are finite."""
         of_gradients = [rank for rank, names in enumerate(self.parameters) if names]
         return tuple(self.bad_losses or of_gradients)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Parameters whose gradients are not finite on some rank, in the task's order."""
+        """Parameters whose gradients are not finite on any rank, in the task's order."""
         return tuple(dict.fromkeys(name for names in self.parameters for name in names))
 
     @property
     def what(self) -> str:
-        """What is not finite, and on which ranks."""
+        """Message that names the non-finite value and its ranks."""
         if self.source == "gradient":
             return f"the gradient is not finite on rank {_listed(self.ranks)}, the loss is"
         return f"the loss is {', '.join(f'{loss} on rank {rank}' for rank, loss in self.bad_losses.items())}"
 
     @property
     def text(self) -> str:
-        """All of it, in words."""
+        """Message with all details."""
         first, last = self.batches
         batches = f"batch {first}" if first == last else f"batches {first} to {last}"
         parts = [f"at step {self.step} (epoch {self.epoch}, {batches}) {self.what}"]
@@ -308,10 +308,10 @@ def _listed(items: Sequence[object], most: int = 8) -> str:
 
 
 class BufferCopies:
-    """The buffers of a module as they were before a forward pass, such as BatchNorm's running statistics.
+    """Copies of a module's buffers before a forward pass, such as BatchNorm's running statistics.
 
-    A forward pass with a NaN spoils them for good, though no optimizer steps. All are copied each time, on their
-    devices: torch 2.13 does not count BatchNorm's changes among a tensor's versions.
+    A forward pass with a NaN corrupts them even without an optimizer step. All are copied each time, on their devices,
+    because torch 2.13 does not increase a tensor's version when BatchNorm changes it.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -319,12 +319,12 @@ class BufferCopies:
         self._copies = [buffer.detach().clone() for buffer in self._buffers]
 
     def refresh(self) -> None:
-        """Copy them."""
+        """Copy the current values."""
         if self._buffers:
             torch._foreach_copy_(self._copies, self._buffers)
 
-    def put_back(self) -> None:
-        """Undo what has changed since `refresh`."""
+    def restore(self) -> None:
+        """Restore the values of the last `refresh`."""
         if self._buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._buffers, self._copies)

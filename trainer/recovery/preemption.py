@@ -1,7 +1,7 @@
-"""Preemption: the machine says that this process is about to be ended, and a checkpoint is the answer.
+"""Handling of preemption signals: write a checkpoint and end the process.
 
-A signal handler only notes the signal. Ranks agree on it between two steps (or two batches of a validation, which is
-then broken off), write a checkpoint if there is time, and leave together with exit code 143.
+A signal handler only stores the signal. Ranks exchange signals between two steps or two validation batches, stop, write
+a checkpoint if there is time, and end together with exit code 143.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from trainwright.processes.signals import SIGNALS, ReceivedSignal, SignalHandler
 from trainwright.trainer.data import EvaluationData
 from trainwright.trainer.loop_state import LoopState
 
-MARGIN_S = 1.0  # kept free for leaving, besides what a checkpoint takes
-_ROUNDS = 1000  # of an evaluation, between two exchanges at most
+MARGIN_S = 1.0  # reserved for ending the process, in addition to the time of a save
+_ROUNDS = 1000  # maximum number of evaluation batches between two exchanges
 
 
 class _Requeue(SignalHandler):
-    """Act on SIGUSR1, Slurm's warning, outside of a fit: nothing has to be saved, so that the process ends at once."""
+    """Handles SIGUSR1, Slurm's warning, outside a fit. Nothing has to be saved, so the process ends at once."""
 
     def __init__(self, is_main: bool, requeue: bool) -> None:
         super().__init__()
         self._requeues = is_main and requeue
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Have Slurm run the job again, and raise `Preempted` wherever the process is."""
-        if _Leaving.begun:
+        """Requeue the Slurm job and raise `Preempted`."""
+        if _ExitHandler.begun:
             return
         name = signal.Signals(number).name
         done = requeue_job() if self._requeues else ""
-        os.write(2, f"trainwright: {name} came outside of training; the process ends.{done}\n".encode())
+        os.write(2, f"trainwright: received {name} outside of training; the process ends.{done}\n".encode())
         raise Preempted(name)
 
 
-class _Leaving(SignalHandler):
-    """Keep further signals from ending a process that leaves already: its exit code is 143.
+class _ExitHandler(SignalHandler):
+    """Ignores further signals while the process ends, so that its exit code is 143.
 
     Args:
-        deadline: until when; a process that has gone on instead is ended as before.
+        deadline: time after which signals are handled as before the fit.
         before: the handlers that were set before the fit.
     """
 
@@ -62,27 +62,27 @@ class _Leaving(SignalHandler):
         self._deadline, self._before = deadline, before
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Ignore it, or pass it on to the handler of before."""
+        """Ignore the signal, or after the deadline pass it to the previous handler."""
         if time.monotonic() >= self._deadline:
-            _Leaving.begun = False
+            _ExitHandler.begun = False
             signal.signal(number, self._before[number] or signal.SIG_DFL)
             signal.raise_signal(number)
 
 
 @atexit.register
-def _leave_quietly() -> None:
-    """Keep the code of a process that leaves until its end: Python puts the system's handlers back before that."""
-    if _Leaving.begun:
+def _keep_exit_code() -> None:
+    """Ignore signals at interpreter exit, where Python restores the system's handlers, to keep the exit code."""
+    if _ExitHandler.begun:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
 def listen(*, is_main: bool, requeue: bool) -> None:
-    """Act on SIGUSR1 from now on, also before a fit and after it, unless a handler of the user's own is set.
+    """Handle SIGUSR1 outside fits from now on, unless the user has set a handler.
 
     Args:
         is_main: this is the process of rank 0.
-        requeue: it has Slurm run the job again.
+        requeue: rank 0 requeues the Slurm job.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
         return
@@ -92,9 +92,9 @@ def listen(*, is_main: bool, requeue: bool) -> None:
 
 
 class _Note(SignalHandler):
-    """Note a signal during a fit, for the loop to act on; a handler that the user has set runs as well.
+    """Stores a signal during a fit for the training loop. A handler that the user has set is called too.
 
-    While the fit is set up nothing has to be saved: `Preempted` is raised at once.
+    During the setup of a fit nothing has to be saved, so `Preempted` is raised at once.
     """
 
     def __init__(self, preemption: Preemption, run: Fit, before: Mapping[int, Any]) -> None:
@@ -102,7 +102,7 @@ class _Note(SignalHandler):
         self._preemption, self._run, self._before = preemption, run, before
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Note it."""
+        """Store the signal."""
         before, leaves = self._before[number], self._preemption.agreed
         self._preemption.take(number)
         self._run.loop.look()
@@ -114,11 +114,11 @@ class _Note(SignalHandler):
 
 
 class Fit(Protocol):
-    """The run that signals are watched for.
+    """The part of a run that signal handling uses.
 
     Attributes:
-        loop: where its loop stands.
-        trains: it is set up.
+        loop: state of its training loop.
+        trains: the fit is set up.
     """
 
     loop: LoopState
@@ -130,19 +130,19 @@ class Preemption(ReceivedSignal):
 
     @contextlib.contextmanager
     def watching(self, run: Fit) -> Iterator[None]:
-        """Note SIGTERM and SIGUSR1 meanwhile, instead of dying of them; handlers that the user has set run as well.
+        """Store SIGTERM and SIGUSR1 within the context. Handlers that the user has set are called too.
 
-        Only in the main thread, where Python allows handlers, and which `run` runs in.
+        Has no effect outside the main thread, the only one in which Python allows handlers.
 
         Raises:
-            Preempted: a signal came while the fit ended, by itself or with an error, which is printed.
+            Preempted: a signal arrived while the fit ended. If the fit ended with an error, the error is printed.
         """
         if self.grace_s is None or threading.current_thread() is not threading.main_thread():
             yield
             return
         before: dict[int, Any] = {}
         note = _Note(self, run, before)
-        _Leaving.begun = False
+        _ExitHandler.begun = False
         for number in SIGNALS:
             before[number] = signal.getsignal(number)
             signal.signal(number, note)
@@ -154,35 +154,35 @@ class Preemption(ReceivedSignal):
             raise
         finally:
             late = self.signal and not self.agreed and not is_users(before[self.signal])
-            _Leaving.begun = self.agreed = self.agreed or bool(late)
-            leaving = _Leaving(self._deadline, before)
+            _ExitHandler.begun = self.agreed = self.agreed or bool(late)
+            exiting = _ExitHandler(self._deadline, before)
             for number, handler in before.items():
                 if self.agreed and not is_users(handler):
-                    signal.signal(number, leaving)
+                    signal.signal(number, exiting)
                 else:
                     signal.signal(number, handler if handler is not None else signal.SIG_DFL)
             if late:
                 name = signal.Signals(self.signal).name
                 if isinstance(failure, Exception):
                     traceback.print_exception(failure)
-                os.write(2, f"trainwright: {name} came while the fit ended; the process ends.\n".encode())
+                os.write(2, f"trainwright: received {name} while the fit ended; the process ends.\n".encode())
                 raise Preempted(name) from failure
 
     def write_deadline_s(self) -> float | None:
-        """Return when `time.monotonic()` leaves no more time for checkpoints; None without a signal."""
+        """Return the `time.monotonic()` value by which checkpoints must be written; None without a signal."""
         return self._deadline - MARGIN_S if self.signal else None
 
 
 class EvaluationWatch:
-    """Tells before each batch of an evaluation whether to break it off, because all ranks know of a signal.
+    """Decides before each batch of an evaluation whether to stop it because of a signal that all ranks know.
 
-    With several processes they speak at rounds that each of them has a batch for, so that what the task itself
-    exchanges in its step stays in order. Loaders whose lengths are unknown are not broken off.
+    Several processes exchange signals only before batches that every rank has, so that the order of collectives in the
+    task's step is the same on all ranks. Evaluations with loaders of unknown length are not stopped.
 
     Args:
-        preemption: of the run.
-        processes: this rank among the others.
-        data: what is evaluated.
+        preemption: signals of the run.
+        processes: the processes of the run.
+        data: the evaluation data.
     """
 
     def __init__(self, preemption: Preemption, processes: Processes, data: EvaluationData) -> None:
@@ -192,22 +192,22 @@ class EvaluationWatch:
         self._rounds = 0
 
     def __call__(self, index: int, idx: int) -> bool:
-        """Tell it before batch `idx` of loader `index`. Collective at rounds that all ranks know beforehand."""
-        told = self._preemption
+        """Return whether to stop before batch `idx` of loader `index`. Some calls are collective."""
+        received = self._preemption
         if self._agreement is None:
-            if told.signal:
-                told.hear([told.note()])
-            return told.agreed
-        if told.grace_s is None or idx >= self._loaders[index].num_full_rounds:
+            if received.signal:
+                received.hear([received.note()])
+            return received.agreed
+        if received.grace_s is None or idx >= self._loaders[index].num_full_rounds:
             return False
         self._rounds += 1
         if self._agreement.due(self._rounds):
-            told.hear(self._agreement.hold(self._rounds, told.note()))
-        return told.agreed
+            received.hear(self._agreement.hold(self._rounds, received.note()))
+        return received.agreed
 
 
 def requeue_job() -> str:
-    """Have Slurm run this job again, if it is one; returns what came of it, for the user."""
+    """Requeue this process's Slurm job, if any. Returns a message for the user."""
     job = slurm_job()
     if job is None:
         return ""
@@ -216,5 +216,5 @@ def requeue_job() -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f" Job {job} was not requeued: {error}."
     if done.returncode:
-        return f" Job {job} was not requeued: scontrol said {done.stderr.strip() or done.returncode}."
+        return f" Job {job} was not requeued: scontrol failed: {done.stderr.strip() or done.returncode}."
     return f" Job {job} is requeued."

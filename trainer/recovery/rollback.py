@@ -1,4 +1,4 @@
-"""Going back to a checkpoint within a run, and the data that is left out from then on."""
+"""Rollback to a checkpoint within a run, and the data that is skipped afterwards."""
 
 from __future__ import annotations
 
@@ -16,75 +16,75 @@ from trainwright.trainer.checkpoints.load_request import LoadRequest, Opened
 from trainwright.trainer.logger_start import start_loggers
 from trainwright.trainer.run import StageRun
 
-_UNITS = ("samples", "micro_batches", "batch")  # of a place in the data, the most general first
+_UNITS = ("samples", "micro_batches", "batch")  # units of a position in the data, in order of preference
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """Where to go back to.
+class RollbackRequest:
+    """A request to roll back.
 
     Attributes:
         path: the checkpoint.
-        reason: why, in words.
-        leaves_out: everything that was consumed since the checkpoint is left out from now on.
+        reason: the reason, for messages.
+        skips_data: skip all data that was consumed since the checkpoint.
     """
 
     path: Path
     reason: str
-    leaves_out: bool
+    skips_data: bool
 
 
 class RollBack(Exception):
-    """Unwinds the epoch that is running, on every rank alike."""
+    """Exits the current epoch for a rollback. Raised on every rank."""
 
-    def __init__(self, wish: Wish) -> None:
-        super().__init__(wish.reason)
-        self.wish = wish
+    def __init__(self, request: RollbackRequest) -> None:
+        super().__init__(request.reason)
+        self.request = request
 
 
 def unit_of(place: Mapping[str, int]) -> str:
-    """Return the name of the number by which a place in an epoch is told from others."""
+    """Return the unit to use for a position in an epoch."""
     return next(unit for unit in _UNITS if unit in place)
 
 
 def request(run: StageRun, reason: str, *, before_step: int) -> None:
-    """Go back to an earlier checkpoint at the next safe point; see `Run.request_rollback`."""
-    run.at_safe_point(partial(_roll_back, run, reason, before_step))
+    """Roll back to an earlier checkpoint at the end of the current step; see `Run.request_rollback`."""
+    run.at_safe_point(partial(_raise_rollback, run, reason, before_step))
 
 
-def _roll_back(run: StageRun, reason: str, before_step: int) -> None:
+def _raise_rollback(run: StageRun, reason: str, before_step: int) -> None:
     done, most = run.history.num_rollbacks, run.arguments.max_rollbacks
     if done >= most:
         raise RollbackError(
-            f"{reason}. The run has gone back to a checkpoint {done} time(s) already, and max_rollbacks={most}. Lower "
-            "the learning rate, look at the data in trainer.skipped_batches, or raise max_rollbacks."
+            f"{reason}. The run has already rolled back {done} time(s), which reaches max_rollbacks={most}. Lower the "
+            "learning rate, check the data in trainer.skipped_batches, or increase max_rollbacks."
         )
     path = find_checkpoint(run, before_step)
     if path is not None:
-        raise RollBack(Wish(path, reason, leaves_out=True))
+        raise RollBack(RollbackRequest(path, reason, skips_data=True))
     run.warn(
-        f"{reason}, but this run has no full checkpoint of step {before_step} or before to go back to: training "
-        "goes on. Save more often, and keep more than the newest (ModelCheckpoint(save_top_k=-1))."
+        f"{reason}, but this run has no full checkpoint of step {before_step} or earlier. Training continues without a "
+        "rollback. Save more often and keep more checkpoints (ModelCheckpoint(save_top_k=-1))."
     )
 
 
 def find_checkpoint(run: StageRun, max_step: int) -> Path | None:
     """Return this run's newest valid full checkpoint with at most `max_step` steps, or None. Collective.
 
-    Waits for those that are still being written. Checkpoints of a branch that the run has left do not count.
+    Waits for checkpoints that are being written. Ignores checkpoints that an earlier rollback has discarded.
 
     Raises:
-        CheckpointError: the last one could not be written, or the run's index is damaged.
+        CheckpointError: the last checkpoint could not be written, or the run's index is damaged.
     """
     safe_point.finish(run)
     look = partial(_newest_of_run, run, max_step)
-    return run.engine.processes.on_main_rank(look, "look for a checkpoint to go back to")
+    return run.engine.processes.on_main_rank(look, "find a checkpoint to roll back to")
 
 
-def go_back(run: StageRun, wish: Wish) -> None:
-    """Grant a wish to go back. Collective; call it where nothing keeps the epoch's loader, and its workers, alive.
+def roll_back(run: StageRun, request: RollbackRequest) -> None:
+    """Roll back. Collective. Call it where nothing references the epoch's loader, so that its workers end.
 
-    Callbacks and loggers live through what a resume in a new process would be to them, up to `on_fit_start`.
+    Callbacks and loggers receive the same calls as for a resume in a new process, up to `on_fit_start`.
     """
     state, history, data = run.state, run.history, run.data.made
     assert data is not None  # an epoch was running
@@ -92,35 +92,35 @@ def go_back(run: StageRun, wish: Wish) -> None:
     stop = data.loader.position(state.batch_in_epoch)
     history.num_rollbacks += 1
     if run.is_main:
-        history.abandoned |= run.folder.written_after(wish.path)
+        history.abandoned |= run.folder.written_after(request.path)
     run.engine.step.drop_group()
     run.saves.forget()
     run.metrics.in_step, run.metrics.batch = False, None
-    run.metrics.flush_step()  # of the branch that is left
+    run.metrics.flush_step()  # discards values of the abandoned steps
     if run.logging is not None:
-        run.logging.finish("interrupted")  # started again below, they remove what lies behind the checkpoint
-    data.close()  # workers that are ahead of the place to go back to
+        run.logging.finish("interrupted")  # restarted below, where they remove entries after the checkpoint
+    data.close()  # its workers have read past the checkpoint's position
     run.fire("setup", "fit")
     for config in run.lr_scheduler_configs:
         config.paused = False
-    opened = Opened.read(open_checkpoint(wish.path), LoadRequest(), full=True)
+    opened = Opened.read(open_checkpoint(request.path), LoadRequest(), full=True)
     opened.show(run)
     restore.enter_checkpoint(run, opened)
-    state.seconds = left["seconds"]  # time does not go back
+    state.seconds = left["seconds"]  # training time includes the abandoned steps
     if not run.arguments.reload_dataloaders_every_n_epochs:
         run.data.made = data
-    if wish.leaves_out:
-        _leave_out_since(run, left, stop, wish.reason)
+    if request.skips_data:
+        _skip_since(run, left, stop, request.reason)
     start_loggers(run, "fit")
     run.loop.validated_at, run.loop.last_result, run.loop.at_step_boundary = -1, None, True
     run.warn(
-        f"{wish.reason}. Went back from step {left['step']} to step {state.step} ({wish.path}); rollback "
+        f"{request.reason}. Rolled back from step {left['step']} to step {state.step} ({request.path}); rollback "
         f"{history.num_rollbacks} of at most {run.arguments.max_rollbacks}."
     )
 
 
-def _leave_out_since(run: StageRun, left: dict[str, Any], stop: dict[str, int], reason: str) -> None:
-    """Record what lies between the place that was just restored and the one that was left."""
+def _skip_since(run: StageRun, left: dict[str, Any], stop: dict[str, int], reason: str) -> None:
+    """Record the data between the restored position and the position before the rollback as skipped."""
     state = run.state
     place = (run.data.place or {}).get("position") or {"batch": 0, "samples": 0, "micro_batches": 0}
     unit = unit_of(stop)
@@ -143,11 +143,9 @@ def _leave_out_since(run: StageRun, left: dict[str, Any], stop: dict[str, int], 
 
 
 def _newest_of_run(run: StageRun, max_step: int) -> Path | None:
-    """Return the full checkpoint of this run that was written last, among the valid ones of `max_step` or before.
+    """Return the newest valid full checkpoint of this run with at most `max_step` completed steps, or None.
 
-    Args:
-        run: the main rank's. The checkpoint that it was resumed from, which its index need not list, comes last.
-        max_step: completed optimizer steps.
+    Candidates are the checkpoints in the run's index and the one that the run was resumed from.
     """
     candidates = run.folder.listed(
         lambda entry: entry.kind == "full" and entry.step <= max_step and entry.created not in run.history.abandoned

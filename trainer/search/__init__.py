@@ -1,1 +1,1 @@
-"""Steps that are tried out or replayed: trials, snapshots of a state, the Tuner."""
+"""Trial steps, replayed evaluation steps, state snapshots and the Tuner."""

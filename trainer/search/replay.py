@@ -1,4 +1,7 @@
-"""Padding of evaluations in lock step: a rank without a batch of its own communicates what the others expect."""
+"""Padding of evaluations in which all ranks run the same number of steps.
+
+A rank without a batch repeats the communication of a step, because the other ranks wait for it.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ from trainwright.trainer.run import StageRun
 
 
 class StepCalls:
-    """Calls that a step makes of the task, its modules and `all_gather`: all that it communicates.
+    """Calls of a step that may communicate: of the task, its modules and `all_gather`.
 
     Attributes:
-        can_repeat: a step was recorded, and none of the calls recorded gradients, whose backward communicates too.
+        can_repeat: a step was recorded, and gradients were disabled in all its calls. A backward communicates too.
     """
 
     def __init__(self) -> None:
@@ -34,7 +37,7 @@ class StepCalls:
 
     @contextlib.contextmanager
     def record(self, run: StageRun) -> Iterator[None]:
-        """Record the outermost calls of the running step, and drop those of an earlier step."""
+        """Record the outermost calls of the running step and discard those of the previous step."""
         self._calls, self.can_repeat = [], True
         with contextlib.ExitStack() as undo:
             # `nn.Module.__call__` runs `_compiled_call_impl` if it is set. Hooks would miss calls of compiled modules.
@@ -70,19 +73,19 @@ def replay_batch(
     dataloader_idx: int | None,
     calls: StepCalls,
 ) -> None:
-    """Communicate what an evaluation step does, without results: nothing is logged, and no hook is called.
+    """Repeat the communication of an evaluation step without results: nothing is logged and no hook is called.
 
-    The calls of this rank's last step are repeated. If there are none to repeat, the step itself runs; the task's
-    metric objects and attributes made of numbers, tensors and containers are restored after it.
+    The recorded calls of this rank's last step run again. If they cannot be repeated, the step itself runs. The task's
+    metric objects and its attributes that hold numbers, tensors and containers are restored afterwards.
 
     Args:
-        run: an evaluation in lock step.
+        run: the run of the evaluation.
         kind: `"validate"`, `"test"` or `"predict"`.
-        step: the task's method.
-        batch: some batch, on the host.
-        idx: its round.
-        dataloader_idx: its loader's index; None with a single loader.
-        calls: of this loader's last batch of this rank.
+        step: name of the task's method.
+        batch: any batch, on the host.
+        idx: batch index.
+        dataloader_idx: loader index; None with a single loader.
+        calls: recorded calls of this rank's last batch of this loader.
     """
     task, device = run.task, run.engine.device
     unread = MetricBuffer()
@@ -102,7 +105,7 @@ def replay_batch(
 
 
 def _modules_below(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules whose calls may communicate, but none that compiled code calls."""
+    """Yield submodules whose calls may communicate, without those inside compiled modules."""
     for child in module.children():
         if not is_metric_object(child):
             yield child
@@ -112,7 +115,7 @@ def _modules_below(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set an instance's attribute for a while."""
+    """Set an instance's attribute within the context."""
     attributes = vars(owner)
     before = {name: attributes[name]} if name in attributes else {}
     attributes[name] = value
@@ -125,7 +128,7 @@ def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_attributes(task: TaskModule) -> Iterator[None]:
-    """Let a step change copies of the task's own attributes that hold numbers, tensors and containers."""
+    """Restore the task's own attributes that hold numbers, tensors and containers after the context."""
     attributes, not_own = vars(task), vars(TaskModule()).keys()
     before = {name: value for name, value in attributes.items() if name not in not_own}
     for name, value in before.items():

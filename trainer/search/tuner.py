@@ -1,4 +1,4 @@
-"""Searches for a batch size and a learning rate before a training."""
+"""Searches for a batch size and a learning rate before training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tuner:
     not the Trainer, the task's weights, the generators or the files. Arguments and defaults are those of Lightning 2.6.
 
     Args:
-        trainer: whose settings (device, strategy, precision, accumulation, limits) are used.
+        trainer: provides the settings: device, strategy, precision, accumulation and limits.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -92,7 +92,7 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LRFinder | None:
-        """Test a range of learning rates, and set the one that is suggested; see `LearningRateFinder`. Collective.
+        """Test a range of learning rates and set the suggested one; see `LearningRateFinder`. Collective.
 
         Args:
             model: the task.
@@ -100,7 +100,7 @@ class Tuner:
             val_dataloaders, dataloaders: not needed; accepted as in `fit`.
             method: `"fit"`.
             min_lr, max_lr, mode, early_stop_threshold, update_attr, attr_name: see `LearningRateFinder`.
-            num_training: how many learning rates are tried, one optimizer step each.
+            num_training: number of learning rates to try, one optimizer step each.
 
         Returns:
             The test's results; None with `fast_dev_run`.
@@ -109,13 +109,13 @@ class Tuner:
             ConfigurationError: see `LearningRateFinder`; or the Trainer has one already; or another `method`.
         """
         if method != "fit":
-            raise ConfigurationError(f"lr_find(method={method!r}): learning rates are only tried in method='fit'.")
+            raise ConfigurationError(f"lr_find(method={method!r}) is not supported. Use method='fit'.")
         self._refuse_second(LearningRateFinder)
         finder = LearningRateFinder(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
         sources = _sources(method, datamodule, train_dataloaders, val_dataloaders, dataloaders)
         attribute = finder.attribute(model, sources.datamodule)
         found: LRFinder | None = self._search(method, model, sources, finder)
-        lr = None if found is None or attribute is None else found.examine()[0]  # the search has warned
+        lr = None if found is None or attribute is None else found.examine()[0]  # the search has already warned
         if lr is not None and attribute is not None:
             attribute.set(lr)
         return found
@@ -123,7 +123,7 @@ class Tuner:
     def _refuse_second(self, kind: type) -> None:
         if any(isinstance(callback, kind) for callback in self._trainer.callbacks):
             raise ConfigurationError(
-                f"the Trainer has a {kind.__name__} among its callbacks already. Remove it to search with a Tuner."
+                f"the Trainer's callbacks already contain a {kind.__name__}. Remove it to search with a Tuner."
             )
 
     def _search(self, method: str, task: TaskModule, sources: Sources, finder: Finder) -> Any:
@@ -140,8 +140,8 @@ class _Search:
     """The loop of a stage that only searches.
 
     Args:
-        run: set up.
-        finder: searches.
+        run: the run, set up.
+        finder: runs the search.
     """
 
     def __init__(self, run: StageRun, *, finder: Finder) -> None:
@@ -160,10 +160,10 @@ class _Search:
 
 
 def _sources(method: str, datamodule: object, train: object, validate: object, others: object) -> Sources:
-    """Sort loaders into those of the method.
+    """Return the data sources for `method`.
 
     Raises:
-        ConfigurationError: an unknown method, or loaders of another one.
+        ConfigurationError: the method is unknown, or the loaders are for another method.
     """
     if method not in _KINDS:
         raise unknown("method", method, _KINDS)

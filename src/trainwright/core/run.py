@@ -308,7 +308,7 @@ class Run(Protocol):
     def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> AbstractContextManager[Rehearsal]:
         """Run trial steps: all their changes are undone afterwards, nothing is logged or saved, and callbacks are not
         called. Weights, buffers, optimizers, schedules, generators, `state`, metrics and the task's attributes are kept
-        in host memory meanwhile (see `trainwright.trainer.search.rewind` for the limits); callbacks are not called,
+        in host memory (see `trainwright.trainer.search.state_snapshot` for the limits). Callbacks are not called,
         loggers are disabled, and requests for checkpoints are discarded. The task's own hooks run. Collective.
 
         Args:

@@ -35,7 +35,7 @@ def test_a_run_in_which_everything_is_nan_ends() -> None:
     trainer = quiet_trainer(max_steps=1000, on_nonfinite="skip", max_skipped=6)
     with (
         pytest.warns(TrainwrightWarning, match="it is skipped"),
-        pytest.raises(NonFiniteError, match=r"6 groups before it were skipped .* max_skipped=6.*max_skipped=None"),
+        pytest.raises(NonFiniteError, match=r"The 6 steps before it were skipped .* max_skipped=6.*max_skipped=None"),
     ):
         trainer.fit(task, regression_loader(4))  # epochs are shorter than that
     assert task.seen == 7

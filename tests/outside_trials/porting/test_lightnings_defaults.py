@@ -33,7 +33,7 @@ def test_all_defaults_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("argument", "value", "advice"),
     [
-        ("plugins", [object()], "precision= sets the number formats"),
+        ("plugins", [object()], "Use precision= for number formats"),
         ("model_registry", "team/model", "ModelCheckpoint"),
         ("tpu_cores", 8, "accelerator='tpu'"),
     ],

@@ -41,7 +41,7 @@ def test_task_and_data_are_taken_by_position(verb: str) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_two_different_tasks_are_an_error(verb: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"{verb}\(\) was given two tasks, as task= and as model=. Pass one"):
+    with pytest.raises(ConfigurationError, match=rf"{verb}\(\) received two tasks, as task= and as model=. Pass only"):
         _call(verb, RegressionTask(), model=RegressionTask())
 
 

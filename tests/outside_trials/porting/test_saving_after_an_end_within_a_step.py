@@ -17,7 +17,7 @@ from trainwright.checkpoint import read_checkpoint, verify
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 _STEPS = 8
-_LATER = "was written after step 3 when the next one had begun"
+_LATER = "was written within the step after step 3"
 
 
 class _Fails(RegressionTask):
@@ -153,7 +153,7 @@ def test_a_loader_that_keeps_its_own_place_is_ahead(tmp_path: Path) -> None:
 
     trainer = quiet_trainer(max_epochs=1, on_interrupt="return")
     trainer.fit(_Fails(KeyboardInterrupt), DataLoader(Stream(), batch_size=2))
-    with pytest.raises(ConfigurationError, match="keeps its own place, had read on"):
+    with pytest.raises(ConfigurationError, match="stateful loader had already read"):
         trainer.save_checkpoint(tmp_path / "mine")
 
 
@@ -162,5 +162,5 @@ def test_a_step_that_is_running_is_still_no_place_to_save(tmp_path: Path) -> Non
         def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
             trainer.save_checkpoint(tmp_path / "mine")
 
-    with pytest.raises(ConfigurationError, match="save_checkpoint works between two steps of a fit"):
+    with pytest.raises(ConfigurationError, match="save_checkpoint must be called between two steps of a fit"):
         quiet_trainer(max_epochs=1, callbacks=Saves()).fit(RegressionTask(), regression_loader(4))

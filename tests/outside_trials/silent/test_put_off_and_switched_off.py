@@ -79,7 +79,7 @@ def test_a_stop_at_the_end_of_the_last_epoch_that_must_be_waits_for_nothing() ->
 
 
 def test_shuffling_that_overfit_batches_switches_off_is_a_warning() -> None:
-    with pytest.warns(TrainwrightWarning, match=r"overfit_batches=2 .* shuffle=True is switched off"):
+    with pytest.warns(TrainwrightWarning, match=r"overfit_batches=2 .* shuffle=True is ignored"):
         quiet_trainer(max_epochs=1, overfit_batches=2).fit(RegressionTask(), regression_loader(shuffle=True))
 
 

@@ -371,7 +371,7 @@ def test_what_an_engine_cannot_train_is_said_before_there_is_one() -> None:
     (texts,) = run_distributed(_refuse, 1, timeout=280, init=False)
     for text, expected in zip(
         texts,
-        ["returned 2 optimizers", "LBFGS evaluates", "not the task's own", "DeepSpeedCPUAdam", "has no 'optimizer'",
+        ["returned 2 optimizers", "LBFGS evaluates", "not belong to the task", "DeepSpeedCPUAdam", "has no 'optimizer'",
          "has an 'optimizer'", "configure_model", "stage 3 only", "is trained",
          "words has sparse=True"],
         strict=True,

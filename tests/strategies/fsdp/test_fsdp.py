@@ -396,7 +396,7 @@ def test_a_checkpoint_within_a_run_holds_all_tensors_and_ties_and_loads_into_one
         max_epochs=2, accumulate_grad_batches=4, gradient_clip_val=0.5, num_sanity_val_steps=0,
         callbacks=[ModelCheckpoint(tmp_path / "run", every_n_train_steps=2, save_top_k=-1)],
     )  # fmt: skip
-    with pytest.warns(UserWarning, match="generators start anew"):
+    with pytest.warns(UserWarning, match="generators start from scratch"):
         trainer.fit(task, batches(), ckpt_path=path)
     torch.testing.assert_close(weights_of(task), train("single", 1)["weights"], rtol=0, atol=1e-5)
 

@@ -49,7 +49,7 @@ def train(
     make: type[Blocks] = Blocks,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train to so many epochs, four micro-batches a step over all ranks; return this rank's weights and losses."""
-    warnings.filterwarnings("ignore", message=".*generators start anew")
+    warnings.filterwarnings("ignore", message=".*generators start from scratch")
     task = make()
     trainer = quiet_trainer(
         devices="auto" if processes > 1 else 1, strategy=strategy, max_epochs=epochs,

@@ -121,7 +121,7 @@ def train(
     )
     loader = DataLoader(Samples(0.1 if random else 0.0), batch_size=_GLOBAL_BATCH // accumulate, shuffle=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*random number generators start anew", TrainwrightWarning)
+        warnings.filterwarnings("ignore", ".*random number generators start from scratch", TrainwrightWarning)
         trainer.fit(task, loader, ckpt_path=ckpt_path)
     return {"losses": losses.values, "seen": task.seen, "weights": weights_of(task)}
 

@@ -29,7 +29,7 @@ from trainwright.trainer import evaluation
 from trainwright.trainer.configuration.settings import Limits, Settings
 from trainwright.trainer.loop import FitLoop
 from trainwright.trainer.run import StageRun
-from trainwright.trainer.search.rewind import Rewind
+from trainwright.trainer.search.state_snapshot import StateSnapshot
 
 _FITS, _FULL, _FAILED = "fits", "full", "failed"
 
@@ -42,11 +42,11 @@ class StageRehearsal:
     every trial starts from the same state.
 
     Args:
-        run: at a step boundary.
+        run: the run, at a step boundary.
         show: sets the run that the Trainer's attributes describe.
-        new_clock: returns the progress of a trial for that of the training.
+        new_clock: receives the training progress and returns the progress of a trial.
         alone: run steps without the other ranks.
-        remakes_loaders: also create the run's loaders again after a rehearsal without errors.
+        remakes_loaders: create the run's loaders again after a rehearsal without errors.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StageRehearsal:
         self._run = run
         self._show, self._new_clock = show, new_clock
         self._alone = alone
-        self._processes = run.engine.processes  # an engine for trials alone has none
+        self._processes = run.engine.processes  # the engine of a single-rank trial has none
         self._engine = run.engine
         self._remakes = remakes_loaders
         self._kind: Stage = "train" if run.stage is None or run.stage == "fit" else run.stage
@@ -71,16 +71,19 @@ class StageRehearsal:
     def __enter__(self) -> StageRehearsal:
         run = self._run
         if not run.loop.at_step_boundary:
-            raise ConfigurationError("steps can only be tried out between two steps of a run, not within one.")
+            raise ConfigurationError(
+                "trial steps cannot run within a training step. Start them between two steps, for example in "
+                "on_train_step_end."
+            )
         if self._remakes and self._kind in run.data.sources.given:
             raise ConfigurationError(
-                f"the {self._kind} loader was handed to the Trainer ready-made, so that its batch size cannot change. "
-                f"Define {LOADER_METHODS[self._kind]}(self) in the task or in a data module, with a loader made "
-                "from the attribute that holds the batch size."
+                f"the {self._kind} loader was passed to the Trainer as an object, so its batch size cannot change. "
+                f"Define {LOADER_METHODS[self._kind]}(self) in the task or in a data module, and create the loader "
+                "with the attribute that holds the batch size."
             )
         with ExitStack() as stack:  # restores the state if a later line raises
             stack.enter_context(isolate_rng(run.engine.device))
-            self._remember(stack)
+            self._save_state(stack)
             self._engine = stack.enter_context(run.engine.trial(alone=self._alone))
             self._stack = stack.pop_all()
         return self
@@ -103,26 +106,26 @@ class StageRehearsal:
         run.engine.attach(run.trainer, run.hooks, run.metrics)
         run.task._sink = run.metrics
 
-    def _remember(self, stack: ExitStack) -> None:
-        """Take a snapshot of what steps change in place, which is restored at the end."""
+    def _save_state(self, stack: ExitStack) -> None:
+        """Take a snapshot of the state that steps change in place; `stack` restores it."""
         run = self._run
         schedulers = [config.scheduler for config in run.lr_scheduler_configs]
         generators = _generators_of(run.data.sources.given)
         self._module = None if run.datamodule is None else dict(vars(run.datamodule))
-        self._memory = Rewind(run.task, run.optimizers, schedulers, generators)
-        stack.callback(self._rewind)
+        self._snapshot = StateSnapshot(run.task, run.optimizers, schedulers, generators)
+        stack.callback(self._restore)
         for logger in run.loggers:
             stack.callback(setattr, logger, "muted", logger.muted)
             logger.muted = True
 
-    def _rewind(self) -> None:
-        self._memory.rewind()
+    def _restore(self) -> None:
+        self._snapshot.restore()
         if self._module is not None:
             vars(self._run.datamodule).clear()
             vars(self._run.datamodule).update(self._module)
 
     def _renew_loaders(self) -> None:
-        """Create the run's loaders again, at the same position in the data. Collective if creating one is."""
+        """Create the run's loaders again at the same position in the data. Collective if creating a loader is."""
         run, state, made = self._run, self._run.state, self._run.data.made
         run.data.forget()
         run.loop.validation = None
@@ -145,8 +148,8 @@ class StageRehearsal:
                 wanted = [one for one in loaders if kind == self._kind or getattr(one, "drop_last", False)]
                 lengths += [length for one in wanted if (length := _num_samples(one)) is not None]
         mine = min(lengths) // run.engine.data_ranks.num_readers if lengths else None
-        told = [found for found in self._processes.gather_object(mine) if found is not None]
-        return min(told) if told else None
+        reports = [found for found in self._processes.gather_object(mine) if found is not None]
+        return min(reports) if reports else None
 
     def try_out(self, num_steps: int) -> Trial:
         """Run some steps of the current stage and return the outcome; see `core.run.Rehearsal`."""
@@ -165,26 +168,26 @@ class StageRehearsal:
                     work = partial(evaluation.evaluate, trial, self._kind, max_batches=num_steps)
                 with without_ranks(trial.task):
                     work()
-        except Exception as error:  # noqa: BLE001  # told to the other ranks, which wait for this one, and then raised
+        except Exception as error:  # noqa: BLE001  # raised below, after the exchange that the other ranks wait for
             status, reason = (_FULL if is_out_of_memory(error) else _FAILED), f"{type(error).__name__}: {error}"
             failure = None if status == _FULL else error
         self._forget()
-        told: list[tuple[str, str]] = self._processes.gather_object((status, reason))
+        reports: list[tuple[str, str]] = self._processes.gather_object((status, reason))
         if failure is not None:
             raise failure
-        for rank, (other, text) in enumerate(told):
+        for rank, (other, text) in enumerate(reports):
             if other == _FAILED:
-                raise TrainwrightError(f"rank {rank} failed while steps were tried out: {text}")
-        found = next((text for other, text in told if other == _FULL), "")
-        return Trial(fits=all(other == _FITS for other, _ in told), batch_size=size, reason=found)
+                raise TrainwrightError(f"rank {rank} failed during trial steps: {text}")
+        found = next((text for other, text in reports if other == _FULL), "")
+        return Trial(fits=all(other == _FITS for other, _ in reports), batch_size=size, reason=found)
 
     def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
-        """Train some steps and read the loss of each; see `core.run.Rehearsal`."""
+        """Run training steps and read the loss of each; see `core.run.Rehearsal`."""
 
         def read(loss: float | torch.Tensor | None) -> bool:
             share = float("nan") if loss is None else float(loss)
-            told = self._processes.gather_object(share)
-            return after_step(sum(told) / len(told))
+            losses = self._processes.gather_object(share)
+            return after_step(sum(losses) / len(losses))
 
         try:
             with ExitStack() as last:
@@ -196,7 +199,7 @@ class StageRehearsal:
         return probe.done
 
     def _begin(self, last: ExitStack) -> StageRun:
-        """Return a stage that is set up until `last` closes."""
+        """Set up and return a trial stage; `last` tears it down."""
         run = self._run
         clock = self._new_clock(run.state)
         clock.batch_in_epoch = clock.step_in_epoch = clock.samples_in_epoch = 0
@@ -221,7 +224,7 @@ class StageRehearsal:
     def _forget(self) -> None:
         """Discard gradients and restore all state for the next trial."""
         self._engine.step.discard_gradients()
-        self._rewind()
+        self._restore()
         clear_device_cache(garbage_collection=True)
 
 
@@ -274,11 +277,11 @@ class _Probe(Callback):
             evaluation.evaluate(self._trial, "validate", max_batches=self._num_steps)
 
     def _end(self) -> None:
-        self._trial.request_stop("enough steps were tried out", closes_epoch=False)
+        self._trial.request_stop("all trial steps have run", closes_epoch=False)
 
 
 def _for_trial(settings: Settings) -> Settings:
-    """Return settings without those that end, check or validate a fit."""
+    """Return settings without limits, validation and checks for finite values."""
     return replace(
         settings,
         arguments=replace(settings.arguments, on_nonfinite=None, reload_dataloaders_every_n_epochs=0),
@@ -296,7 +299,7 @@ def _num_samples(loader: object) -> int | None:
 
 
 def _generators_of(given: dict[str, Any]) -> list[Any]:
-    """Return the generators of ready-made loaders. Reading an epoch draws from them."""
+    """Return the random number generators of user-created loaders. Reading an epoch draws from them."""
     found = []
     for loader in [part for each in given.values() for part in leaves_of(getattr(each, "iterables", each))]:
         for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
@@ -309,10 +312,10 @@ def pass_training_data(run: StageRun) -> None:
     """Run `training_step` on this rank's batches of one epoch; see `Run.pass_training_data`.
 
     Args:
-        run: between two epochs or after the last; the next epoch calls `begin_epoch` on its training data.
+        run: the run, between two epochs or after the last one. The next epoch calls `begin_epoch` on its data.
     """
     task, engine, data = run.task, run.engine, run.data.train()
-    unread = MetricBuffer()  # what the task logs here describes no step of the run
+    unread = MetricBuffer()  # receives values that the task logs here, which are discarded
     unread.begin("train")
     unread.in_step = True
     sink, task._sink = task._sink, unread

@@ -17,13 +17,13 @@ from torch.optim.lr_scheduler import LRScheduler
 _OPENED = (nn.Module, Optimizer, LRScheduler)  # their attributes are part of the snapshot
 
 
-class Rewind:
+class StateSnapshot:
     """A snapshot of objects that can be restored exactly.
 
     It covers, to any depth, tensors (values, gradients, `requires_grad`), generators of torch, NumPy and Python, lists,
     dicts, sets and deques, and the attributes of modules, optimizers and learning-rate schedulers. References to
     objects of other classes are restored, but not the state of those objects. Tensors on a device are copied to the
-    host. Creating a snapshot and `rewind` wait for the device.
+    host. Creating a snapshot and `restore` wait for the device.
 
     Args:
         roots: the objects.
@@ -37,7 +37,7 @@ class Rewind:
             while self._waiting:  # not recursive: a list may be nested deeper than the stack
                 self._keep(self._waiting.popleft())
 
-    def rewind(self) -> None:
+    def restore(self) -> None:
         """Restore the state of all objects."""
         with torch.inference_mode(False), torch.no_grad():
             for step in self._steps:
@@ -58,7 +58,7 @@ class Rewind:
         elif isinstance(found, set):
             self._keep_content(
                 found, set(found), found.update, ()
-            )  # its members are hashable: values that do not change
+            )  # members are hashable, so their values do not change
         elif isinstance(found, tuple):
             self._waiting.extend(found)
         else:
@@ -77,16 +77,16 @@ class Rewind:
         if gradient is not None:
             self._waiting.append(gradient)
 
-        def put_back() -> None:
+        def restore() -> None:
             if tensor.is_leaf:
-                tensor.grad = None  # of whatever shape
+                tensor.grad = None  # its shape may differ
             tensor.data = data  # it may have been replaced or resized
             local.copy_(saved)
             if tensor.is_leaf:
                 tensor.requires_grad_(needs_gradient)
                 tensor.grad = gradient
 
-        self._steps.append(put_back)
+        self._steps.append(restore)
 
     def _keep_generator(self, found: object) -> None:
         if isinstance(found, torch.Generator):

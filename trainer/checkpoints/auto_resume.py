@@ -1,4 +1,4 @@
-"""A job that its launcher starts again: torchrun after a failure, Slurm after a requeue."""
+"""Attempts of a job that its launcher restarts: torchrun after a failure, Slurm after a requeue."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from trainwright.core.process import job
 from trainwright.processes.process_group import Processes
 
-_fits = 0  # in this process: the n-th fit of an attempt at a job is the n-th of the others
+_fits = 0  # number of fits in this process; it identifies the same fit in other attempts
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One fit in an attempt at a job.
+    """One fit in an attempt of a job.
 
     Attributes:
-        key: the same in every attempt, and for this fit only; None when the launcher has nothing that tells jobs apart.
-        number: 0 the first time.
+        key: identifies the fit in all attempts of the job; None if the launcher does not identify jobs.
+        number: 0-based index of the attempt.
     """
 
     key: str | None = None
@@ -25,7 +25,7 @@ class Attempt:
 
 
 def this_attempt(processes: Processes) -> Attempt:
-    """Find out which fit of which attempt begins. Collective; every rank calls it once for each fit."""
+    """Return the fit and attempt that begins. Collective; every rank calls it once per fit."""
     global _fits
     _fits += 1
     name, found = f"fit-{_fits}", job()
