@@ -1,7 +1,7 @@
 """Trainer: its arguments, the verbs, and what callbacks ask of it that is done at once.
 
-Each verb makes a `StageRun` (run.py), which holds everything of the stage; stage.py sets it up and tears it down,
-loop.py trains, evaluation.py evaluates. What can be read from a Trainer is in lightning_names.py, a line each.
+Each verb makes a `StageRun` (run.py). stage.py sets it up and tears it down, loop.py trains, evaluation.py evaluates.
+lightning_names.py has what can be read from a Trainer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from trainwright.trainer.stage import check_stage, nothing_else_runs, on_this_pr
 
 
 class Loop(Protocol):
-    """The main part of a stage, between setup and teardown."""
+    """The main part of a stage."""
 
     def run(self) -> Any:
         """Run it and return the result of the stage."""
@@ -76,10 +76,10 @@ class Trainer(LightningNames):
             are optimizer steps; samples and tokens are counted over all ranks. Default without any: 1,000 epochs.
         min_epochs, min_steps: stop requests take effect once both are reached.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches, or a
-            fraction of them (1.0: all).
-        overfit_batches: train and validate on this much of the data, unshuffled.
-        val_check_interval: validate after this many batches (int), this fraction of an epoch (float), or a length with
-            a unit (`"500 steps"`, a Duration, `{"minutes": 5}`).
+            fraction (1.0: all).
+        overfit_batches: train and validate on this much data, unshuffled.
+        val_check_interval: validate after this many batches (int), this fraction of an epoch (float), or a length
+            with a unit (`"500 steps"`, a Duration, `{"minutes": 5}`).
         check_val_every_n_epoch: epochs between two validations; None: count `val_check_interval` across epochs.
         num_sanity_val_steps: validation batches to run before training; -1 for all. Default: 2.
         log_every_n_steps: steps between two flushes of metrics from the device to the loggers. Default: 50.
@@ -90,8 +90,7 @@ class Trainer(LightningNames):
         benchmark: choose kernels by timing them (`torch.backends.cudnn.benchmark`).
         inference_mode: evaluate under `torch.inference_mode` rather than `torch.no_grad`.
         use_distributed_sampler: distribute the data over ranks. Set False if your loaders do so.
-        per_sample_rng: make random numbers of a data set depend only on the seed, the epoch and the sample's index, not
-            on the number of ranks and loader workers. Costs about 20 µs per sample.
+        per_sample_rng: random numbers of a data set depend only on seed, epoch and sample. About 20 µs per sample.
         detect_anomaly: name the operation that caused a NaN in backward. Slow.
         barebones: disable everything except training, for benchmarks.
         sync_batchnorm: compute BatchNorm statistics over all processes.
@@ -101,13 +100,13 @@ class Trainer(LightningNames):
         profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `trainwright.profilers.Profiler`. Default: None.
         plugins, model_registry: only None is accepted (for `plugins` also an empty list); others raise an error.
         compile: True, a mode, or a dict of `torch.compile`'s arguments: compile the step.
-        launcher: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`: the program whose variables hold the rank.
+        launcher: whose variables hold the rank: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`.
         uneven_batches: the policy for ranks with different numbers of batches: `"pad"`, `"stop"` or `"error"`.
         on_nonfinite: the action before a step whose loss or gradient is NaN or infinite on any rank: `"raise"`,
-            `"skip"` the group, or `"rollback"` to the newest checkpoint and skip the group. None: nothing is checked.
-            `"skip"` and `"rollback"` read one flag from the device in each step.
-        max_rollbacks: the number of rollbacks after which a run fails.
-        max_skipped: the number of groups that may be skipped in a row; None: any number. Default: 100.
+            `"skip"` the group, or `"rollback"` to the newest checkpoint and skip the group. None: no check. The last
+            two read a flag from the device in each step.
+        max_rollbacks: a run fails after this many rollbacks.
+        max_skipped: groups that may be skipped in a row; None: any number. Default: 100.
         seed: of the order of the data. Default: torch's initial seed.
         async_save: copy requested checkpoints to host memory and write them during training, which takes the memory of
             one copy of the state; False: training waits until they are on the disk.
@@ -225,12 +224,10 @@ class Trainer(LightningNames):
             strict: raise an error for missing or unexpected weights. Default: the task's `strict_loading`.
             allow_missing: parts that may be missing and then start from scratch with a warning: `"optimizer"`,
                 `"rng"`, `"schedulers"`, `"scaler"`, `"datamodule"`, `"callbacks"`, `"loggers"`.
-            on_damaged: `"error"`, or `"fall_back"` to the newest valid earlier checkpoint with a warning. Default:
-                `"fall_back"` for `"last"`, otherwise `"error"`.
+            on_damaged: `"error"`, or `"fall_back"` to the newest valid one before it; the default for `"last"`.
 
         Raises:
-            ConfigurationError: the task, its data or an argument is invalid.
-            FileNotFoundError, CheckpointError: the checkpoint does not exist or does not match.
+            ConfigurationError, FileNotFoundError, CheckpointError: an argument is invalid, or the checkpoint is.
         """
         task = one_task("fit", task, model)
         sources = Sources.of("fit", datamodule, train=train_dataloaders, validate=val_dataloaders)

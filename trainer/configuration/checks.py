@@ -60,8 +60,7 @@ def check_task(
         counts_tokens: a limit or interval is in tokens.
 
     Raises:
-        ConfigurationError: it is not a TaskModule, a hook is misspelt, a step or the optimizers are missing, or manual
-            optimization is combined with an option of automatic optimization.
+        ConfigurationError: it cannot.
     """
     if not isinstance(task, TaskModule):
         check_owner(task)
@@ -71,7 +70,7 @@ def check_task(
             )
         if any(isinstance(getattr(task, name, None), TaskModule) for name in ("_orig_mod", "module")):
             raise ConfigurationError(
-                f"{stage}() received a wrapped task. Pass the task itself; devices= and compile= wrap it."
+                f"{stage}() received a wrapped task. Pass the task: devices= and compile= wrap it."
             )
         raise ConfigurationError(
             f"{stage}() received a {type(task).__name__}, but needs a TaskModule. Sub-class trainwright.TaskModule and "
