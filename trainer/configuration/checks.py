@@ -40,6 +40,20 @@ _WORDS_OF_STAGES = frozenset().union(*_WORDS.values())
 _ONLY_FIT = frozenset({"optimizer", "optimizers", "backward", "gradient", "scheduler", "items", "grad", "tokens"})
 
 
+def _no_task(task: object, stage: Stage) -> ConfigurationError:
+    check_owner(task)
+    if isinstance(task, type) and issubclass(task, TaskModule):
+        found = f"the class {task.__name__}. Pass an instance: {task.__name__}(…)."
+    elif any(isinstance(getattr(task, name, None), TaskModule) for name in ("_orig_mod", "module")):
+        found = "a wrapped task. Pass the task itself; devices= and compile= wrap it."
+    else:
+        found = (
+            f"a {type(task).__name__}, but needs a TaskModule. Sub-class trainwright.TaskModule and make the module an "
+            "attribute."
+        )
+    return ConfigurationError(f"{stage}() received {found}")
+
+
 def check_task(
     task: object,
     stage: Stage,
@@ -63,19 +77,7 @@ def check_task(
         ConfigurationError: it cannot.
     """
     if not isinstance(task, TaskModule):
-        check_owner(task)
-        if isinstance(task, type) and issubclass(task, TaskModule):
-            raise ConfigurationError(
-                f"{stage}() received the class {task.__name__}. Pass an instance: {task.__name__}(…)."
-            )
-        if any(isinstance(getattr(task, name, None), TaskModule) for name in ("_orig_mod", "module")):
-            raise ConfigurationError(
-                f"{stage}() received a wrapped task. Pass the task: devices= and compile= wrap it."
-            )
-        raise ConfigurationError(
-            f"{stage}() received a {type(task).__name__}, but needs a TaskModule. Sub-class trainwright.TaskModule and "
-            "make the module an attribute."
-        )
+        raise _no_task(task, stage)
     name = type(task).__name__
     if "_modules" not in vars(task):
         raise ConfigurationError(f"{name}.__init__ does not call super().__init__(). Call it first.")
