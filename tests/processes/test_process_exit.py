@@ -18,7 +18,7 @@ import pytest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[2]
 _SCRIPT = Path(__file__).with_name("ending_run.py")
 _START_S = 120.0
 _LIMIT_S = 15.0  # on an idle machine it takes less than 5 seconds

@@ -310,7 +310,7 @@ def test_an_error_in_a_constructor_is_the_users_own() -> None:
 
 SCRIPT = """
 from trainwright import CLI
-from tests.outside_trials.porting.test_cli_in_a_script import QUIET, Net, Points
+from tests.cli.test_cli_class import QUIET, Net, Points
 
 if __name__ == "__main__":
     cli = CLI(Net, Points, trainer_defaults=QUIET)
@@ -323,7 +323,7 @@ if __name__ == "__main__":
 @pytest.mark.exhaustive
 def test_a_script_runs_on_one_process_and_on_two(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:

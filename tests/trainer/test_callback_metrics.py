@@ -13,6 +13,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import TaskError
 from trainwright.core.metric_value import MetricValue
 from trainwright.loggers.metric_slot import HostReads
 
@@ -173,3 +174,28 @@ def test_one_rank_may_read_between_flushes_and_finds_its_own_values() -> None:
     assert seen == [(10.0, 10.0), (11.0, 10.0), (12.0, 10.0), (13.0, 10.0)]
     assert first["shared"] == second["shared"] == 5.0
     assert (first["own"], second["own"]) == (3.0, 13.0)
+
+
+class Logging(Callback):
+    """Logs in a step's hook and at the ends of epochs."""
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("index", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="max")
+
+    def on_validation_epoch_end(self, trainer: Any, task: Any) -> None:
+        self.log_dict({"a": 1.0, "b": 2.0}, prog_bar=True)
+
+
+def test_what_a_callback_logs_is_a_metric_of_the_run() -> None:
+    trainer = quiet_trainer(max_epochs=1, callbacks=Logging())
+    trainer.fit(RegressionTask(), regression_loader(4), regression_loader(4))
+    assert trainer.callback_metrics["index"] == 3.0
+    assert {name: trainer.progress_bar_metrics[name] for name in ("a", "b")} == {"a": 1.0, "b": 2.0}
+
+
+def test_a_callback_without_a_stage_says_when_it_can_log() -> None:
+    callback = Logging()
+    quiet_trainer(max_steps=1, callbacks=callback).fit(RegressionTask(), regression_loader(4))
+    with pytest.raises(TaskError, match=r"Logging\.log works in its hooks while a Trainer runs a stage"):
+        callback.log("a", 1.0)
+    assert vars(callback) == {}

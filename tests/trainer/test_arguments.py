@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.errors import ConfigurationError
 from trainwright.loggers import CSVLogger
+from trainwright.trainer.trainer import Trainer
 
 DEFAULTS: dict[str, Any] = {  # of Lightning 2.6.6's Trainer, but for what a test should not do
     "strategy": "auto", "num_nodes": 1, "precision": None, "callbacks": None, "fast_dev_run": False,
@@ -61,3 +64,64 @@ def test_hyperparameters_are_logged_unless_told_otherwise(tmp_path: Path, wanted
     assert logger.log_dir is not None
     found = Path(logger.log_dir, "hparams.yaml")
     assert (found.exists() and "lr" in found.read_text()) is wanted
+
+
+VERBS = ("fit", "validate", "test", "predict")
+
+
+def _call(verb: str, *args: Any, **named: Any) -> Trainer:
+    trainer = quiet_trainer(max_steps=2)
+    data = {"train_dataloaders": regression_loader(4)} if verb == "fit" else {"dataloaders": regression_loader(4)}
+    if verb in ("validate", "test"):
+        data["verbose"] = False
+    if len(args) == 2:
+        data.pop("train_dataloaders" if verb == "fit" else "dataloaders")
+    getattr(trainer, verb)(*args, **named, **data)
+    return trainer
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("name", ["model", "task"])
+def test_the_task_has_two_names(verb: str, name: str) -> None:
+    task = RegressionTask()
+    assert _call(verb, **{name: task}).task is task
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_task_and_data_are_taken_by_position(verb: str) -> None:
+    task = RegressionTask()
+    assert _call(verb, task, regression_loader(4)).task is task
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_two_different_tasks_are_an_error(verb: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{verb}\(\) was given two tasks, as task= and as model=. Pass one"):
+        _call(verb, RegressionTask(), model=RegressionTask())
+
+
+def test_a_fit_without_a_task_says_what_to_pass() -> None:
+    with pytest.raises(ConfigurationError, match=r"fit\(\) needs a task: pass a TaskModule as its first argument"):
+        _call("fit")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_positional_arguments_come_in_lightnings_order(verb: str) -> None:
+    orders = {
+        "fit": ["task", "train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "weights_only"],
+        "validate": ["task", "dataloaders", "ckpt_path", "verbose", "datamodule", "weights_only"],
+        "test": ["task", "dataloaders", "ckpt_path", "verbose", "datamodule", "weights_only"],
+        "predict": ["task", "dataloaders", "datamodule", "return_predictions", "ckpt_path", "weights_only"],
+    }
+    parameters = inspect.signature(getattr(Trainer, verb)).parameters.values()
+    positional = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert positional[1:] == orders[verb]
+
+
+@pytest.mark.parametrize("cores", [1, 8, "auto"])
+def test_tpu_cores_lead_to_the_accelerator(cores: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        quiet_trainer(tpu_cores=cores)
+    assert "accelerator='tpu'" in str(caught.value)
+    if importlib.util.find_spec("torch_xla") is None:
+        with pytest.raises(ConfigurationError, match=r"pip install torch==\S+ 'torch_xla\[tpu\]=="):
+            quiet_trainer(accelerator="tpu")

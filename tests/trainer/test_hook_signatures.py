@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.lambda_callback import LambdaCallback
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 
 KINDS = ("validation", "test", "predict")
+
+
 VERBS = {"validation": "validate", "test": "test", "predict": "predict"}
 
 
@@ -276,3 +278,76 @@ def test_steps_of_other_stages_are_the_user_s_own_affair() -> None:
     quiet_trainer(max_epochs=1).fit(Mine(), regression_loader(2))
     with pytest.raises(ConfigurationError, match="def predict_step\\(self, batch, batch_idx, dataloader_idx=0\\)"):
         quiet_trainer().predict(Mine(), regression_loader(2))
+
+
+def _task(name: str, **more: Any) -> Any:
+    return type("Mine", (RegressionTask,), {name: lambda self, *args: None, **more})()
+
+
+@pytest.mark.parametrize("name", ["train_step", "configure_optimizer", "training_steps", "val_dataloaderss"])
+def test_a_helper_that_resembles_a_hook_is_warned_of_once(name: str) -> None:
+    task, trainer = _task(name), quiet_trainer(max_epochs=1)
+    with pytest.warns(TrainwrightWarning, match=f"Mine.{name} resembles the hook"):
+        trainer.fit(task, regression_loader(1))
+    trainer.fit(task, regression_loader(1))  # warnings are errors here
+
+
+@pytest.mark.parametrize("name", ["val_step", "compute_loss", "step_size", "_train_step"])
+def test_other_helpers_are_let_through(name: str) -> None:
+    quiet_trainer(max_epochs=1).fit(_task(name), regression_loader(1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("on_train_epoch_edn", "on_train_epoch_end"),
+        ("on_train_epoch_ends", "on_train_epoch_end"),
+        ("on_trin_epoch_end", "on_train_epoch_end"),
+        ("predict_stap", "predict_step"),
+    ],
+)
+def test_one_edit_away_from_a_hook_that_is_missing_is_an_error(wrong: str, right: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Mine.{wrong} is never called: the hook is named '{right}'"):
+        quiet_trainer(max_epochs=1).fit(_task(wrong), regression_loader(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("training_step_end", r"on_train_batch_end\(self, outputs, batch, batch_idx\)"),
+        ("validation_step_end", "on_validation_batch_end"),
+        ("training_epoch_end", r"on_train_epoch_end\(self\)"),
+        ("validation_epoch_end", r"self.outputs.append.* in validation_step.*on_validation_epoch_end\(self\)"),
+        ("test_epoch_end", "on_test_epoch_end"),
+    ],
+)
+def test_a_removed_hook_is_answered_with_its_replacement(name: str, answer: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Mine.{name} is never called: it was removed.*{answer}"):
+        quiet_trainer(max_epochs=1).fit(_task(name), regression_loader(1))
+
+
+class _Recommender(RegressionTask):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_items = 100  # type: ignore[method-assign, assignment]
+        self.num_tokens = 7  # type: ignore[method-assign, assignment]
+
+
+class _ByProperty(RegressionTask):
+    @property
+    def num_items(self) -> int:  # type: ignore[override]
+        return 100
+
+
+@pytest.mark.parametrize("make", [_Recommender, _ByProperty])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_number_of_items_of_the_user_s_own_changes_nothing(make: Any, accumulate: int) -> None:
+    tasks = [make(), RegressionTask()]
+    for task in tasks:
+        quiet_trainer(max_epochs=1, accumulate_grad_batches=accumulate).fit(task, regression_loader(4))
+    assert_equal_weights(weights_of(tasks[0]), weights_of(tasks[1]))
+
+
+def test_a_number_where_tokens_are_to_be_counted_is_an_error_that_explains() -> None:
+    with pytest.raises(ConfigurationError, match=r"_Recommender.num_tokens is a int"):
+        quiet_trainer(max_epochs=1, max_tokens=100).fit(_Recommender(), regression_loader(4))
