@@ -41,10 +41,6 @@ def test_a_package_without_a_stub_tells_its_names_itself() -> None:
     assert set(PARTS) <= set(trainwright.__all__)
 
 
-def test_dir_lists_names_that_were_not_touched_yet() -> None:
-    assert set(trainwright.__all__) <= set(dir(trainwright))
-
-
 def test_an_unknown_name_is_an_attribute_error_that_says_it() -> None:
     with pytest.raises(AttributeError, match="'trainwright' has no attribute 'Trianer'"):
         _ = trainwright.Trianer

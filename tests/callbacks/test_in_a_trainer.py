@@ -274,12 +274,6 @@ def test_an_interval_of_no_epochs_saves_nothing_unless_the_last_is_asked_for(
     assert any(tmp_path.iterdir()) == bool(save_last)
 
 
-def test_a_run_that_is_shorter_than_the_interval_leaves_its_end(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=100)
-    quiet_trainer(max_epochs=1, callbacks=saver).fit(RegressionTask(), regression_loader(4))
-    assert saver.best_model_path
-
-
 def test_device_statistics_without_a_logger_are_an_error() -> None:
     with pytest.raises(ConfigurationError, match="DeviceStatsMonitor has nothing to log to"):
         quiet_trainer(max_epochs=1, callbacks=DeviceStatsMonitor()).fit(RegressionTask(), regression_loader(4))

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.fuzz_readers import KINDS
 from tests.checkpoint.resealing import edit_trainer, reseal
 from tests.checkpoint.snapshots import write_small
 from tests.helpers.runs import quiet_trainer
@@ -112,19 +111,6 @@ def test_generators_that_make_no_sense_are_our_error(tmp_path: Path) -> None:
     reseal(tmp_path / "saved")
     with pytest.raises(CheckpointError, match="generators that make no sense"):
         quiet_trainer(max_steps=3).fit(RegressionTask(), regression_loader(), ckpt_path=tmp_path / "saved")
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.exhaustive
-def test_changed_files_are_noticed_or_harmless(kind: str) -> None:
-    """The short form of tests/torture/test_readers.py."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.fuzz_readers", kind, "1000000", "60"],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

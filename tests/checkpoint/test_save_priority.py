@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -152,25 +151,3 @@ def test_nothing_is_copied_beside_a_step_that_computes_on_every_core(
     quiet_trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=[checkpoint]).fit(Wide(), regression_loader(16, 4))
     assert bool(later) is (cores > torch.get_num_threads())
     assert verify(Path(checkpoint.last_model_path or checkpoint.best_model_path)) == []
-
-
-@linux_only
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_on_a_machine_that_others_keep_busy_a_save_ends_soon_once_it_is_waited_for(
-    tmp_path: Path, writer: AsyncWriter
-) -> None:
-    others = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * quiet_thread.usable_cores())
-    ]
-    try:
-        begun = time.monotonic()
-        for step in range(3):
-            writer.submit(tmp_path / str(step), large(step))
-        writer.wait()
-        assert time.monotonic() - begun < 60
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-    assert all(verify(tmp_path / str(step)) == [] for step in range(3))

@@ -299,15 +299,6 @@ def test_a_mistake_is_one_line(words: list[str], says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_an_error_in_a_constructor_is_the_users_own() -> None:
-    class Unlucky(Net):
-        def __init__(self, width: int = 2) -> None:
-            raise LookupError("unlucky")
-
-    with pytest.raises(LookupError, match=r"^unlucky$"):
-        cli("--model.width=3", model=Unlucky, run=False)
-
-
 SCRIPT = """
 from trainwright import CLI
 from tests.cli.test_cli_class import QUIET, Net, Points

@@ -151,15 +151,6 @@ def test_a_deep_copy_is_one() -> None:
     assert type(second) is Hyperparameters
 
 
-def test_data_modules_have_them_too() -> None:
-    class Data(DataModule):
-        def __init__(self, folder: str) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    assert Data("x").hparams == {"folder": "x"}
-
-
 class Access(enum.Flag):
     """Members that can be combined."""
 

@@ -38,7 +38,6 @@ def test_all_defaults_are_accepted() -> None:
     [
         ("plugins", [object()], "precision= sets the number formats"),
         ("model_registry", "team/model", "ModelCheckpoint"),
-        ("tpu_cores", 8, "accelerator='tpu'"),
     ],
 )
 def test_what_is_not_there_says_what_to_do(argument: str, value: Any, advice: str) -> None:

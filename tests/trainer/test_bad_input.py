@@ -147,14 +147,6 @@ def test_a_task_that_cannot_be_trained_is_refused(make: Callable[[], Any], messa
         quiet_trainer(max_epochs=1).fit(make(), regression_loader(2))
 
 
-@pytest.mark.parametrize(
-    ("name", "hook"), [("trainning_step", "training_step"), ("configure_optimizer", "configure_optimizers")]
-)
-def test_a_name_that_resembles_a_hook_that_is_there_is_warned_of(name: str, hook: str) -> None:
-    with pytest.warns(TrainwrightWarning, match=rf"{name} resembles the hook '{hook}'"):
-        quiet_trainer(max_epochs=1).fit(_with(name, RegressionTask), regression_loader(2))
-
-
 def test_a_task_whose_init_forgets_super_is_refused() -> None:
     class Task(_Untouched):
         def __init__(self) -> None:
@@ -185,19 +177,6 @@ def test_a_data_module_with_a_misspelt_hook_is_refused() -> None:
     data.train_dataloader = lambda: regression_loader(2)
     with pytest.raises(ConfigurationError, match=r"train_dataloder is never called: .*'train_dataloader'"):
         quiet_trainer(max_epochs=1).fit(_Untouched(), datamodule=data)
-
-
-def test_methods_of_the_users_own_are_left_alone() -> None:
-    class Task(RegressionTask):
-        def train_one_thing(self) -> None: ...
-
-        def step_size(self) -> None: ...
-
-        def predict_class(self) -> None: ...
-
-        def _on_train_epoch_ends(self) -> None: ...
-
-    quiet_trainer(fast_dev_run=True).fit(Task(), regression_loader(1))
 
 
 def _empty() -> DataLoader[Any]:

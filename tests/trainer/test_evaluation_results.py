@@ -59,11 +59,6 @@ def test_a_prediction_of_none_is_kept_as_none(keep: bool) -> None:
     assert task.written == 3
 
 
-def test_two_loaders_of_nones() -> None:
-    loaders = [regression_loader(2), regression_loader(1)]
-    assert quiet_trainer().predict(_Writes(), loaders) == [[None] * 2, [None]]
-
-
 def test_a_combined_loader_gives_batches_with_their_places() -> None:
     side_by_side = CombinedLoader({"a": range(2), "b": range(3)})
     assert list(side_by_side) == [({"a": 0, "b": 0}, 0, 0), ({"a": 1, "b": 1}, 1, 0)]

@@ -284,7 +284,7 @@ def _task(name: str, **more: Any) -> Any:
     return type("Mine", (RegressionTask,), {name: lambda self, *args: None, **more})()
 
 
-@pytest.mark.parametrize("name", ["train_step", "configure_optimizer", "training_steps", "val_dataloaderss"])
+@pytest.mark.parametrize("name", ["train_step", "configure_optimizer", "trainning_step", "val_dataloaderss"])
 def test_a_helper_that_resembles_a_hook_is_warned_of_once(name: str) -> None:
     task, trainer = _task(name), quiet_trainer(max_epochs=1)
     with pytest.warns(TrainwrightWarning, match=f"Mine.{name} resembles the hook"):
@@ -292,7 +292,7 @@ def test_a_helper_that_resembles_a_hook_is_warned_of_once(name: str) -> None:
     trainer.fit(task, regression_loader(1))  # warnings are errors here
 
 
-@pytest.mark.parametrize("name", ["val_step", "compute_loss", "step_size", "_train_step"])
+@pytest.mark.parametrize("name", ["val_step", "compute_loss", "step_size", "predict_class", "_on_train_epoch_ends"])
 def test_other_helpers_are_let_through(name: str) -> None:
     quiet_trainer(max_epochs=1).fit(_task(name), regression_loader(1))
 

@@ -38,14 +38,6 @@ def test_a_long_epoch_is_not_waited_for() -> None:
     assert "so far" in str(told[0].message)
 
 
-def test_skipping_some_batches_is_no_warning() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> Any:
-            return None if batch_idx % 2 == 0 else self.loss(batch)
-
-    quiet_trainer(max_epochs=2).fit(Task(), regression_loader(5))
-
-
 def _stopping_at(step: int, **arguments: Any) -> Any:
     def note(event: str, trainer: Any) -> None:
         if trainer.global_step >= step:
@@ -81,7 +73,3 @@ def test_a_stop_at_the_end_of_the_last_epoch_that_must_be_waits_for_nothing() ->
 def test_shuffling_that_overfit_batches_switches_off_is_a_warning() -> None:
     with pytest.warns(TrainwrightWarning, match=r"overfit_batches=2 .* shuffle=True is switched off"):
         quiet_trainer(max_epochs=1, overfit_batches=2).fit(RegressionTask(), regression_loader(shuffle=True))
-
-
-def test_overfitting_without_shuffling_is_silent() -> None:
-    quiet_trainer(max_epochs=1, overfit_batches=2).fit(RegressionTask(), regression_loader())

@@ -8,7 +8,6 @@ import pytest
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright.core.errors import CheckpointError
 
 
 @pytest.fixture
@@ -26,26 +25,8 @@ def test_fit_resumes_whatever_weights_only_says(checkpoint: Path, weights_only: 
     assert (trainer.global_step, trainer.resumed) == (3, True)
 
 
-def test_load_weights_only_starts_at_step_0(checkpoint: Path) -> None:
-    trainer = quiet_trainer(max_steps=1)
-    trainer.fit(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, load_weights_only=True)
-    assert (trainer.global_step, trainer.resumed) == (1, False)
-
-
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
 def test_evaluations_accept_it(checkpoint: Path, verb: str) -> None:
     trainer = quiet_trainer()
     getattr(trainer, verb)(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=True)
-    assert trainer.task is not None
-
-
-def test_load_from_checkpoint_accepts_it(checkpoint: Path) -> None:
     assert isinstance(RegressionTask.load_from_checkpoint(checkpoint, weights_only=True), RegressionTask)
-
-
-def test_a_checkpoint_of_weights_names_the_argument_that_begins_from_it(checkpoint: Path, tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_steps=1)
-    trainer.fit(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, load_weights_only=True)
-    weights = trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
-    with pytest.raises(CheckpointError, match="load_weights_only=True"):
-        quiet_trainer(max_steps=3).fit(RegressionTask(), regression_loader(8), ckpt_path=weights, weights_only=True)
