@@ -1,4 +1,4 @@
-"""The migration page's table of names is true: what is "there" exists, and the rest raises what says so."""
+"""The migration page's table of names agrees with the package."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ VERDICTS = list(_verdicts())
 
 
 @pytest.mark.parametrize(("of", "name", "verdict"), VERDICTS, ids=[f"{of}.{name}" for of, name, _ in VERDICTS])
-def test_a_verdict_is_true(of: str, name: str, verdict: str) -> None:
+def test_the_page_agrees_with_the_package(of: str, name: str, verdict: str) -> None:
     found = OBJECTS[of]()
     if verdict.startswith("there"):
         assert name in dir(type(found)) or name in dir(found) or name in found.__all__
@@ -83,7 +83,7 @@ PAIRS = {
 @pytest.mark.slow
 @pytest.mark.requires("lightning", reason="its names are what the table is about")
 @pytest.mark.filterwarnings("ignore")
-def test_every_name_of_lightning_is_there_or_has_a_verdict() -> None:
+def test_every_name_of_lightning_exists_or_is_on_the_page() -> None:
     settled = {(of, name) for of, name, _ in VERDICTS}
     missing = []
     for of, (module, name) in PAIRS.items():

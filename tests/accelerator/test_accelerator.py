@@ -370,7 +370,7 @@ def test_placements_must_be_as_many_as_objects() -> None:
         Accelerator(cpu=True).prepare(_net(), _net(), device_placement=[True])
 
 
-def test_a_model_is_unwrapped_through_everything_that_is_around_it() -> None:
+def test_unwrap_model_removes_all_wrappers() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     net = nn.Linear(2, 2)
     prepared = accelerator.prepare(net)
@@ -387,7 +387,7 @@ def test_a_model_is_unwrapped_through_everything_that_is_around_it() -> None:
     assert accelerator.unwrap_model(net) is net
 
 
-def test_an_accelerator_is_pickled_with_what_it_has_prepared() -> None:
+def test_an_accelerator_is_pickled_with_prepared_objects() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     net = nn.Linear(2, 1)
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -419,11 +419,11 @@ def _pickle_among_two() -> Any:
 
 
 @pytest.mark.distributed
-def test_among_several_processes_its_settings_are_pickled() -> None:
+def test_an_accelerator_of_several_processes_pickles_its_settings() -> None:
     assert run_distributed(_pickle_among_two, 2, init=False, timeout=60) == [0.75, 0.75]
 
 
-def test_an_unknown_reduction_names_those_there_are() -> None:
+def test_an_unknown_reduction_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(ConfigurationError, match=r"'max' is unknown.*mean, sum, none.*gather\(tensor\).max\(\)"):
         Accelerator(cpu=True).reduce(torch.ones(2), "max")
 

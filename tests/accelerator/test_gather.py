@@ -1,4 +1,4 @@
-"""What ranks hand to collectives differs: it works, or every rank gets an error; no process is aborted."""
+"""Collectives over tensors that differ between ranks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_gather_then_truncate_sees_each_sample_once(ranks: list[Any]) -> None:
         assert seen == {num: list(range(num)) for num in (1, 3, 7, 8, 9)}
 
 
-def test_calls_that_do_not_fit_are_errors_on_every_rank(ranks: list[Any]) -> None:
+def test_calls_that_differ_between_ranks_are_errors_on_every_rank(ranks: list[Any]) -> None:
     for rank, (_, raised) in enumerate(ranks):
         for name, text in raised.items():
             is_type_error = (rank == 1 and name in ("type on one", "type in a loop")) or name == "object"

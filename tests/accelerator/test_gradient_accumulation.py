@@ -1,4 +1,4 @@
-"""`Accelerator.backward`: what micro-batches weigh in a step, bit for bit the loops that people write."""
+"""Gradient accumulation with Accelerator: weights of micro-batches, short groups, interrupted groups."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_loss_is_divided_by_the_accumulation_steps_in_a_short_group_too() -> N
     assert torch.equal(ours, _by_hand(4, lambda net, x, group: _losses(net, x).mean() / 4))
 
 
-def test_a_short_group_is_warned_of_once() -> None:
+def test_a_short_group_is_a_warning_once() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -89,7 +89,7 @@ def test_a_short_group_is_warned_of_once() -> None:
     assert len([one for one in caught if one.category is TrainwrightWarning]) == 1
 
 
-def test_the_recipe_for_counted_items_is_exact_in_a_short_group() -> None:
+def test_weighting_by_counted_items_is_exact_in_a_short_group() -> None:
     """Weigh a sum by `steps / num_items`, as scripts for Hugging Face's Accelerate do."""
     plugin = GradientAccumulationPlugin(num_steps=4, short_group="steps")  # says that it is meant: no warning
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
@@ -104,7 +104,7 @@ def id_of(x: torch.Tensor) -> float:
     return float(x[0, 0])
 
 
-def test_the_mean_over_a_short_group_is_there_on_request() -> None:
+def test_short_group_mean_divides_by_the_length_of_the_group() -> None:
     plugin = GradientAccumulationPlugin(num_steps=4, short_group="mean")
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     ours = _ours(accelerator, lambda net, x: accelerator.backward(_losses(net, x).mean()))
@@ -146,7 +146,7 @@ def test_a_step_without_any_item_has_a_gradient_of_zero() -> None:
     assert torch.equal(_weights(net), before)
 
 
-def test_fp16_losses_are_not_summed_up_beyond_its_range() -> None:
+def test_counted_items_do_not_overflow_fp16() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
     net = nn.Linear(4, 1, bias=False)
     nn.init.ones_(net.weight)
@@ -181,7 +181,7 @@ def test_misuse_of_num_items_is_an_error_before_backward() -> None:
         accelerator.backward(loss())
 
 
-def test_the_plugin_says_what_it_takes() -> None:
+def test_invalid_arguments_of_the_plugin_are_errors() -> None:
     with pytest.raises(ConfigurationError, match="short_group"):
         GradientAccumulationPlugin(num_steps=2, short_group="men")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="none is short"):
@@ -256,7 +256,7 @@ def _left_loop(passes: Any, plugin: GradientAccumulationPlugin, *, counted: bool
 
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("short_group", ["steps", "mean"])
-def test_the_next_pass_continues_a_group_that_was_left(short_group: Any, counted: bool) -> None:
+def test_the_next_pass_continues_an_interrupted_group(short_group: Any, counted: bool) -> None:
     plugin = GradientAccumulationPlugin(num_steps=4, short_group=short_group)
     assert _left_loop([6, 6, 2], plugin, counted=counted) == [1.0, 1.0, 1.0]
     assert _left_loop([1] * 9, plugin, counted=counted) == [1.0, 1.0]
@@ -270,7 +270,7 @@ def _run_micro_batches(accelerator: Accelerator, model: Any, loader: Any, fails_
             accelerator.backward(model(x).mean())
 
 
-def test_gradients_of_a_group_that_was_left_are_freed_where_the_next_has_other_steps() -> None:
+def test_gradients_of_an_interrupted_group_are_freed_if_the_number_of_steps_changes() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     net, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.ones(4, 1)))
     _run_micro_batches(accelerator, net, itertools.islice(loader, 1))
@@ -280,7 +280,7 @@ def test_gradients_of_a_group_that_was_left_are_freed_where_the_next_has_other_s
     assert net.weight.grad.item() == 1.0  # of one micro-batch, as the next group's first was carried
 
 
-def test_another_models_group_does_not_continue_one_that_was_left() -> None:
+def test_a_group_of_another_model_does_not_continue_an_interrupted_one() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     first, second, loader = accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1), DataLoader(torch.ones(8, 1)))
     for model in (first, second):
@@ -297,7 +297,7 @@ def test_gradients_of_a_group_that_failed_are_freed_before_the_next_one() -> Non
     assert net.weight.grad.item() == 1.0
 
 
-def test_zero_grad_between_two_passes_ends_a_group_that_was_left() -> None:
+def test_zero_grad_between_two_passes_ends_an_interrupted_group() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     net = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

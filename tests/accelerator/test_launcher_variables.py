@@ -1,4 +1,4 @@
-"""Attributes and variables that say something are honoured, or warned of by their names."""
+"""Environment variables of Accelerate's launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _warnings_of(**arguments: Any) -> tuple[Accelerator, list[str]]:
     return accelerator, [text for text in found if "has an Accelerator with" not in text]  # those of other tests
 
 
-def test_the_launcher_s_precision_and_steps_count_where_the_script_says_nothing(
+def test_the_launcher_sets_precision_and_accumulation_unless_the_script_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -50,9 +50,7 @@ def test_the_launcher_s_precision_and_steps_count_where_the_script_says_nothing(
         ("ACCELERATE_SOMETHING_NEW", "x", "not read"),
     ],
 )
-def test_variables_that_are_not_served_are_warned_of_by_name(
-    name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_variables_are_warnings(name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     _, found = _warnings_of()
     assert len(found) == 1
@@ -62,7 +60,7 @@ def test_variables_that_are_not_served_are_warned_of_by_name(
     assert _warnings_of()[1] == found  # in each script, not once for a process
 
 
-def test_what_a_launcher_sets_by_default_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_of_the_launcher_are_not_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "ACCELERATE_USE_CPU": "False",
         "ACCELERATE_MIXED_PRECISION": "no",
@@ -91,7 +89,7 @@ def test_a_variable_with_a_wrong_value_is_named(monkeypatch: pytest.MonkeyPatch)
         Accelerator(cpu=True)
 
 
-def test_the_cpu_is_used_where_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_can_select_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     monkeypatch.setattr("trainwright.accelerator.accelerator.AcceleratorState", _Cpu)
     with pytest.raises(_Asked, match="True"):

@@ -387,7 +387,7 @@ def _recorded(module: nn.Module) -> bool:
     return found
 
 
-def test_no_grad_may_be_assigned_after_the_hook_was_added() -> None:
+def test_no_grad_can_be_changed_after_the_hook_was_added() -> None:
     module, hook = ReportsGradMode(), RecordsAfterForward()
     add_hook_to_module(module, hook)
     assert _recorded(module)
@@ -409,7 +409,7 @@ def test_no_grad_may_be_assigned_after_the_hook_was_added() -> None:
     assert not module._forward_hooks
 
 
-def test_no_grad_of_a_class_and_of_hooks_in_a_sequence_counts() -> None:
+def test_no_grad_applies_to_classes_and_sequences_of_hooks() -> None:
     module, first, second = ReportsGradMode(), ModelHook(), WithoutGradients()
     assert (ModelHook.no_grad, WithoutGradients.no_grad, first.no_grad, second.no_grad) == (False, True, False, True)
     add_hook_to_module(module, first)

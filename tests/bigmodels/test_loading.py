@@ -406,7 +406,7 @@ def test_a_model_loads_and_runs_under_inference_mode(place: str, empty: bool, su
         assert torch.equal(loaded(x), wanted)
 
 
-def test_models_built_there_are_offloaded_there(tmp_path: Path) -> None:
+def test_models_built_in_inference_mode_can_be_offloaded(tmp_path: Path) -> None:
     with torch.inference_mode():
         net, x = _net(), torch.ones(2, 4)
         wanted = net(x)

@@ -192,7 +192,7 @@ class Tiny(nn.Module):
         self.out = nn.Linear(4, 2)
 
 
-def test_counters_keep_their_bytes_in_every_dtype() -> None:
+def test_integer_buffers_keep_their_size_in_every_dtype() -> None:
     count = count_weights(Tiny())
     assert (count.largest_layer, count.largest_elements, count.largest_fixed_bytes) == ("embeds", 40, 4096)
     for dtype, width in (("float32", 4), ("float16", 2), ("int8", 1)):
@@ -200,14 +200,14 @@ def test_counters_keep_their_bytes_in_every_dtype() -> None:
         assert count.total_bytes(dtype) == 50 * width + 4096
 
 
-def test_a_module_of_counters_is_not_the_largest_layer() -> None:
+def test_integer_buffers_are_not_the_largest_layer() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Module())
     model[1].register_buffer("counts", torch.zeros(100, dtype=torch.int64))
     count = count_weights(model)
     assert (count.largest_layer, count.largest_bytes("float32"), count.total_bytes("float32")) == ("0", 80, 880)
 
 
-def test_files_are_counted_alike(tmp_path: Path) -> None:
+def test_stored_weights_are_counted_like_a_model(tmp_path: Path) -> None:
     save_file(Tiny().state_dict(), tmp_path / "model.safetensors")
     count = count_stored_weights(tmp_path)
     assert count.total_bytes("float32") == 50 * 4 + 4096

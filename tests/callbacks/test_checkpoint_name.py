@@ -56,7 +56,7 @@ def test_the_fields_of_a_template_are_found_in_order() -> None:
      "{epoch:zzz}", "{epoch:>99999999999}", "{epoch:>300}", "{a\\b}", "{", "{epoch"],
 )  # fmt: skip
 @pytest.mark.parametrize("make", [ModelCheckpoint, OnExceptionCheckpoint])
-def test_a_checkpoints_name_that_cannot_be_is_found_at_construction(make: Any, filename: str, tmp_path: Path) -> None:
+def test_invalid_checkpoint_filenames_are_errors_at_construction(make: Any, filename: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="filename="):
         make(tmp_path, filename=filename)
 
@@ -64,5 +64,5 @@ def test_a_checkpoints_name_that_cannot_be_is_found_at_construction(make: Any, f
 @pytest.mark.parametrize(
     "filename", ["{epoch}", "{epoch:02d}-{val/loss:.2f}", "best model {step:>4}", "é-{loss:.3e}", "{x:b}", "{x:,.1f}"]
 )
-def test_a_checkpoints_name_that_can_be_is_taken(filename: str, tmp_path: Path) -> None:
+def test_valid_checkpoint_filenames_are_accepted(filename: str, tmp_path: Path) -> None:
     ModelCheckpoint(tmp_path, filename=filename)

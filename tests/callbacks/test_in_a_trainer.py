@@ -280,7 +280,7 @@ def test_device_statistics_without_a_logger_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["init_train_tqdm", "init_validation_tqdm", "train_description"])
-def test_a_bar_that_overrides_what_nothing_calls_is_an_error(name: str) -> None:
+def test_overriding_an_unused_method_of_a_progress_bar_is_an_error(name: str) -> None:
     bar = type("Bar", (TQDMProgressBar,), {name: lambda self: None})
     with pytest.raises(ConfigurationError, match=rf"Bar\.{name} is never called.*open\(kind, description"):
         bar()

@@ -327,6 +327,7 @@ def _digits() -> tuple[_Problem, DataLoader[Any]]:
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.slow
 def test_default_bounds_give_a_rate_that_is_known_to_be_good(
     problem: Any, lowest: float, highest: float, seed: int
 ) -> None:
@@ -346,7 +347,7 @@ def test_default_bounds_give_a_rate_that_is_known_to_be_good(
         (_regression, {"min_lr": 0.02, "max_lr": 1.0}, "at the beginning of the tested range.*Decrease min_lr"),
     ],
 )
-def test_a_suggestion_at_the_edge_of_the_range_or_out_of_noise_is_a_warning(
+def test_a_suggestion_at_the_edge_of_the_range_or_within_noise_is_a_warning(
     problem: Any, bounds: dict[str, float], says: str
 ) -> None:
     torch.manual_seed(0)
@@ -357,7 +358,7 @@ def test_a_suggestion_at_the_edge_of_the_range_or_out_of_noise_is_a_warning(
     assert bounds["min_lr"] < task.lr < bounds["max_lr"]
 
 
-def test_a_loss_that_never_falls_gives_no_rate_and_leaves_the_attribute() -> None:
+def test_a_loss_that_never_falls_leaves_the_learning_rate_unchanged() -> None:
     task, loader = _regression()
     task.loss = lambda outputs, targets: 0 * mse_loss(outputs, targets) + 1.0
     with pytest.warns(TrainwrightWarning, match=r"does not fall.*lr is unchanged"):
@@ -374,7 +375,7 @@ def test_equal_curves_give_equal_suggestions_in_both_modes() -> None:
         assert found.suggestion(skip_begin=0, skip_end=0) == pytest.approx(0.01)
 
 
-def test_points_without_a_finite_loss_are_left_out() -> None:
+def test_points_without_a_finite_loss_are_ignored() -> None:
     lrs = [10 ** (-4 + k / 10) for k in range(41)]
     losses = [2.0 - 1.5 / (1 + (0.01 / lr) ** 2) for lr in lrs]
     losses[5], losses[12] = float("nan"), float("inf")
@@ -383,7 +384,7 @@ def test_points_without_a_finite_loss_are_left_out() -> None:
     assert found.suggestion(skip_begin=0, skip_end=0) == pytest.approx(0.01, rel=0.3)
 
 
-def test_a_loss_below_zero_does_not_end_the_test_at_once() -> None:
+def test_a_negative_loss_does_not_stop_the_search() -> None:
     task, loader = _regression()
     task.loss = lambda outputs, targets: mse_loss(outputs, targets) - 100.0
     found = Tuner(quiet_trainer(max_epochs=100)).lr_find(task, loader)

@@ -447,7 +447,7 @@ convert_checkpoint(sys.argv[1], sys.argv[2])
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(os.name == "nt", reason="kills a process")
-def test_the_next_conversion_cleans_up(tmp_path: Path) -> None:
+def test_a_conversion_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     (tmp_path / ".notes.tmp-0123456789abcdef").mkdir()
     (tmp_path / ".notes.tmp-0123456789abcdef" / "mine.txt").write_text("x")

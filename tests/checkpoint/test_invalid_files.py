@@ -1,4 +1,4 @@
-"""Sealed files that make no sense: each is a `CheckpointError`, and `ckpt_path="last"` falls back past it."""
+"""Files with invalid contents, links to themselves and pipes raise CheckpointError."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SENSELESS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SENSELESS)
-def test_a_senseless_value_is_our_error_and_gives_way(name: str, tmp_path: Path) -> None:
+def test_an_invalid_value_is_a_checkpoint_error_and_an_earlier_checkpoint_is_used(name: str, tmp_path: Path) -> None:
     earlier, later = write_small(tmp_path, 1), write_small(tmp_path, 2)
     edit_trainer(later, lambda entries: entries.update(callbacks={"x": SENSELESS[name]}))
     assert verify(later) == []  # its files are those that the manifest lists
@@ -68,7 +68,7 @@ def test_a_senseless_value_is_our_error_and_gives_way(name: str, tmp_path: Path)
         lambda entries: entries["data"].pop("epoch"),
     ],
 )
-def test_last_falls_back_past_what_is_sealed_and_makes_no_sense(change: Any, tmp_path: Path) -> None:
+def test_last_falls_back_past_checkpoints_with_invalid_values(change: Any, tmp_path: Path) -> None:
     def fit(steps: int, ckpt_path: str | None = None) -> Any:
         saver = ModelCheckpoint(tmp_path / "run", filename="{step}", every_n_train_steps=2, save_top_k=-1)
         trainer = quiet_trainer(max_steps=steps, default_root_dir=tmp_path, callbacks=[saver])
@@ -89,7 +89,7 @@ def test_last_falls_back_past_what_is_sealed_and_makes_no_sense(change: Any, tmp
         lambda tree: tree["groups"][0]["params"].append(None),
     ],
 )
-def test_an_optimizer_s_file_that_makes_no_sense_is_our_error(change: Any, tmp_path: Path) -> None:
+def test_an_invalid_optimizer_file_is_a_checkpoint_error(change: Any, tmp_path: Path) -> None:
     trainer = quiet_trainer(max_steps=2)
     trainer.fit(RegressionTask(), regression_loader())
     trainer.save_checkpoint(tmp_path / "saved")
@@ -102,7 +102,7 @@ def test_an_optimizer_s_file_that_makes_no_sense_is_our_error(change: Any, tmp_p
         quiet_trainer(max_steps=3).fit(RegressionTask(), regression_loader(), ckpt_path=tmp_path / "saved")
 
 
-def test_generators_that_make_no_sense_are_our_error(tmp_path: Path) -> None:
+def test_invalid_generator_states_are_a_checkpoint_error(tmp_path: Path) -> None:
     trainer = quiet_trainer(max_steps=2)
     trainer.fit(RegressionTask(), regression_loader())
     trainer.save_checkpoint(tmp_path / "saved")
@@ -119,7 +119,8 @@ def test_generators_that_make_no_sense_are_our_error(tmp_path: Path) -> None:
         ["model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"], keep=["model.safetensors"]
     ),
 )
-def test_a_pipe_where_a_file_should_be_is_told_at_once(name: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_pipe_instead_of_a_file_is_an_error_at_once(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     done = subprocess.run(  # a process of its own: it would wait for ever
         [sys.executable, "-c", _LOAD, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
@@ -153,9 +154,7 @@ def loop(path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["manifest.json", "trainer.json", "trainer.safetensors", "model", "rng/rank-00000.json"]
 )
-def test_a_link_to_itself_is_damage_and_gives_way(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_links_to_itself_is_damaged(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     earlier, damaged = write_small(tmp_path, 1), write_small(tmp_path, 2)
     loop(damaged / name)
     for read in (read_checkpoint, check_checkpoint):
@@ -170,7 +169,7 @@ def test_a_link_to_itself_is_damage_and_gives_way(
         assert whole_checkpoint(damaged, on_damaged="fall_back") == earlier
 
 
-def test_a_link_last_that_leads_to_itself_is_passed_over(tmp_path: Path) -> None:
+def test_a_link_named_last_that_points_to_itself_is_ignored(tmp_path: Path) -> None:
     earlier = write_small(tmp_path, 1)
     (tmp_path / "last").symlink_to("last")
     assert newest_valid(tmp_path) == earlier

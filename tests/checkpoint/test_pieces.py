@@ -287,7 +287,7 @@ LAYOUTS: dict[str, tuple[list[Region], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_20000_shards_take_a_few_passes(work: list[int], name: str) -> None:
+def test_20000_shards_are_compared_in_a_few_passes(work: list[int], name: str) -> None:
     regions, shape = LAYOUTS[name]
     order = random.Random(0).sample(range(len(regions)), len(regions))
     assert not overlap([regions[index] for index in order], shape)
@@ -295,13 +295,13 @@ def test_20000_shards_take_a_few_passes(work: list[int], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_one_shard_twice_among_20000_is_found(work: list[int], name: str) -> None:
+def test_a_duplicate_among_20000_shards_is_found(work: list[int], name: str) -> None:
     regions, shape = LAYOUTS[name]
     assert overlap([*regions, regions[777]], shape)
     assert sum(work) <= 8 * NUM
 
 
-def test_blocks_that_no_cut_divides_are_told_apart() -> None:
+def test_shards_that_no_cut_separates_are_compared() -> None:
     pinwheel: list[Region] = [
         Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1)),
     ]  # fmt: skip
@@ -309,7 +309,7 @@ def test_blocks_that_no_cut_divides_are_told_apart() -> None:
     assert overlap([*pinwheel, Box((1, 0), (1, 2))], (3, 3))
 
 
-def test_a_layout_that_would_take_too_long_is_refused() -> None:
+def test_a_layout_of_shards_that_takes_too_long_to_compare_is_an_error() -> None:
     # A lattice of crossing bars: every one shares an index of every dimension with another.
     size = 1500
     bars = [Box((index, 0), (1, size)) for index in range(size)] + [
@@ -319,7 +319,7 @@ def test_a_layout_that_would_take_too_long_is_refused() -> None:
         overlap([*bars], (size, size))
 
 
-def test_the_answer_is_that_of_comparing_all_pairs() -> None:
+def test_the_result_equals_comparing_all_pairs() -> None:
     numbers = random.Random(3)
     for _ in range(300):
         boxes: list[Region] = []

@@ -1,4 +1,4 @@
-"""A save that is written beside the training takes little of the processor, and takes it last."""
+"""Asynchronous saves run at low priority beside training."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def writer() -> Iterator[AsyncWriter]:
 
 
 @linux_only
-def test_the_heavy_work_of_a_save_runs_at_the_lowest_priority_in_bounded_chunks_and_two_threads(
+def test_a_save_runs_in_two_threads_at_the_lowest_priority_in_bounded_chunks(
     tmp_path: Path, writer: AsyncWriter, hashed: list[tuple[int, str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_xxh3, threads = Watched.update, set[str]()
@@ -97,7 +97,7 @@ def test_the_heavy_work_of_a_save_runs_at_the_lowest_priority_in_bounded_chunks_
     assert verify(tmp_path / "a") == []
 
 
-def test_a_large_save_is_laid_out_for_the_disk_to_fetch_by_itself(
+def test_a_large_save_is_written_with_direct_io(
     tmp_path: Path, writer: AsyncWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     direct: list[int] = []
@@ -120,7 +120,8 @@ def test_a_large_save_is_laid_out_for_the_disk_to_fetch_by_itself(
     assert all(torch.equal(found[name], tensor) for name, tensor in (snapshot.model or {}).items())
 
 
-def test_whoever_waits_for_a_save_has_it_finished_although_the_quiet_thread_never_runs(
+@pytest.mark.slow
+def test_waiting_for_a_save_finishes_it_without_the_low_priority_thread(
     tmp_path: Path, writer: AsyncWriter, hashed: list[tuple[int, str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed = threading.Event()
@@ -135,9 +136,7 @@ def test_whoever_waits_for_a_save_has_it_finished_although_the_quiet_thread_neve
 
 
 @pytest.mark.parametrize("cores", [1, 2])
-def test_nothing_is_copied_beside_a_step_that_computes_on_every_core(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
-) -> None:
+def test_copies_are_delayed_only_if_a_core_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     later: list[LaterCopy] = []
 
     class Counted(LaterCopy):

@@ -1,4 +1,4 @@
-"""A small pickle that shares its containers takes bounded work."""
+"""Limits on the memory and time that reading a file may take."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def former(path: Path, code: bytes) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("write", [archive, former])
-def test_it_is_refused_at_once(name: str, write: object, tmp_path: Path) -> None:
+def test_a_pickle_with_shared_containers_is_an_error_at_once(name: str, write: object, tmp_path: Path) -> None:
     path = write(tmp_path / "x.pt", CASES[name])  # type: ignore[operator]
     assert path.stat().st_size < 3000
     for read in (read_torch_file, read_weights):
@@ -78,7 +78,7 @@ def test_it_is_refused_at_once(name: str, write: object, tmp_path: Path) -> None
     assert not (tmp_path / "made").exists()
 
 
-def test_containers_that_are_shared_stay_one_object_and_are_interpreted_once(tmp_path: Path) -> None:
+def test_shared_containers_are_read_once_and_stay_shared(tmp_path: Path) -> None:
     shared = [1, (2, torch.ones(1))]
     torch.save({"a": shared, "b": shared, "c": [shared] * 3}, tmp_path / "x.pt")
     found, _ = read_torch_file(tmp_path / "x.pt")
@@ -143,7 +143,7 @@ def test_an_inflated_storage_is_bounded(tmp_path: Path) -> None:
         read_torch_file(tmp_path / "x.pt")
 
 
-def test_no_room_for_a_conversion_is_one_line(
+def test_a_full_disk_is_an_error_of_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
@@ -161,7 +161,9 @@ def test_no_room_for_a_conversion_is_one_line(
 
 
 @pytest.mark.parametrize("command", ["convert", "export", "merge"])
-def test_a_target_below_a_file_is_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_below_a_file_is_an_error_of_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tmp_path / "model.safetensors"
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     convert_checkpoint(tmp_path / "x.pt", tmp_path / "run")
@@ -209,7 +211,7 @@ def test_a_manifest_is_not_parsed_before_its_seal_fits(size: int, tmp_path: Path
     assert parsed == []
 
 
-def test_a_header_of_very_many_names_is_refused_unparsed(tmp_path: Path, parsed: list[int]) -> None:
+def test_a_header_with_too_many_names_is_an_error_before_it_is_parsed(tmp_path: Path, parsed: list[int]) -> None:
     entry = b'{"dtype":"F32","shape":[],"data_offsets":[0,0]}'
     header = b"{" + b",".join(b'"%d":%s' % (number, entry) for number in range(1_000_000)) + b"}"
     file = tmp_path / "x.safetensors"
@@ -219,7 +221,7 @@ def test_a_header_of_very_many_names_is_refused_unparsed(tmp_path: Path, parsed:
     assert parsed == []
 
 
-def test_what_is_written_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_more_values_than_can_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(untrusted, "MAX_JSON_VALUES", 1000)
     with pytest.raises(CheckpointError, match=r"trainer\.json .* more than the 1000 that are read. Save long lists as"):
         write_checkpoint(tmp_path / "a", small_snapshot(trainer={"losses": [0.5] * 2000}))
@@ -229,7 +231,7 @@ def test_what_is_written_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "a").exists()
 
 
-def test_the_limits_hold_what_large_runs_write() -> None:
+def test_files_of_large_runs_are_within_the_limits() -> None:
     # 10,000 ranks with six files each; 140,000 tensors of optimizer state of a mixture of experts, in shards.
     files = {f"optimizer/rank-{rank:05d}.safetensors": {"size": 10**9, "xxh3_128": "0" * 32} for rank in range(60_000)}
     assert len(sealed({"parts": {"optimizer": {"files": files}}})) < MAX_MANIFEST_BYTES
@@ -247,7 +249,7 @@ def test_the_limits_hold_what_large_runs_write() -> None:
     assert len(data) < MAX_JSON_BYTES / 2
 
 
-def test_a_newer_manifest_is_told_by_its_version_whatever_its_seal(tmp_path: Path) -> None:
+def test_a_newer_manifest_is_an_error_with_any_seal(tmp_path: Path) -> None:
     path = write_small(tmp_path)
     text = (path / "manifest.json").read_text().replace('"format_version": 1', '"format_version": 99')
     for data in (text.encode(), resealed(text)):

@@ -1,4 +1,4 @@
-"""`CLI`: a script's own command line, with links, defaults, optimizers and hooks."""
+"""The CLI class: a script's command line with links, defaults, optimizers and hooks."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_file_of_lightnings_form_is_read(tmp_path: Path) -> None:
     assert config.scheduler.optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_task_means_model_in_files_and_words(tmp_path: Path) -> None:
+def test_task_is_an_alias_of_model(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("task: {lr: 0.5}\n")
     made = cli("--config=config.yaml", "--task.tag=x", run=False)
     assert (made.model.lr, made.model.tag) == (0.5, "x")
@@ -132,7 +132,7 @@ def test_task_means_model_in_files_and_words(tmp_path: Path) -> None:
         cli("--config=config.yaml", run=False)
 
 
-def test_links_defaults_and_arguments_of_ones_own() -> None:
+def test_links_defaults_and_user_defined_arguments() -> None:
     class Linked(CLI):
         def add_arguments_to_parser(self, parser: Any) -> None:
             parser.link_arguments("data.batch_size", "model.batch_size")
@@ -194,7 +194,7 @@ def test_an_optimizer_of_the_task_does_not_inherit_the_arguments_of_the_default(
     assert cli("fit", model=OwnOptimizer).trainer.optimizers[0].param_groups[0]["lr"] == 0.5
 
 
-def test_a_model_that_the_configuration_names() -> None:
+def test_the_configuration_selects_the_class_of_the_model() -> None:
     made = cli(f"--model={__name__}.OwnOptimizer", "--model.width=3", model=Net, subclass_mode_model=True, run=False)
     assert type(made.model) is OwnOptimizer
     assert cli(f"--model={__name__}.Net", "--model.lr=0.5", model=None, data=None, run=False).model.lr == 0.5
@@ -202,7 +202,7 @@ def test_a_model_that_the_configuration_names() -> None:
         cli(model=None, data=None, run=False)
 
 
-def test_hooks_around_a_stage_and_a_stage_of_ones_own() -> None:
+def test_stages_have_hooks_and_can_be_overridden() -> None:
     calls = []
 
     class Hooked(CLI):
@@ -250,7 +250,7 @@ def test_the_users_own_file_is_kept_and_saving_can_be_extended_or_left_out(tmp_p
     assert not (tmp_path / "other/config.yaml").exists()
 
 
-def test_seeds() -> None:
+def test_the_seed_is_read_from_the_command_line() -> None:
     weight = cli("--seed_everything=7", run=False).model.layer.weight
     assert cli("--seed_everything=7", run=False).model.layer.weight.equal(weight)
     assert isinstance(cli(run=False).config.seed_everything, int)
@@ -276,7 +276,7 @@ def test_arguments_may_be_a_mapping() -> None:
     assert made.model.lr == 0.25
 
 
-def test_configuration_before_the_stage_is_below_its_name(tmp_path: Path) -> None:
+def test_configuration_before_the_stage_has_one_section_per_stage(tmp_path: Path) -> None:
     (tmp_path / "all.yaml").write_text("fit: {model: {lr: 0.5}, optimizer: SGD}\ntest: {model: {lr: 0.75}}\n")
     assert cli("--config=all.yaml", "fit").model.lr == 0.5
     assert cli("--config", "all.yaml", "test").model.lr == 0.75
@@ -312,7 +312,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.exhaustive
-def test_a_script_runs_on_one_process_and_on_two(tmp_path: Path) -> None:
+def test_a_script_runs_on_two_processes(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}

@@ -1,4 +1,4 @@
-"""A wrong value, class or key of a configuration is one line; an error in a user's constructor is the user's own."""
+"""Error messages for wrong configurations and command lines."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ LR = "task.lrr: mistaken.Task has no argument 'lrr'. Did you mean 'lr'?"
         ("tsk.lr=3", "unrecognized arguments: --tsk.lr=3 Did you mean 'task.lr'?"),
     ],
 )
-def test_a_mistake_is_the_key_the_nearest_key_and_the_type(
+def test_a_mistake_is_an_error_with_the_key_and_the_expected_type(
     words: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fit", "--config", "config.yaml", *words.split()]) == 2
@@ -104,7 +104,7 @@ def test_a_mistake_is_the_key_the_nearest_key_and_the_type(
         ),
     ],
 )
-def test_a_mistake_in_a_file_reads_the_same(
+def test_a_mistake_in_a_file_has_the_same_message(
     project: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (project / "more.yaml").write_text(text)
@@ -113,7 +113,7 @@ def test_a_mistake_in_a_file_reads_the_same(
 
 
 @pytest.mark.usefixtures("project")
-def test_an_error_of_a_constructor_is_raised_as_it_is_with_its_cause() -> None:
+def test_an_error_in_a_constructor_is_raised_unchanged() -> None:
     with pytest.raises(TypeError, match=r"^no batches of 8$") as caught:
         main(["fit", "--config", "config.yaml"])
     assert isinstance(caught.value.__cause__, KeyError)
@@ -135,7 +135,7 @@ def test_the_traceback_of_a_constructor_is_what_the_command_prints(project: Path
     assert "jsonargparse" not in done.stderr
 
 
-def test_a_text_that_is_not_understood_is_passed_on() -> None:
+def test_an_unknown_message_is_unchanged() -> None:
     assert explain("something else went wrong") == "something else went wrong"
 
 
@@ -164,7 +164,7 @@ def one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ],
     ids=["lists", "mappings", "loop", "loop of a list", "shared", "not UTF-8", "no date", "digits", "long"],
 )
-def test_a_configuration_that_cannot_be_read_is_one_line(
+def test_an_unreadable_configuration_is_an_error_of_one_line(
     text: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "c.yaml").write_bytes(text)
@@ -172,12 +172,14 @@ def test_a_configuration_that_cannot_be_read_is_one_line(
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="there is no /dev/zero")
-def test_a_device_is_not_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_must_be_a_regular_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in ("/dev/zero", str(tmp_path)):
         assert "is not a file" in one_line(["fit", "--config", path], capsys)
 
 
-def test_a_new_project_in_a_loop_of_links_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_project_in_an_impossible_folder_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").write_text("x")
     for path in (

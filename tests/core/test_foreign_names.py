@@ -1,4 +1,4 @@
-"""Names and objects of Lightning and Accelerate: the error says whose they are, and what to write instead."""
+"""Errors for names and objects of Lightning and Accelerate."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fit(task: Any, *loaders: Any, **arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("made", [Net, OldNet])
-def test_a_lightning_module_is_named_with_the_line_and_the_file_to_change(made: type) -> None:
+def test_a_lightning_module_is_an_error_with_the_import_to_change(made: type) -> None:
     with pytest.raises(ConfigurationError) as caught:
         fit(made(), regression_loader(2))
     assert str(caught.value) == (
@@ -89,13 +89,13 @@ def test_a_lightning_module_is_named_with_the_line_and_the_file_to_change(made: 
         ),
     ],
 )
-def test_every_kind_of_object_says_which_line_to_change(use: Any, change: str) -> None:
+def test_objects_of_lightning_are_errors_with_the_import_to_change(use: Any, change: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         use()
     assert "of Lightning, not of Trainwright. Change " + change in str(caught.value)
 
 
-def test_what_is_not_here_says_what_to_do_instead() -> None:
+def test_a_class_of_lightning_without_a_counterpart_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="Checkpoint of Lightning is not here: sub-class"):
         fit(RegressionTask(), callbacks=[Saver()])
 
@@ -114,7 +114,7 @@ def test_what_is_not_here_says_what_to_do_instead() -> None:
         ("trainwright.callbacks", "EarlyStoping", "Did you mean 'EarlyStopping'?"),
     ],
 )
-def test_a_missing_name_is_answered_by_attribute_and_by_import(module: str, name: str, says: str) -> None:
+def test_a_missing_name_is_an_error_with_its_replacement(module: str, name: str, says: str) -> None:
     with pytest.raises(AttributeError) as by_attribute:
         getattr(importlib.import_module(module), name)
     assert says in str(by_attribute.value)
@@ -123,7 +123,7 @@ def test_a_missing_name_is_answered_by_attribute_and_by_import(module: str, name
     assert says in str(by_import.value)
 
 
-def test_a_missing_name_can_still_be_asked_for() -> None:
+def test_hasattr_is_false_for_a_missing_name() -> None:
     assert not hasattr(trainwright, "LightningModule")
     assert getattr(trainwright.callbacks, "Checkpoint", None) is None
 
@@ -134,20 +134,20 @@ def own(path: str) -> Any:
 
 
 @pytest.mark.parametrize("path", sorted({path for names in RENAMED.values() for path in names.values()}))
-def test_every_name_that_the_table_promises_is_public_here(path: str) -> None:
+def test_every_replacement_name_is_public(path: str) -> None:
     module, _, name = path.rpartition(".")
     assert own(path) is not None
     assert name in importlib.import_module(module).__all__
 
 
-def test_nothing_that_is_here_is_said_not_to_be_here() -> None:
+def test_no_public_name_is_listed_as_missing() -> None:
     homes = [importlib.import_module(home) for home in ("trainwright", "trainwright.callbacks", "trainwright.loggers")]
     public = {name for home in homes for name in home.__all__}
     stale = {name for names in ANSWERS.values() for name in names if name in public}
     assert stale == set(), "delete them from trainwright/core/foreign_names.py"
 
 
-def test_the_table_knows_each_name_once() -> None:
+def test_the_table_lists_each_name_once() -> None:
     for library, names in ANSWERS.items():
         assert not set(names) & set(RENAMED[library])
     parts = ("", ".accelerator", ".callbacks", ".cli", ".loggers", ".profilers", ".strategies", ".utilities")
@@ -157,7 +157,7 @@ def test_the_table_knows_each_name_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.requires("lightning", reason="hands its own objects over")
-def test_lightnings_own_objects_are_told(tmp_path: Path) -> None:
+def test_objects_of_the_installed_lightning_are_errors(tmp_path: Path) -> None:
     script = tmp_path / "mixed.py"
     script.write_text(
         "import lightning as L\nfrom lightning.pytorch.callbacks import EarlyStopping\n"

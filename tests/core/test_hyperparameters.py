@@ -246,7 +246,7 @@ KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_what_a_checkpoint_can_hold_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_hyperparameters_of_supported_types_are_loaded_unchanged(tmp_path: Path) -> None:
     path = _saved(Keeping(**KINDS), tmp_path)
     found = Keeping.load_from_checkpoint(path).hparams
     assert found == KINDS
@@ -254,7 +254,7 @@ def test_what_a_checkpoint_can_hold_comes_back_as_it_was(tmp_path: Path) -> None
     assert found["nested"]["list"][0] is Colour.BLUE
 
 
-def test_what_it_cannot_hold_is_left_out_with_a_warning_and_can_still_be_read(tmp_path: Path) -> None:
+def test_unsupported_hyperparameters_are_skipped_with_a_warning(tmp_path: Path) -> None:
     loss_fn = nn.MSELoss()
     with pytest.warns(
         TrainwrightWarning, match=r"loss_fn is a MSELoss; make is a .*function.*ignore=\['loss_fn', 'make'\]"
@@ -272,7 +272,7 @@ def test_what_it_cannot_hold_is_left_out_with_a_warning_and_can_still_be_read(tm
         assert Needing.load_from_checkpoint(path, loss_fn=nn.L1Loss()).hparams.width == 3
 
 
-def test_what_is_assigned_later_and_cannot_be_kept_is_said_once_when_a_checkpoint_is_written(tmp_path: Path) -> None:
+def test_unsupported_hyperparameters_assigned_later_are_a_warning_when_saved(tmp_path: Path) -> None:
     task = Keeping(a=1)
     task.hparams.late = print
     with pytest.warns(TrainwrightWarning, match=r"hparams: late is a .*; the checkpoint is written without it") as told:
@@ -296,7 +296,7 @@ def test_an_enumeration_that_is_not_imported_has_to_be_given(tmp_path: Path, mon
     assert Wanting.load_from_checkpoint(path, colour=Level.LOW).hparams.colour is Level.LOW
 
 
-def test_ignored_ones_can_be_forgotten_later() -> None:
+def test_hyperparameters_can_be_removed_later() -> None:
     task = Keeping(a=1, b=2)
     task.remove_ignored_hparams(["b"])
     assert (task.hparams, task.hparams_initial) == ({"a": 1}, {"a": 1})

@@ -189,7 +189,7 @@ def test_this_is_no_notebook() -> None:
     assert not in_notebook()
 
 
-def test_a_missing_address_is_an_error_that_names_the_variable() -> None:
+def test_a_missing_master_addr_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="the variable MASTER_ADDR is not set"):
         check_address(detect("auto", {"RANK": "0", "WORLD_SIZE": "2"}))
     check_address(detect("auto", {"RANK": "0", "WORLD_SIZE": "1"}))
@@ -200,7 +200,7 @@ def test_a_missing_address_is_an_error_that_names_the_variable() -> None:
         check_address(detect("auto", {**place, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}))
 
 
-def test_the_trainer_says_so_before_it_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_checks_the_address_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
@@ -209,7 +209,7 @@ def test_the_trainer_says_so_before_it_does_anything(monkeypatch: pytest.MonkeyP
         PartialState(cpu=True)
 
 
-def test_processes_that_the_trainer_has_started_are_announced_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_started_by_the_trainer_are_described_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     topology = Topology("torchrun", rank=0, world_size=2)
     assert "launcher torchrun" in describe(topology)
     monkeypatch.setenv(STARTED_BY_TRAINER, "x")

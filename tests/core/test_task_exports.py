@@ -1,4 +1,4 @@
-"""Names of Lightning's LightningModule that a task has, or that say what serves instead."""
+"""Export of a task, and names of Lightning's LightningModule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.core import exports
 from trainwright.core.errors import ConfigurationError, TaskError
 
 
-def test_what_does_not_exist_says_what_serves_instead() -> None:
+def test_missing_names_of_a_task_are_errors_with_a_replacement() -> None:
     task = RegressionTask()
     for call, words in (
         (lambda: task.to_tensorrt("x.ts"), r"torch_tensorrt\.compile"),
@@ -80,7 +80,7 @@ def test_a_task_is_exported_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch, 
     assert [part.training for part in task.net] == [True, False, True, True]
 
 
-def test_a_trainer_can_be_set_and_taken_away() -> None:
+def test_the_trainer_of_a_task_can_be_set_and_removed() -> None:
     task, trainer = RegressionTask(), quiet_trainer()
     task.trainer = trainer
     assert task.trainer is trainer
@@ -90,7 +90,7 @@ def test_a_trainer_can_be_set_and_taken_away() -> None:
     assert not task.on_gpu
 
 
-def test_optimizers_can_be_had_unwrapped() -> None:
+def test_optimizers_are_available_unwrapped() -> None:
     class Manual(RegressionTask):
         automatic_optimization = False
 

@@ -403,18 +403,20 @@ def test_a_missing_package_is_named_with_its_install_line_at_the_start(
 @pytest.mark.parametrize("make", [CSVLogger, JSONLinesLogger, TensorBoardLogger])
 @pytest.mark.parametrize("value", ["../../up", "..", "a/../../b", "/etc/x", "a\0b", "..\\up"])
 @pytest.mark.parametrize("argument", ["name", "version"])
-def test_a_logger_does_not_write_outside_of_its_folder(make: Any, argument: str, value: str, tmp_path: Path) -> None:
+def test_name_and_version_must_be_inside_the_folder_of_the_logger(
+    make: Any, argument: str, value: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigurationError, match=f"{argument}=.* points outside of the logger's folder"):
         make(tmp_path / "logs", **{argument: value})
     assert not os.listdir(tmp_path)
 
 
-def test_a_loggers_event_folder_stays_below_its_own(tmp_path: Path) -> None:
+def test_sub_dir_must_be_inside_the_folder_of_the_logger(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="sub_dir"):
         TensorBoardLogger(tmp_path, sub_dir="../../up")
 
 
-def test_a_logger_may_have_folders_of_several_steps(tmp_path: Path) -> None:
+def test_name_and_version_of_a_logger_may_contain_slashes(tmp_path: Path) -> None:
     assert CSVLogger(tmp_path, name="group/experiment", version="seed/1").log_dir == str(
         tmp_path / "group/experiment/seed/1"
     )

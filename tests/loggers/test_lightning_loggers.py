@@ -1,4 +1,4 @@
-"""Loggers start when they are used first, and one that was written for Lightning works as it is."""
+"""Loggers before a fit, and loggers written for Lightning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = [CSVLogger, JSONLinesLogger, TensorBoardLogger]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_logger_is_used_before_a_fit_and_the_fit_goes_on_in_its_folder(kind: Any, tmp_path: Path) -> None:
+def test_a_fit_continues_in_the_folder_of_a_logger_that_was_used_before(kind: Any, tmp_path: Path) -> None:
     logger = kind(tmp_path, name="runs")
     logger.log_hyperparams(Namespace(lr=0.1))
     logger.log_metrics({"before": 1.0}, 0)
@@ -34,14 +34,14 @@ def test_a_logger_is_used_before_a_fit_and_the_fit_goes_on_in_its_folder(kind: A
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["version", "log_dir"])
-def test_where_it_writes_is_known_before_a_fit(kind: Any, name: str, tmp_path: Path) -> None:
+def test_version_and_log_dir_are_known_before_a_fit(kind: Any, name: str, tmp_path: Path) -> None:
     logger = kind(tmp_path)
     assert getattr(logger, name) is not None
     assert pickle.loads(pickle.dumps(logger)).version == 0
     assert kind(tmp_path).version == 1  # nobody else gets the same
 
 
-def test_two_loggers_share_the_folder_that_one_of_them_has_begun(tmp_path: Path) -> None:
+def test_two_loggers_share_one_folder(tmp_path: Path) -> None:
     first, second = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
     CSVLogger(tmp_path).log_metrics({"other": 1.0}, 0)
     assert second.version == 1
@@ -97,7 +97,7 @@ class WithHyperparameters(RegressionTask):
         self.save_hyperparameters()
 
 
-def test_a_logger_that_was_written_for_lightning_is_used_as_it_is(tmp_path: Path) -> None:
+def test_a_logger_written_for_lightning_works_unchanged(tmp_path: Path) -> None:
     logger = OfLightning()
     logger.log_metrics({"early": 1.0}, 0)
     trainer = quiet_trainer(
@@ -112,7 +112,7 @@ def test_a_logger_that_was_written_for_lightning_is_used_as_it_is(tmp_path: Path
     assert (logger.group_separator, logger.save_dir, logger.root_dir) == ("/", None, None)
 
 
-def test_lightnings_words_for_flushing_and_closing(tmp_path: Path) -> None:
+def test_save_and_finalize_flush_and_close_a_logger(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     logger.log_metrics({"a": 1.0}, 0)
     logger.save()
@@ -126,7 +126,7 @@ def test_lightnings_words_for_flushing_and_closing(tmp_path: Path) -> None:
     board.finalize("success")
 
 
-def test_weights_and_biases_opens_no_second_run_after_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_opens_no_second_run_after_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
     class Run:

@@ -185,9 +185,7 @@ def test_the_experiment_is_the_writer(tmp_path: Path) -> None:
     logger.finish("success")
 
 
-def test_the_logger_that_own_loops_are_sent_to_logs_without_a_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_logger_works_without_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     logger = TensorBoardLogger()
     logger.log_metrics({"loss": 1.0}, 0)

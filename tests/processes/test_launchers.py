@@ -363,7 +363,7 @@ def _left_over(folder: Path, name: str, *, age_s: float) -> Path:
 
 
 @pytest.mark.usefixtures("own_temporary_folder")
-def test_the_next_start_removes_what_nobody_holds(tmp_path: Path) -> None:
+def test_old_folders_without_an_owner_are_removed(tmp_path: Path) -> None:
     left = _left_over(tmp_path, "trainwright-work-abc", age_s=3600)
     used = _left_over(tmp_path, "trainwright-work-def", age_s=3600)
     young = _left_over(tmp_path, "trainwright-work-ghi", age_s=0)
@@ -378,7 +378,7 @@ def test_the_next_start_removes_what_nobody_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_temporary_folder")
-def test_a_start_begins_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_processes_removes_abandoned_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = _left_over(tmp_path, "trainwright-work-abc", age_s=3600)
 
     def start(self: object, *_: object) -> None:
@@ -392,7 +392,9 @@ def test_a_start_begins_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("own_temporary_folder")
-def test_a_process_whose_parent_was_killed_removes_it_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_parent_was_killed_removes_its_folder_and_exits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work = _left_over(tmp_path, "trainwright-work-abc", age_s=0)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass

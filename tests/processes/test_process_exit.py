@@ -1,4 +1,4 @@
-"""A1: whatever ends a run, its last process has ended within seconds, and nothing of it is left behind."""
+"""All processes of a run exit within seconds, however the run ends."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def temporary() -> Iterator[Path]:
     """Make a run's temporary folder: pytest's own is so deep that no worker's socket fits in it."""
-    with tempfile.TemporaryDirectory(prefix="a01-") as folder:
+    with tempfile.TemporaryDirectory(prefix="run-") as folder:
         yield Path(folder)
 
 
@@ -127,7 +127,7 @@ def check(folder: Path, temporary: Path, code: int, expected: int, text: str, wa
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
-def test_every_process_ends(
+def test_every_process_exits(
     options: dict[str, Any],
     code: int,
     text: str,

@@ -1,4 +1,4 @@
-"""Lightning's arguments are accepted at their defaults; another value of what is not there says what to do."""
+"""Arguments of the Trainer and of its fit, validate, test and predict, under Lightning's names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_all_defaults_are_accepted() -> None:
         ("model_registry", "team/model", "ModelCheckpoint"),
     ],
 )
-def test_what_is_not_there_says_what_to_do(argument: str, value: Any, advice: str) -> None:
+def test_unsupported_arguments_are_errors_with_a_replacement(argument: str, value: Any, advice: str) -> None:
     with pytest.raises(ConfigurationError, match=argument) as caught:
         quiet_trainer(**{argument: value})
     assert advice in str(caught.value)
@@ -55,7 +55,7 @@ class WithHyperparameters(RegressionTask):
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_hyperparameters_are_logged_unless_told_otherwise(tmp_path: Path, wanted: bool) -> None:
+def test_enable_autolog_hparams_controls_logging_of_hyperparameters(tmp_path: Path, wanted: bool) -> None:
     logger = CSVLogger(tmp_path)
     trainer = quiet_trainer(max_steps=1, logger=logger, enable_autolog_hparams=wanted)
     trainer.fit(WithHyperparameters(), regression_loader(4))
@@ -81,13 +81,13 @@ def _call(verb: str, *args: Any, **named: Any) -> Trainer:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("name", ["model", "task"])
-def test_the_task_has_two_names(verb: str, name: str) -> None:
+def test_the_task_is_accepted_as_task_and_as_model(verb: str, name: str) -> None:
     task = RegressionTask()
     assert _call(verb, **{name: task}).task is task
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_task_and_data_are_taken_by_position(verb: str) -> None:
+def test_task_and_data_may_be_positional(verb: str) -> None:
     task = RegressionTask()
     assert _call(verb, task, regression_loader(4)).task is task
 
@@ -98,7 +98,7 @@ def test_two_different_tasks_are_an_error(verb: str) -> None:
         _call(verb, RegressionTask(), model=RegressionTask())
 
 
-def test_a_fit_without_a_task_says_what_to_pass() -> None:
+def test_a_fit_without_a_task_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"fit\(\) needs a task: pass a TaskModule as its first argument"):
         _call("fit")
 
@@ -117,7 +117,7 @@ def test_positional_arguments_come_in_lightnings_order(verb: str) -> None:
 
 
 @pytest.mark.parametrize("cores", [1, 8, "auto"])
-def test_tpu_cores_lead_to_the_accelerator(cores: Any) -> None:
+def test_tpu_cores_is_an_error_that_names_the_accelerator(cores: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
         quiet_trainer(tpu_cores=cores)
     assert "accelerator='tpu'" in str(caught.value)

@@ -1,4 +1,4 @@
-"""An evaluation without a task after a fit takes the best checkpoint, and says so; an explicit None does not."""
+"""Evaluation with the best checkpoint, after a fit and in a new process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_without_a_task_the_best_weights_are_used_and_one_line_says_so(
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 @pytest.mark.parametrize("given", ["ckpt_path", "task"])
-def test_an_explicit_none_or_a_task_keeps_the_present_weights(
+def test_an_explicit_none_or_a_task_keeps_the_current_weights(
     stage: str, given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer, task, last = _fitted(tmp_path)
@@ -68,7 +68,7 @@ def test_an_explicit_none_or_a_task_keeps_the_present_weights(
     assert "weights by" not in capsys.readouterr().out
 
 
-def test_without_a_monitored_checkpoint_the_present_weights_are_used(tmp_path: Path) -> None:
+def test_without_a_monitored_checkpoint_the_current_weights_are_used(tmp_path: Path) -> None:
     trainer, task, last = _fitted(tmp_path, ModelCheckpoint())
     trainer.test(dataloaders=regression_loader(2))
     assert_equal_weights(weights_of(task), last)
@@ -80,7 +80,7 @@ def test_a_fast_development_run_has_no_best_weights(tmp_path: Path) -> None:
     assert_equal_weights(weights_of(task), last)
 
 
-def test_of_several_checkpoint_callbacks_the_first_that_watches_a_metric_counts(tmp_path: Path) -> None:
+def test_the_first_model_checkpoint_with_a_monitor_selects_the_best_weights(tmp_path: Path) -> None:
     plain = ModelCheckpoint(dirpath=tmp_path / "plain")
     watching = ModelCheckpoint(dirpath=tmp_path / "watching", monitor="val_loss")
     trainer, task, _ = _fitted(tmp_path, plain, watching)
@@ -151,7 +151,7 @@ def test_without_a_monitor_the_newest_is_the_best(tmp_path: Path) -> None:
     )
 
 
-def test_the_run_that_wrote_last_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_is_that_of_the_last_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path, ModelCheckpoint(monitor="score"))
     monkeypatch.setattr(f"{__name__}.SCORES", [7.0, 8.0, 9.0])
     second = train(tmp_path, ModelCheckpoint(monitor="score"))
@@ -159,14 +159,14 @@ def test_the_run_that_wrote_last_counts(tmp_path: Path, monkeypatch: pytest.Monk
     assert weights_after(fresh, "test").equal(Scored.load_from_checkpoint(second).net[0].weight)
 
 
-def test_a_folder_without_the_metric_is_an_error_that_names_both(tmp_path: Path) -> None:
+def test_the_best_checkpoint_by_an_unknown_metric_is_an_error(tmp_path: Path) -> None:
     train(tmp_path, ModelCheckpoint(monitor="score"))
     fresh = trainer_with(tmp_path, ModelCheckpoint(monitor="other"))
     with pytest.raises(ConfigurationError, match=r"no checkpoint with the metric 'other' in .*checkpoints.*dirpath"):
         weights_after(fresh, "test")
 
 
-def test_a_trainer_without_a_model_checkpoint_says_what_is_needed(tmp_path: Path) -> None:
+def test_the_best_checkpoint_needs_a_model_checkpoint_callback(tmp_path: Path) -> None:
     train(tmp_path, ModelCheckpoint(monitor="score"))
     fresh = quiet_trainer(default_root_dir=tmp_path)
     with pytest.raises(ConfigurationError, match=r"callbacks=\[ModelCheckpoint\(monitor=…\)\]"):
@@ -225,7 +225,7 @@ data: {class_path: best_project.Data}
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_the_commands_take_best(
+def test_the_commands_accept_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
     import sys

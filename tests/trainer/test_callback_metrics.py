@@ -1,4 +1,4 @@
-"""`callback_metrics` holds every key from the first step that logs it, as floats that answer as tensors do."""
+"""Metrics in `callback_metrics`, and logging from callbacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainwright.core.metric_value import MetricValue
 from trainwright.loggers.metric_slot import HostReads
 
 
-def test_a_metric_answers_as_a_float_and_as_a_tensor() -> None:
+def test_a_metric_value_works_as_a_float_and_as_a_tensor() -> None:
     value = MetricValue(0.25)
     assert isinstance(value, float)
     assert value == value.item() == value.cpu().numpy() == value.detach().cpu().item() == value.clone().tolist() == 0.25
@@ -80,7 +80,7 @@ def _fit(callbacks: Any = None, epochs: int = 1) -> Any:
     return trainer, task
 
 
-def test_every_step_s_value_is_there_and_the_epoch_s_at_its_end() -> None:
+def test_step_values_are_readable_at_every_step_and_epoch_values_at_the_end() -> None:
     reads = _Reads()
     trainer, _ = _fit(reads)
     assert [set(seen) for seen in reads.seen] == [{"both", "both_step", "step"}] * 6
@@ -91,13 +91,13 @@ def test_every_step_s_value_is_there_and_the_epoch_s_at_its_end() -> None:
     assert trainer.callback_metrics["both_epoch"] == reads.at_ends["train"]["both_epoch"]
 
 
-def test_reading_changes_neither_weights_nor_the_numbers() -> None:
+def test_reading_metrics_changes_neither_weights_nor_metrics() -> None:
     (with_reads, first), (without, second) = _fit(_Reads(), 2), _fit(None, 2)
     assert dict(with_reads.callback_metrics) == dict(without.callback_metrics)
     assert_equal_weights(weights_of(first), weights_of(second))
 
 
-def test_who_reads_twice_pays_once_and_who_does_not_look_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_read_from_the_device_once_and_only_if_used(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     read = HostReads.read
 
@@ -121,7 +121,7 @@ def test_who_reads_twice_pays_once_and_who_does_not_look_pays_nothing(monkeypatc
     assert len(reads) == unread + 2
 
 
-def test_who_reads_at_a_safe_point_pays_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_at_a_safe_point_costs_one_host_read(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     read = HostReads.read
     monkeypatch.setattr(HostReads, "read", lambda self: (self._tensors and reads.append(1)) or read(self))
@@ -186,14 +186,14 @@ class Logging(Callback):
         self.log_dict({"a": 1.0, "b": 2.0}, prog_bar=True)
 
 
-def test_what_a_callback_logs_is_a_metric_of_the_run() -> None:
+def test_callbacks_can_log() -> None:
     trainer = quiet_trainer(max_epochs=1, callbacks=Logging())
     trainer.fit(RegressionTask(), regression_loader(4), regression_loader(4))
     assert trainer.callback_metrics["index"] == 3.0
     assert {name: trainer.progress_bar_metrics[name] for name in ("a", "b")} == {"a": 1.0, "b": 2.0}
 
 
-def test_a_callback_without_a_stage_says_when_it_can_log() -> None:
+def test_logging_from_a_callback_outside_a_stage_is_an_error() -> None:
     callback = Logging()
     quiet_trainer(max_steps=1, callbacks=callback).fit(RegressionTask(), regression_loader(4))
     with pytest.raises(TaskError, match=r"Logging\.log works in its hooks while a Trainer runs a stage"):

@@ -323,14 +323,14 @@ class _TwoOptimizers(RegressionTask):
         return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 3)]
 
 
-def test_it_is_said_once_with_the_way_out() -> None:
+def test_several_optimizers_with_automatic_optimization_are_a_warning_once() -> None:
     task = _TwoOptimizers()
     with pytest.warns(UserWarning, match=r"_TwoOptimizers.* returned 2 optimizers.*automatic_optimization = False"):
         quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
     quiet_trainer(max_epochs=1).fit(task, regression_loader(2))  # warnings are errors here
 
 
-def test_one_optimizer_or_a_task_that_steps_them_itself_is_quiet() -> None:
+def test_one_optimizer_or_manual_optimization_is_not_a_warning() -> None:
     class Manual(_TwoOptimizers):
         def __init__(self) -> None:
             super().__init__()

@@ -90,12 +90,12 @@ def _stopped_early() -> tuple[int, int, int]:
     return trainer.global_step, len(record.events), trainer.current_epoch
 
 
-def test_early_stopping_between_two_validations_of_an_epoch_stops_at_the_step_that_asked() -> None:
+def test_early_stopping_within_an_epoch_stops_at_the_step_of_the_request() -> None:
     assert _stopped_early() == (6, 3, 1)
 
 
 @pytest.mark.distributed
-def test_two_ranks_stop_at_the_step_that_asked() -> None:
+def test_two_ranks_stop_at_the_step_of_the_request() -> None:
     assert run_distributed(_stopped_early, 2, init=False) == [(6, 3, 1)] * 2
 
 

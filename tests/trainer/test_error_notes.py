@@ -1,4 +1,4 @@
-"""Errors of torch that a user meets in a run name what to do in a Trainer's words."""
+"""Notes and messages that the Trainer adds to torch's errors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class _OneCycle(RegressionTask):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def test_a_one_cycle_schedule_that_is_too_short_says_where_the_length_is() -> None:
+def test_a_short_one_cycle_schedule_is_an_error_that_names_estimated_stepping_batches() -> None:
     with pytest.raises(ConfigurationError, match=r"OneCycleLR is shorter.*self.trainer.estimated_stepping_batches"):
         quiet_trainer(max_epochs=2).fit(_OneCycle(4), regression_loader(4))
 
 
-def test_one_of_that_length_runs() -> None:
+def test_a_one_cycle_schedule_of_estimated_stepping_batches_runs() -> None:
     quiet_trainer(max_epochs=2).fit(_OneCycle(None), regression_loader(4))
 
 
@@ -61,7 +61,7 @@ def _notes(task: Any, *loaders: Any, **arguments: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 3), (4, 0), (3, 1)])
-def test_wrong_shapes_in_a_step_name_the_user_s_line_and_the_batch(accumulate: int, steps: int) -> None:
+def test_wrong_shapes_in_a_step_name_the_line_and_the_batch(accumulate: int, steps: int) -> None:
     (note,) = _notes(_WrongShape(), regression_loader(8), accumulate_grad_batches=accumulate)
     line = _line_of("the user's line")
     assert f"_WrongShape.training_step, {__file__}:{line}: return" in note
@@ -69,7 +69,7 @@ def test_wrong_shapes_in_a_step_name_the_user_s_line_and_the_batch(accumulate: i
     assert "batch: [float32[1, 4] on cpu, float32[1, 1] on cpu]" in note
 
 
-def test_so_do_those_in_a_validation_and_in_a_step_by_hand() -> None:
+def test_wrong_shapes_in_validation_and_manual_optimization_name_the_line() -> None:
     (note,) = _notes(_WrongShape(), regression_loader(2), regression_loader(2))
     line = _line_of("the user's line in a validation")
     assert f"_WrongShape.validation_step, {__file__}:{line}: self.net" in note
@@ -83,7 +83,7 @@ def test_so_do_those_in_a_validation_and_in_a_step_by_hand() -> None:
     assert "batch_idx 3\n" in note
 
 
-def test_an_error_outside_of_a_step_or_of_ours_gets_no_note() -> None:
+def test_errors_outside_steps_get_no_note() -> None:
     class Fails(Callback):
         def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
             raise ValueError("mine")
@@ -101,7 +101,7 @@ def test_an_error_outside_of_a_step_or_of_ours_gets_no_note() -> None:
     assert not hasattr(said.value, "__notes__")
 
 
-def test_batches_are_described_whatever_they_are() -> None:
+def test_batches_of_any_type_are_described() -> None:
     tensor = torch.zeros(2, 3)
     assert describe({"x": tensor, "y": (1, tensor.long())}) == (
         "{'x': float32[2, 3] on cpu, 'y': (int, int64[2, 3] on cpu)}"
@@ -149,7 +149,7 @@ def _leave_out_and_look() -> int:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_unused_parameters_are_named_with_our_option() -> None:
+def test_unused_parameters_are_an_error_that_names_the_option() -> None:
     for text in run_distributed(_leave_out, 2, init=False):
         assert (
             "_LeavesOut's last step does not depend on some of its parameters: left_out.weight, left_out.bias." in text
@@ -189,7 +189,7 @@ def _own_loop_that_looks() -> int:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_an_own_loop_names_them_too() -> None:
+def test_unused_parameters_are_named_in_a_user_written_loop() -> None:
     for text in run_distributed(_own_loop_that_leaves_out, 2, init=False):
         assert "_Model's last step does not depend on some of its parameters: left_out.weight, left_out.bias." in text
         assert "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]" in text

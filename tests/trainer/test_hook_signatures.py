@@ -1,4 +1,4 @@
-"""Hooks and steps are called with the arguments that they declare; what cannot work is found before a run."""
+"""Names and signatures of hooks and steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _evaluated(kind: str, num_loaders: int, step: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_loaders", [1, 2])
-def test_a_callback_s_batch_hooks_work_without_dataloader_idx(kind: str, num_loaders: int) -> None:
+def test_batch_hooks_of_a_callback_may_omit_dataloader_idx(kind: str, num_loaders: int) -> None:
     seen: list[Any] = []
 
     def start(self: Any, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
@@ -55,7 +55,7 @@ def test_a_callback_s_batch_hooks_work_without_dataloader_idx(kind: str, num_loa
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_loaders", [1, 2])
-def test_a_task_s_batch_hooks_work_without_dataloader_idx(kind: str, num_loaders: int) -> None:
+def test_batch_hooks_of_a_task_may_omit_dataloader_idx(kind: str, num_loaders: int) -> None:
     seen: list[Any] = []
 
     def start(self: Any, batch: Any, batch_idx: int) -> None:
@@ -74,9 +74,7 @@ def test_a_task_s_batch_hooks_work_without_dataloader_idx(kind: str, num_loaders
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_loaders", [1, 2])
-def test_hooks_and_steps_with_any_number_of_arguments_get_the_loader_s_index_with_several_only(
-    kind: str, num_loaders: int
-) -> None:
+def test_variadic_hooks_and_steps_receive_dataloader_idx_with_several_loaders_only(kind: str, num_loaders: int) -> None:
     seen: list[int] = []
 
     def hook(self: Any, *args: Any) -> None:
@@ -94,7 +92,7 @@ def test_hooks_and_steps_with_any_number_of_arguments_get_the_loader_s_index_wit
 
 
 @pytest.mark.parametrize("num_loaders", [1, 2])
-def test_every_form_of_a_step_gets_what_it_declares(num_loaders: int) -> None:
+def test_every_form_of_a_step_receives_its_declared_arguments(num_loaders: int) -> None:
     seen: list[Any] = []
     several = num_loaders > 1
 
@@ -134,7 +132,7 @@ def test_every_form_of_a_step_gets_what_it_declares(num_loaders: int) -> None:
         assert seen[0] == expected
 
 
-def test_a_step_that_is_assigned_on_the_instance_gets_what_it_declares() -> None:
+def test_a_step_assigned_to_the_instance_receives_its_declared_arguments() -> None:
     seen: list[Any] = []
     task = RegressionTask()
     task.test_step = functools.partial(  # type: ignore[method-assign]
@@ -163,7 +161,7 @@ def test_a_training_step_may_take_the_batch_only_or_its_index_by_keyword() -> No
         quiet_trainer(max_epochs=1).fit(task, regression_loader(4))
 
 
-def test_hooks_of_the_transfer_may_leave_the_loader_s_index_out() -> None:
+def test_transfer_hooks_may_omit_dataloader_idx() -> None:
     seen: list[str] = []
 
     class Data(DataModule):
@@ -199,7 +197,7 @@ def _refused(task: TaskModule | None = None, callback: Any = None, **data: Any) 
     return str(error.value)
 
 
-def test_a_callback_whose_hook_takes_too_few_is_refused_with_the_line_to_write() -> None:
+def test_a_callback_hook_with_too_few_arguments_is_an_error_with_the_signature_to_write() -> None:
     class Mine(Callback):
         def on_train_batch_end(self, trainer: Any, task: Any) -> None:  # type: ignore[override]
             pass
@@ -210,7 +208,7 @@ def test_a_callback_whose_hook_takes_too_few_is_refused_with_the_line_to_write()
     assert "def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx)" in text
 
 
-def test_a_callback_whose_hook_wants_more_is_refused() -> None:
+def test_a_callback_hook_with_too_many_arguments_is_an_error() -> None:
     class Mine(Callback):
         def on_train_batch_end(  # type: ignore[override]
             self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int
@@ -220,7 +218,7 @@ def test_a_callback_whose_hook_wants_more_is_refused() -> None:
     assert "def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx)" in _refused(callback=Mine())
 
 
-def test_a_step_whose_keyword_nobody_gives_is_refused() -> None:
+def test_a_step_with_an_unknown_keyword_is_an_error() -> None:
     class Mine(_Untouched):
         def training_step(self, batch: Any, batch_idx: int, *, scale: float) -> torch.Tensor:  # type: ignore[override]
             return self.loss(batch)
@@ -253,7 +251,7 @@ def test_an_older_optimizer_step_is_refused() -> None:
     assert "def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure)" in _refused(Mine())
 
 
-def test_a_data_module_and_a_function_of_a_lambda_callback_are_looked_at_too() -> None:
+def test_signatures_of_data_modules_and_lambda_callbacks_are_checked() -> None:
     class Data(DataModule):
         def setup(self) -> None:  # type: ignore[override]
             pass
@@ -264,13 +262,13 @@ def test_a_data_module_and_a_function_of_a_lambda_callback_are_looked_at_too() -
     )
 
 
-def test_a_hook_that_is_not_a_method_is_refused_with_a_name_to_change() -> None:
+def test_a_hook_that_is_not_a_method_is_an_error() -> None:
     task = _Untouched()
     task.setup = {"rank": 4}  # type: ignore[method-assign, assignment]
     assert "_Untouched.setup is a dict" in _refused(task)
 
 
-def test_steps_of_other_stages_are_the_user_s_own_affair() -> None:
+def test_signatures_are_checked_only_for_the_running_stage() -> None:
     class Mine(RegressionTask):
         def predict_step(self, images: Any, names: Any, least: float, most: float) -> None:  # type: ignore[override]
             pass
@@ -285,7 +283,7 @@ def _task(name: str, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["train_step", "configure_optimizer", "trainning_step", "val_dataloaderss"])
-def test_a_helper_that_resembles_a_hook_is_warned_of_once(name: str) -> None:
+def test_a_method_named_like_a_hook_is_a_warning_once(name: str) -> None:
     task, trainer = _task(name), quiet_trainer(max_epochs=1)
     with pytest.warns(TrainwrightWarning, match=f"Mine.{name} resembles the hook"):
         trainer.fit(task, regression_loader(1))
@@ -293,7 +291,7 @@ def test_a_helper_that_resembles_a_hook_is_warned_of_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["val_step", "compute_loss", "step_size", "predict_class", "_on_train_epoch_ends"])
-def test_other_helpers_are_let_through(name: str) -> None:
+def test_other_methods_are_not_checked(name: str) -> None:
     quiet_trainer(max_epochs=1).fit(_task(name), regression_loader(1))
 
 
@@ -306,7 +304,7 @@ def test_other_helpers_are_let_through(name: str) -> None:
         ("predict_stap", "predict_step"),
     ],
 )
-def test_one_edit_away_from_a_hook_that_is_missing_is_an_error(wrong: str, right: str) -> None:
+def test_a_misspelt_hook_is_an_error(wrong: str, right: str) -> None:
     with pytest.raises(ConfigurationError, match=f"Mine.{wrong} is never called: the hook is named '{right}'"):
         quiet_trainer(max_epochs=1).fit(_task(wrong), regression_loader(1))
 
@@ -321,7 +319,7 @@ def test_one_edit_away_from_a_hook_that_is_missing_is_an_error(wrong: str, right
         ("test_epoch_end", "on_test_epoch_end"),
     ],
 )
-def test_a_removed_hook_is_answered_with_its_replacement(name: str, answer: str) -> None:
+def test_a_removed_hook_is_an_error_with_its_replacement(name: str, answer: str) -> None:
     with pytest.raises(ConfigurationError, match=f"Mine.{name} is never called: it was removed.*{answer}"):
         quiet_trainer(max_epochs=1).fit(_task(name), regression_loader(1))
 
@@ -341,13 +339,13 @@ class _ByProperty(RegressionTask):
 
 @pytest.mark.parametrize("make", [_Recommender, _ByProperty])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_number_of_items_of_the_user_s_own_changes_nothing(make: Any, accumulate: int) -> None:
+def test_a_user_attribute_named_num_items_is_not_a_hook(make: Any, accumulate: int) -> None:
     tasks = [make(), RegressionTask()]
     for task in tasks:
         quiet_trainer(max_epochs=1, accumulate_grad_batches=accumulate).fit(task, regression_loader(4))
     assert_equal_weights(weights_of(tasks[0]), weights_of(tasks[1]))
 
 
-def test_a_number_where_tokens_are_to_be_counted_is_an_error_that_explains() -> None:
+def test_max_tokens_with_an_attribute_named_num_tokens_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"_Recommender.num_tokens is a int"):
         quiet_trainer(max_epochs=1, max_tokens=100).fit(_Recommender(), regression_loader(4))

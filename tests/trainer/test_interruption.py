@@ -222,7 +222,7 @@ class _SignalsAgain(Callback):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_second_signal_while_the_process_leaves_changes_nothing(number: int, tmp_path: Path) -> None:
+def test_a_second_signal_during_the_exit_is_ignored(number: int, tmp_path: Path) -> None:
     trainer = quiet_trainer(max_epochs=2, callbacks=_SignalsAgain(number), default_root_dir=tmp_path)
     with pytest.raises(Preempted) as end:
         trainer.fit(RegressionTask(), regression_loader(4))
@@ -230,7 +230,7 @@ def test_a_second_signal_while_the_process_leaves_changes_nothing(number: int, t
     os.kill(os.getpid(), number)  # and while the interpreter ends
 
 
-def test_after_the_grace_a_signal_does_what_it_did_before(tmp_path: Path) -> None:
+def test_after_the_grace_period_a_signal_reaches_the_earlier_handler(tmp_path: Path) -> None:
     came: list[int] = []
     trainer = quiet_trainer(
         max_epochs=2, callbacks=_SignalsAgain(signal.SIGTERM), default_root_dir=tmp_path, preemption_grace=0.3
@@ -244,7 +244,7 @@ def test_after_the_grace_a_signal_does_what_it_did_before(tmp_path: Path) -> Non
     assert came == [signal.SIGTERM]
 
 
-def test_a_forked_process_dies_of_a_signal_that_the_run_notes(tmp_path: Path) -> None:
+def test_a_signal_ends_a_process_that_the_run_forked(tmp_path: Path) -> None:
     """Whoever has forked it ends it so, and waits for it: the workers of a pool, for example."""
     codes: list[int] = []
 
@@ -277,7 +277,7 @@ class _Interrupted(RegressionTask):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_script_does_not_go_on_with_a_model_that_is_half_trained(tmp_path: Path) -> None:
+def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, save_on_exception=True)
     trainer = quiet_trainer(max_epochs=2, callbacks=saver)
     with pytest.raises(KeyboardInterrupt):
@@ -289,7 +289,7 @@ def test_a_script_does_not_go_on_with_a_model_that_is_half_trained(tmp_path: Pat
         trainer.test(_Interrupted(), regression_loader(8))
 
 
-def test_it_returns_if_asked_to() -> None:
+def test_on_interrupt_return_ends_the_stage_without_an_error() -> None:
     trainer = quiet_trainer(max_epochs=2, on_interrupt="return")
     trainer.fit(_Interrupted(), regression_loader(8))
     assert trainer.interrupted
@@ -297,7 +297,7 @@ def test_it_returns_if_asked_to() -> None:
     assert trainer.interrupted
 
 
-def test_it_returns_to_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_at_a_prompt_ends_the_stage_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     trainer = quiet_trainer(max_epochs=2)
     trainer.fit(_Interrupted(), regression_loader(8))
@@ -307,6 +307,6 @@ def test_it_returns_to_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["stop", True, 1])
-def test_another_word_is_refused(wrong: Any) -> None:
+def test_an_invalid_on_interrupt_is_an_error(wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"on_interrupt=.* Write 'return' or 'raise'"):
         quiet_trainer(on_interrupt=wrong)

@@ -1,4 +1,4 @@
-"""Load hooks run before weights are placed and optimizers are made, and see what Lightning's see."""
+"""Hooks that load checkpoints, and parameter groups added during a fit."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class _LooksAtSave(_Looks):
         checkpoint["own"] = 1
 
 
-def test_a_hook_sees_at_a_save_what_it_sees_at_a_load(tmp_path: Path) -> None:
+def test_save_and_load_hooks_receive_the_same_checkpoint(tmp_path: Path) -> None:
     looks = _LooksAtSave()
     trainer = quiet_trainer(max_steps=3, callbacks=looks)
     trainer.fit(_Scheduled(), regression_loader(8))
@@ -128,7 +128,7 @@ def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
     return {name: values["momentum_buffer"] for name, values in state["state"].items()}
 
 
-def test_a_hook_that_does_not_look_reads_no_optimizer_for_itself(
+def test_optimizer_states_are_read_once_if_a_load_hook_does_not_use_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from trainwright.trainer.checkpoints import load_request
@@ -182,7 +182,7 @@ def test_entries_within_are_read_only_and_weights_may_be_changed(tmp_path: Path)
 
 
 @pytest.mark.parametrize("how", ["resumed", "continued"])
-def test_an_epoch_that_goes_on_in_its_middle_does_not_begin_again(how: str, tmp_path: Path) -> None:
+def test_a_resumed_epoch_does_not_call_its_start_hook_again(how: str, tmp_path: Path) -> None:
     path = _saved(tmp_path)
     record = RecordingCallback("on_train_epoch_start", "on_train_epoch_end")
     if how == "resumed":
@@ -260,13 +260,13 @@ def _runs(folder: Path, strategy: str) -> tuple[dict[str, torch.Tensor], dict[st
     return weights_of(whole), weights_of(resumed)
 
 
-def test_a_run_with_a_group_that_was_added_resumes_exactly(tmp_path: Path) -> None:
+def test_a_run_with_an_added_parameter_group_resumes_exactly(tmp_path: Path) -> None:
     assert_equal_weights(*_runs(tmp_path, "auto"))
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_resume_with_a_group_that_was_added(strategy: str, tmp_path: Path) -> None:
+def test_two_ranks_resume_with_an_added_parameter_group(strategy: str, tmp_path: Path) -> None:
     for whole, resumed in run_distributed(_runs, 2, tmp_path, strategy, init=False, timeout=300):
         torch.testing.assert_close(whole, resumed)
 
@@ -282,13 +282,13 @@ def _added_under(strategy: str) -> str:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
-def test_an_engine_that_cannot_take_a_group_refuses_it_when_it_is_added(strategy: str) -> None:
+def test_adding_a_parameter_group_under_deepspeed_is_an_error(strategy: str) -> None:
     for text in run_distributed(_added_under, 2, strategy, init=False, timeout=300):
         assert "a parameter group was added to _Head's SGD" in text
         assert "in a fit of its own" in text
 
 
-def test_groups_that_nobody_rebuilds_are_an_error(tmp_path: Path) -> None:
+def test_resuming_without_the_added_parameter_group_is_an_error(tmp_path: Path) -> None:
     first = quiet_trainer(max_epochs=2, callbacks=_Unfreeze())
     first.fit(_Head(), regression_loader(8))
     first.save_checkpoint(tmp_path / "saved")
@@ -298,7 +298,7 @@ def test_groups_that_nobody_rebuilds_are_an_error(tmp_path: Path) -> None:
         )
 
 
-def test_callbacks_have_their_states_before_optimizers_have_theirs(tmp_path: Path) -> None:
+def test_callback_states_are_loaded_before_optimizer_states(tmp_path: Path) -> None:
     first = quiet_trainer(max_epochs=2, callbacks=_Unfreeze())
     first.fit(_Head(), regression_loader(8))
     first.save_checkpoint(tmp_path / "saved")

@@ -391,7 +391,7 @@ def test_a_step_called_by_hand_after_a_fit_too() -> None:
     _calls_by_hand(task)
 
 
-def test_each_task_warns_for_itself_and_a_fit_logs_as_ever() -> None:
+def test_each_task_warns_once_and_a_later_fit_logs() -> None:
     first, second = RegressionTask(), RegressionTask()
     _calls_by_hand(first)
     _calls_by_hand(second)

@@ -324,14 +324,14 @@ def _run_stage(stage: str, arguments: dict[str, Any]) -> None:
         ("test", "limit_test_batches"),
     ],
 )
-def test_a_fraction_of_less_than_one_batch_is_an_error(stage: str, argument: str) -> None:
+def test_a_limit_below_one_batch_is_an_error(stage: str, argument: str) -> None:
     with pytest.raises(
         ConfigurationError, match=rf"{argument}=0\.05 of 10 batches is less than one\. Use at least 0\.1"
     ):
         _run_stage(stage, {argument: 0.05})
 
 
-def test_the_least_fraction_that_it_proposes_works_for_every_length() -> None:
+def test_the_suggested_fraction_works_for_every_length() -> None:
     for length in range(1, 400):
         with pytest.raises(ConfigurationError, match="Use at least") as caught:
             resolve_limit(1e-9, length, "limit_train_batches")
@@ -340,5 +340,5 @@ def test_the_least_fraction_that_it_proposes_works_for_every_length() -> None:
 
 
 @pytest.mark.parametrize("none", [0, 0.0])
-def test_zero_still_means_none(none: float) -> None:
+def test_a_limit_of_zero_disables_the_loader(none: float) -> None:
     _run_stage("fit", {"limit_val_batches": none})

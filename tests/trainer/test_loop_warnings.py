@@ -1,4 +1,4 @@
-"""What does not happen as asked is said: steps without a loss, stops that wait, shuffling that is switched off."""
+"""Warnings of the training loop: steps without a loss, delayed stops, disabled shuffling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_training_step_that_always_returns_none_is_a_warning_once() -> None:
     assert len(told) == 1
 
 
-def test_a_long_epoch_is_not_waited_for() -> None:
+def test_missing_losses_are_a_warning_before_a_long_epoch_ends() -> None:
     seen: list[int] = []
 
     def note(event: str, trainer: Any) -> None:
@@ -48,7 +48,7 @@ def _stopping_at(step: int, **arguments: Any) -> Any:
     return trainer
 
 
-def test_a_stop_that_has_to_wait_is_a_warning_once() -> None:
+def test_a_delayed_stop_is_a_warning_once() -> None:
     with pytest.warns(
         TrainwrightWarning, match=r"requested by epoch 0, step 2, but min_epochs=2 and min_steps=9 are not"
     ):
@@ -66,10 +66,10 @@ def test_the_reason_of_the_stop_is_named() -> None:
     assert len(told) == 1
 
 
-def test_a_stop_at_the_end_of_the_last_epoch_that_must_be_waits_for_nothing() -> None:
+def test_a_stop_after_min_epochs_is_not_delayed() -> None:
     assert _stopping_at(4, max_epochs=5, min_epochs=1).current_epoch == 1
 
 
-def test_shuffling_that_overfit_batches_switches_off_is_a_warning() -> None:
+def test_shuffling_disabled_by_overfit_batches_is_a_warning() -> None:
     with pytest.warns(TrainwrightWarning, match=r"overfit_batches=2 .* shuffle=True is switched off"):
         quiet_trainer(max_epochs=1, overfit_batches=2).fit(RegressionTask(), regression_loader(shuffle=True))

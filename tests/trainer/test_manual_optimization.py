@@ -254,7 +254,7 @@ def _fit(body: Callable[..., Any], callback: Any = None, task: Any = None, **arg
     return task
 
 
-def test_the_wrapper_is_an_optimizer_and_the_torch_optimizer_is_there() -> None:
+def test_the_wrapper_is_an_optimizer_with_the_torch_optimizer_inside() -> None:
     def body(task: Any, batch: Any) -> None:
         optimizer, own = task.optimizers(), task.optimizers(use_pl_optimizer=False)
         assert isinstance(optimizer, torch.optim.Optimizer)
@@ -331,7 +331,7 @@ def test_hooks_before_a_step_see_the_gradients_of_its_closure(precision: str) ->
         assert all(seen < scaled for seen, scaled in zip(gradients.seen, own, strict=True))
 
 
-def test_lbfgs_steps_as_in_a_loop_of_one_s_own() -> None:
+def test_lbfgs_equals_a_hand_written_loop() -> None:
     class Lbfgs(_Manual):
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
@@ -361,7 +361,7 @@ def test_lbfgs_steps_as_in_a_loop_of_one_s_own() -> None:
     assert_equal_weights(weights_of(_fit(body, task=Lbfgs(body))), weights_of(reference))
 
 
-def test_toggle_model_lets_only_its_own_parameters_learn_and_puts_them_back() -> None:
+def test_toggle_model_freezes_other_parameters_and_restores_them() -> None:
     class Two(_Manual):
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 3)]
@@ -383,6 +383,6 @@ def test_toggle_model_lets_only_its_own_parameters_learn_and_puts_them_back() ->
     _fit(body, task=Two(body))
 
 
-def test_a_closure_that_is_none_is_an_error() -> None:
+def test_a_closure_that_is_not_callable_is_an_error() -> None:
     with pytest.raises(TaskError, match="closure"):
         _fit(lambda task, batch: task.optimizers().step(task.loss(batch)))

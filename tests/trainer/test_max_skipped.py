@@ -1,4 +1,4 @@
-"""A11: groups are not skipped for ever, a second signal changes no exit code, a missing address is an error at once."""
+"""The bound on consecutive skipped steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Spoilt(RegressionTask):
         return self.loss(batch) * (float("nan") if self.seen - 1 in self.bad else 1.0)
 
 
-def test_a_run_in_which_everything_is_nan_ends() -> None:
+def test_a_run_ends_after_max_skipped_consecutive_steps() -> None:
     task = _Spoilt(range(10**6))
     trainer = quiet_trainer(max_steps=1000, on_nonfinite="skip", max_skipped=6)
     with (
@@ -36,7 +36,7 @@ def test_a_run_in_which_everything_is_nan_ends() -> None:
     assert trainer.global_step == 0
 
 
-def test_what_is_skipped_here_and_there_does_not_add_up() -> None:
+def test_max_skipped_counts_consecutive_steps() -> None:
     class Often(_Spoilt):
         def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
             self.bad = range(self.seen, self.seen + (self.seen % 3 < 2))  # two of three
@@ -48,7 +48,7 @@ def test_what_is_skipped_here_and_there_does_not_add_up() -> None:
     assert trainer.global_step == 6
 
 
-def test_without_a_bound_it_goes_on() -> None:
+def test_max_skipped_none_never_ends_the_run() -> None:
     task = _Spoilt(range(10**6))
     with pytest.warns(TrainwrightWarning, match="it is skipped"):
         quiet_trainer(max_epochs=30, on_nonfinite="skip", max_skipped=None).fit(task, regression_loader(4))
@@ -56,6 +56,6 @@ def test_without_a_bound_it_goes_on() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "many"])
-def test_a_bound_that_is_no_number_is_refused(wrong: Any) -> None:
+def test_an_invalid_max_skipped_is_an_error(wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match="max_skipped"):
         quiet_trainer(max_skipped=wrong)

@@ -1,4 +1,4 @@
-"""P21: Slurm's warning also counts before the fit: the job is requeued, and the process ends with 143."""
+"""Requeueing of Slurm jobs by signals that arrive before a fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def _warn() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def test_between_the_trainer_and_its_fit(requeued: list[list[str]], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_signal_before_the_fit_requeues_the_job(
+    requeued: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
     quiet_trainer(devices="auto", max_epochs=1)
     with pytest.raises(Preempted) as end:
         _warn()
@@ -46,7 +48,7 @@ def test_between_the_trainer_and_its_fit(requeued: list[list[str]], capfd: pytes
     assert "Job 77 is requeued" in capfd.readouterr().err
 
 
-def test_while_data_is_prepared(requeued: list[list[str]]) -> None:
+def test_a_warning_signal_during_prepare_data_requeues_the_job(requeued: list[list[str]]) -> None:
     class Slow(DataModule):
         def prepare_data(self) -> None:
             _warn()
@@ -59,14 +61,14 @@ def test_while_data_is_prepared(requeued: list[list[str]]) -> None:
     assert len(requeued) == 1
 
 
-def test_without_auto_requeue_it_only_ends(requeued: list[list[str]]) -> None:
+def test_without_auto_requeue_the_job_is_not_requeued(requeued: list[list[str]]) -> None:
     quiet_trainer(devices="auto", auto_requeue=False)
     with pytest.raises(Preempted):
         _warn()
     assert requeued == []
 
 
-def test_a_handler_of_the_users_own_and_preemption_grace_none_are_respected(requeued: list[list[str]]) -> None:
+def test_signal_handlers_of_the_user_are_kept(requeued: list[list[str]]) -> None:
     heard: list[int] = []
 
     def own(number: int, frame: FrameType | None) -> None:

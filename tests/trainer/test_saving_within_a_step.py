@@ -217,7 +217,7 @@ def test_a_trainer_can_save_after_ctrl_c_in_a_step(tmp_path: Path) -> None:
     assert_equal_weights(_resume(saved, _Fails(None)), _whole(_Fails(None)))
 
 
-def test_a_checkpoint_of_a_step_boundary_is_not_marked(tmp_path: Path) -> None:
+def test_a_checkpoint_between_two_steps_resumes_without_a_warning(tmp_path: Path) -> None:
     trainer = quiet_trainer(max_steps=3)
     trainer.fit(_Fails(None), regression_loader(_STEPS))
     resumed = quiet_trainer(max_epochs=1)
@@ -258,7 +258,7 @@ def test_manual_optimization_is_saved_before_its_first_optimizer_only(between: b
     assert_equal_weights(_resume(saved, _FailsByHand(None, between=False)), whole)
 
 
-def test_a_loader_that_keeps_its_own_place_is_ahead(tmp_path: Path) -> None:
+def test_saving_within_a_step_of_a_stateful_loader_is_an_error(tmp_path: Path) -> None:
     data = [(torch.full((4,), index / 8), torch.zeros(1)) for index in range(2 * _STEPS)]
 
     class Stream(IterableDataset[Any]):
@@ -282,7 +282,7 @@ def test_a_loader_that_keeps_its_own_place_is_ahead(tmp_path: Path) -> None:
         trainer.save_checkpoint(tmp_path / "mine")
 
 
-def test_a_step_that_is_running_is_still_no_place_to_save(tmp_path: Path) -> None:
+def test_saving_within_a_running_step_is_an_error(tmp_path: Path) -> None:
     class Saves(Callback):
         def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
             trainer.save_checkpoint(tmp_path / "mine")

@@ -1,7 +1,4 @@
-"""S17: a transformer's step through `Trainer.fit` does what a loop by hand does: countable, where seconds are not.
-
-`benchmarks/real_model.py` has the seconds.
-"""
+"""Operations and Python calls of a training step, compared with a hand-written loop."""
 
 from __future__ import annotations
 
@@ -106,15 +103,17 @@ def _per_step(measure: Callable[[Run, int], int], run: Run) -> float:
     return (measure(run, 24) - measure(run, 12)) / 12
 
 
-def test_a_step_carries_out_no_operation_more_than_by_hand() -> None:
+@pytest.mark.slow
+def test_a_step_runs_no_more_operations_than_a_hand_written_loop() -> None:
     assert 0 < _per_step(_operations, _fit) <= _per_step(_operations, _by_hand)
 
 
-def test_a_step_makes_few_calls_of_its_own() -> None:
+def test_a_step_adds_few_python_calls() -> None:
     assert _per_step(_python_calls, _fit) <= _per_step(_python_calls, _by_hand) + _OF_OUR_OWN
 
 
-def test_saves_between_two_steps_carry_out_no_operation_in_them(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_saving_adds_no_operations_to_steps(tmp_path: Path) -> None:
     """Twice as many steps between the same number of saves: what a step does beside a write is what it does alone."""
     folders = itertools.count()
 

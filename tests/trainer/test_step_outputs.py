@@ -1,4 +1,4 @@
-"""What a callback or hook is handed keeps no graph alive, and is a dict for every form that a step may return."""
+"""Outputs of steps as callbacks and hooks receive them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _run(task: _Returns, keeps: _Keeps, **arguments: Any) -> Any:
 
 @pytest.mark.parametrize("automatic", [True, False])
 @pytest.mark.parametrize("form", [_dict, lambda loss, predicted: loss], ids=["dict", "tensor"])
-def test_no_event_hands_over_a_graph(form: Any, automatic: bool) -> None:
+def test_outputs_of_all_events_are_detached(form: Any, automatic: bool) -> None:
     keeps, task = _Keeps(), _Returns(form, automatic)
     predictions = _run(task, keeps)
     assert len(keeps.seen) > 30
@@ -126,7 +126,7 @@ def test_outputs_are_empty_where_a_step_was_skipped_because_its_loss_is_not_fini
     assert [outputs for outputs, *_ in keeps.seen["on_train_batch_end"]] == [{}] * 2
 
 
-def test_a_loss_that_is_changed_in_place_afterwards_does_not_change_what_was_handed_over() -> None:
+def test_outputs_are_not_affected_by_in_place_changes_of_the_loss() -> None:
     kept: list[torch.Tensor] = []
 
     def form(loss: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def test_a_loss_that_is_changed_in_place_afterwards_does_not_change_what_was_han
     quiet_trainer(max_epochs=1, callbacks=Changes()).fit(_Returns(form), regression_loader(2))
 
 
-def test_where_nobody_listens_outputs_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_not_processed_without_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainwright.strategies.steps import step
 
     def fails(output: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What Lightning's Trainer lets code read, by its names and with its values."""
+"""Attributes of Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_state_of_a_new_trainer_and_of_a_failed_one() -> None:
     assert RunningStage.SANITY_CHECKING.value == "sanity_check"
 
 
-def test_copies_of_the_state_are_plain_clocks() -> None:
+def test_copies_of_the_state_are_plain_train_states() -> None:
     trainer = quiet_trainer(max_epochs=1, limit_train_batches=2)
     trainer.fit(RegressionTask(), regression_loader(8))
     for twin in (copy.deepcopy(trainer.state), copy.copy(trainer.state), pickle.loads(pickle.dumps(trainer.state))):
@@ -138,26 +138,26 @@ def test_an_argument_cannot_be_changed_through_its_attribute() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(INTERNALS))
-def test_machinery_that_is_not_there_says_what_takes_its_place(name: str) -> None:
+def test_internals_of_lightning_are_errors_with_a_replacement(name: str) -> None:
     trainer = quiet_trainer()
     assert not hasattr(trainer, name)
     with pytest.raises(AttributeError, match=f"trainer.{name} does not exist here: .+"):
         getattr(trainer, name)
 
 
-def test_a_misspelt_attribute_names_the_nearest() -> None:
+def test_the_error_for_a_misspelt_attribute_names_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"'Trainer' has no attribute 'globl_step'. Did you mean 'global_step'\?"):
         _ = quiet_trainer().globl_step
 
 
-def test_an_error_inside_a_property_keeps_its_own_words() -> None:
+def test_an_error_inside_a_property_keeps_its_message() -> None:
     trainer = quiet_trainer()
     del trainer.run.engine
     with pytest.raises(AttributeError, match="'engine'"):
         _ = trainer.global_rank
 
 
-def test_callbacks_can_be_found_by_their_role() -> None:
+def test_callbacks_are_found_by_type() -> None:
     stop, save = EarlyStopping("val_loss"), ModelCheckpoint()
     trainer = quiet_trainer(callbacks=[stop, save])
     assert (trainer.early_stopping_callbacks, trainer.checkpoint_callbacks) == ([stop], [save])
@@ -185,7 +185,7 @@ def test_the_loss_scaler_is_known_during_a_fit() -> None:
     assert type(found[0]).__name__ == "GradScaler"
 
 
-def test_a_signal_that_came_is_known() -> None:
+def test_received_sigterm_is_true_after_a_signal() -> None:
     trainer = quiet_trainer()
     trainer.run.preemption.signal = signal.SIGTERM
     assert trainer.received_sigterm
@@ -212,7 +212,7 @@ def test_the_logger_can_be_set_between_two_fits(tmp_path: Any) -> None:
         quiet_trainer(max_steps=1, callbacks=Change()).fit(RegressionTask(), regression_loader(8))
 
 
-def test_an_interval_of_time_may_be_a_dict() -> None:
+def test_val_check_interval_may_be_a_dict() -> None:
     trainer = quiet_trainer(val_check_interval={"minutes": 5})
     assert str(trainer.settings.val_check_interval) == "300 seconds"
     assert trainer.val_check_interval == {"minutes": 5}
@@ -220,17 +220,17 @@ def test_an_interval_of_time_may_be_a_dict() -> None:
         quiet_trainer(val_check_interval={"weekss": 5})
 
 
-def test_print_takes_prints_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_accepts_sep_and_end(capsys: pytest.CaptureFixture[str]) -> None:
     quiet_trainer().print("a", "b", sep="-", end="!\n")
     assert capsys.readouterr().out == "a-b!\n"
 
 
-def test_a_seed_need_not_be_given() -> None:
+def test_seed_everything_has_a_default_seed() -> None:
     assert seed_everything() == 0
     assert seed_everything(3, True, verbose=True) == 3
 
 
-def test_storage_options_are_refused_with_a_way_out(tmp_path: Any) -> None:
+def test_storage_options_are_an_error(tmp_path: Any) -> None:
     trainer = quiet_trainer(max_steps=1)
     trainer.fit(RegressionTask(), regression_loader(8))
     assert trainer.save_checkpoint(tmp_path / "a", storage_options=None) == tmp_path / "a"
@@ -238,7 +238,7 @@ def test_storage_options_are_refused_with_a_way_out(tmp_path: Any) -> None:
         trainer.save_checkpoint(tmp_path / "b", storage_options={"anon": True})
 
 
-def test_folders_are_text_and_the_strategy_answers_to_lightnings_names(tmp_path: Path) -> None:
+def test_folders_are_strings_and_the_strategy_has_lightnings_names(tmp_path: Path) -> None:
     seen: list[Any] = []
 
     class Ask(Callback):

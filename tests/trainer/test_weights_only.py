@@ -1,4 +1,4 @@
-"""`weights_only` is Lightning's argument about unpickling and changes nothing; `load_weights_only` starts a new run."""
+"""Lightning's argument `weights_only`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("weights_only", [None, False, True])
-def test_fit_resumes_whatever_weights_only_says(checkpoint: Path, weights_only: bool | None) -> None:
+def test_weights_only_does_not_change_how_a_fit_resumes(checkpoint: Path, weights_only: bool | None) -> None:
     trainer = quiet_trainer(max_steps=3)
     trainer.fit(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=weights_only)
     assert (trainer.global_step, trainer.resumed) == (3, True)
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-def test_evaluations_accept_it(checkpoint: Path, verb: str) -> None:
+def test_evaluations_accept_weights_only(checkpoint: Path, verb: str) -> None:
     trainer = quiet_trainer()
     getattr(trainer, verb)(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=True)
     assert isinstance(RegressionTask.load_from_checkpoint(checkpoint, weights_only=True), RegressionTask)

@@ -1,4 +1,4 @@
-"""A schedule of one's own over DeepSpeed's configured optimizer would move nothing: it is refused."""
+"""Learning-rate schedules over the optimizer of DeepSpeed's configuration."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _fit() -> tuple[str, list[float]]:
 
 
 @pytest.mark.distributed
-def test_with_a_real_engine_it_is_refused_before_a_step_and_the_engines_own_schedule_moves_the_rate() -> None:
+def test_a_schedule_over_dummy_optim_is_an_error_and_dummy_scheduler_works() -> None:
     for text, rates in run_distributed(_fit, 2, init=False, timeout=300):
         assert "LambdaLR was created over its DummyOptim" in text
         assert rates[0] < rates[-1] <= 0.1
@@ -62,7 +62,7 @@ def _take(scheduler: Any) -> None:
     take_schedule(None, None, run, DeepSpeedStrategy(config=config).config.origin)
 
 
-def test_a_real_schedule_of_a_dummy_optimizer_is_refused() -> None:
+def test_a_torch_schedule_over_dummy_optim_is_an_error() -> None:
     dummy = DummyOptim([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     for schedule in (
         torch.optim.lr_scheduler.LambdaLR(dummy, lambda step: 0.5),
@@ -74,7 +74,7 @@ def test_a_real_schedule_of_a_dummy_optimizer_is_refused() -> None:
             _take(schedule)
 
 
-def test_real_schedules_of_real_optimizers_are_taken() -> None:
+def test_a_torch_schedule_over_a_torch_optimizer_is_accepted() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     _take(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5))
     with pytest.raises(ConfigurationError, match="no 'scheduler'"):
