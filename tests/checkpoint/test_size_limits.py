@@ -15,6 +15,7 @@ import torch
 
 from tests.checkpoint.resealing import reseal, resealed
 from tests.checkpoint.snapshots import small_snapshot, write_small
+from tests.checkpoint.test_torch_file import rewritten, tensor_pickle
 from trainwright.bigmodels.weights.stored_weights import read_checkpoint as read_weights
 from trainwright.checkpoint import read_checkpoint, read_safetensors, write_checkpoint
 from trainwright.checkpoint.disk import untrusted
@@ -98,29 +99,11 @@ def test_an_expanded_tensor_is_not_made_large(
     shape: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "x.pt"
-    torch.save({"w": torch.ones(1).expand(1, *([1] * len(shape)))[0]}, path)
-    _set_sizes(path, shape)
+    rewritten(path, tensor_pickle(0, shape, (0,) * len(shape), 1), {"0": bytes(4)})
     assert path.stat().st_size < 2000
     assert main(["checkpoint", "convert", str(path), str(tmp_path / "made")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == ["x.pt"]
-
-
-def _set_sizes(path: Path, shape: tuple[int, ...]) -> None:
-    """Put other sizes into the pickle of one tensor of ones, all with the stride 0."""
-    with zipfile.ZipFile(path) as archive:
-        entries = {name: archive.read(name) for name in archive.namelist()}
-    name = next(name for name in entries if name.endswith("data.pkl"))
-    sizes = b"(" + b"".join(b"\x8a\x09" + size.to_bytes(9, "little") for size in shape) + b"t"
-    strides = b"(" + b"K\x00" * len(shape) + b"t"
-    old = b"(" + b"K\x01" * len(shape) + b"t" if len(shape) > 3 else b"K\x01" * len(shape) + bytes([0x84 + len(shape)])
-    code = entries[name]
-    begin = code.index(b"K\x00" + old) + 2
-    end = code.index(b"\x89", begin)  # requires_grad
-    entries[name] = code[:begin] + sizes + strides + code[end:]
-    with zipfile.ZipFile(path, "w") as archive:
-        for entry, data in entries.items():
-            archive.writestr(entry, data)
 
 
 def test_expanded_tensors_of_ordinary_size_are_read(tmp_path: Path) -> None:

@@ -133,9 +133,6 @@ def _compiled(task: TaskModule) -> nn.Module:
     [
         (lambda: _without("training_step"), r"Task has no training_step. Define training_step\(self"),
         (lambda: _without("configure_optimizers"), r"Task has no configure_optimizers. Define it"),
-        (lambda: _with("on_train_epoch_ends"), r"on_train_epoch_ends is never called: .*'on_train_epoch_end'"),
-        (lambda: _with("on_trian_batch_end"), r"on_trian_batch_end is never called: .*'on_train_batch_end'"),
-        (lambda: _with("training_epoch_end"), r"training_epoch_end is never called: .*on_train_epoch_end"),
         (lambda: torch.nn.Linear(1, 1), r"fit\(\) was given a Linear; it needs a TaskModule"),
         (lambda: nn.DataParallel(RegressionTask()), r"given a wrapped task. Pass the task; devices="),
         (lambda: _compiled(RegressionTask()), r"given a wrapped task. Pass the task; .* compile="),

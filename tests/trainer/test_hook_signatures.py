@@ -37,39 +37,23 @@ def _evaluated(kind: str, num_loaders: int, step: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_loaders", [1, 2])
-def test_batch_hooks_of_a_callback_may_omit_dataloader_idx(kind: str, num_loaders: int) -> None:
+def test_batch_hooks_may_omit_dataloader_idx(kind: str, num_loaders: int) -> None:
     seen: list[Any] = []
-
-    def start(self: Any, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
-        seen.append(("start", batch_idx))
-
-    def end(self: Any, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        seen.append(("end", batch_idx))
-
-    methods = {f"on_{kind}_batch_start": start, f"on_{kind}_batch_end": end}
-    task = RegressionTask()
-    task.predict_step = lambda batch, batch_idx: task.net(batch[0])  # type: ignore[method-assign]
-    _evaluate(kind, task, [type("Mine", (Callback,), methods)()], num_loaders)
-    assert seen == [("start", 0), ("end", 0), ("start", 1), ("end", 1)] * num_loaders
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_loaders", [1, 2])
-def test_batch_hooks_of_a_task_may_omit_dataloader_idx(kind: str, num_loaders: int) -> None:
-    seen: list[Any] = []
-
-    def start(self: Any, batch: Any, batch_idx: int) -> None:
-        seen.append(("start", batch_idx))
-
-    def end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        seen.append(("end", batch_idx))
-
-    def step(self: Any, batch: Any, batch_idx: int) -> int:
-        return batch_idx
-
-    methods = {f"on_{kind}_batch_start": start, f"on_{kind}_batch_end": end, f"{kind}_step": step}
-    _evaluate(kind, type("Mine", (RegressionTask,), methods)(), [], num_loaders)
-    assert seen == [("start", 0), ("end", 0), ("start", 1), ("end", 1)] * num_loaders
+    of_callback = {
+        f"on_{kind}_batch_start": lambda self, trainer, task, batch, batch_idx: seen.append(("start", batch_idx)),
+        f"on_{kind}_batch_end": lambda self, trainer, task, out, batch, batch_idx: seen.append(("end", batch_idx)),
+    }
+    of_task = {
+        f"on_{kind}_batch_start": lambda self, batch, batch_idx: seen.append(("start", batch_idx)),
+        f"on_{kind}_batch_end": lambda self, outputs, batch, batch_idx: seen.append(("end", batch_idx)),
+    }
+    step = {f"{kind}_step": lambda self, batch, batch_idx: batch_idx}
+    expected = [("start", 0), ("end", 0), ("start", 1), ("end", 1)] * num_loaders
+    _evaluate(kind, type("Mine", (RegressionTask,), step)(), [type("Mine", (Callback,), of_callback)()], num_loaders)
+    assert seen == expected
+    seen.clear()
+    _evaluate(kind, type("Mine", (RegressionTask,), {**of_task, **step})(), [], num_loaders)
+    assert seen == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,69 +181,50 @@ def _refused(task: TaskModule | None = None, callback: Any = None, **data: Any) 
     return str(error.value)
 
 
-def test_a_callback_hook_with_too_few_arguments_is_an_error_with_the_signature_to_write() -> None:
-    class Mine(Callback):
-        def on_train_batch_end(self, trainer: Any, task: Any) -> None:  # type: ignore[override]
-            pass
-
-    text = _refused(callback=Mine())
-    assert "Mine.on_train_batch_end declares (trainer, task)" in text
-    assert "is called with (trainer, task, outputs, batch, batch_idx)" in text
-    assert "def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx)" in text
+def _made(base: type, name: str, method: Any) -> Any:
+    return type("Mine", (base,), {name: method})()
 
 
-def test_a_callback_hook_with_too_many_arguments_is_an_error() -> None:
-    class Mine(Callback):
-        def on_train_batch_end(  # type: ignore[override]
-            self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int
-        ) -> None:
-            pass
-
-    assert "def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx)" in _refused(callback=Mine())
-
-
-def test_a_step_with_an_unknown_keyword_is_an_error() -> None:
-    class Mine(_Untouched):
-        def training_step(self, batch: Any, batch_idx: int, *, scale: float) -> torch.Tensor:  # type: ignore[override]
-            return self.loss(batch)
-
-    text = _refused(Mine())
-    assert "Mine.training_step declares (batch, batch_idx, *, scale)" in text
-    assert "def training_step(self, batch, batch_idx)" in text
-
-
-def test_a_step_without_arguments_and_a_setup_without_a_stage_are_refused() -> None:
-    class NoBatch(_Untouched):
-        def training_step(self) -> torch.Tensor:  # type: ignore[override]
-            return torch.zeros(())
-
-    class NoStage(_Untouched):
-        def setup(self) -> None:  # type: ignore[override]
-            pass
-
-    assert "NoBatch.training_step declares ()" in _refused(NoBatch())
-    assert "def setup(self, stage)" in _refused(NoStage())
-
-
-def test_an_older_optimizer_step_is_refused() -> None:
-    class Mine(_Untouched):
-        def optimizer_step(  # type: ignore[override]
-            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_idx: int, optimizer_closure: Any
-        ) -> None:
-            pass
-
-    assert "def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure)" in _refused(Mine())
-
-
-def test_signatures_of_data_modules_and_lambda_callbacks_are_checked() -> None:
-    class Data(DataModule):
-        def setup(self) -> None:  # type: ignore[override]
-            pass
-
-    assert "Data.setup declares ()" in _refused(datamodule=Data())
-    assert "LambdaCallback.on_fit_start declares (trainer)" in _refused(
-        callback=LambdaCallback(on_fit_start=lambda trainer: None)
-    )
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        (
+            {"callback": _made(Callback, "on_train_batch_end", lambda self, trainer, task: None)},
+            [
+                "Mine.on_train_batch_end declares (trainer, task)",
+                "is called with (trainer, task, outputs, batch, batch_idx)",
+                "def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx)",
+            ],
+        ),
+        (
+            {"callback": _made(Callback, "on_train_batch_end", lambda self, a, b, c, d, e, dataloader_idx: None)},
+            ["def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx)"],
+        ),
+        (
+            {"task": _made(_Untouched, "training_step", lambda self, batch, batch_idx, *, scale: None)},
+            [
+                "Mine.training_step declares (batch, batch_idx, *, scale)",
+                "def training_step(self, batch, batch_idx)",
+            ],
+        ),
+        ({"task": _made(_Untouched, "training_step", lambda self: None)}, ["Mine.training_step declares ()"]),
+        ({"task": _made(_Untouched, "setup", lambda self: None)}, ["def setup(self, stage)"]),
+        (
+            {"task": _made(_Untouched, "optimizer_step", lambda self, epoch, idx, optimizer, optimizer_idx, f: None)},
+            ["def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure)"],
+        ),
+        ({"datamodule": _made(DataModule, "setup", lambda self: None)}, ["Mine.setup declares ()"]),
+        (
+            {"callback": LambdaCallback(on_fit_start=lambda trainer: None)},
+            ["LambdaCallback.on_fit_start declares (trainer)"],
+        ),
+    ],
+)
+def test_a_hook_that_cannot_be_called_is_an_error_with_the_signature_to_write(
+    given: dict[str, Any], texts: list[str]
+) -> None:
+    refused = _refused(**given)
+    assert all(text in refused for text in texts), refused
 
 
 def test_a_hook_that_is_not_a_method_is_an_error() -> None:

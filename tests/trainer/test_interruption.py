@@ -87,6 +87,14 @@ def _divide_by_zero() -> float:
     return 1 / 0
 
 
+class _InterruptedTwice(_FailsAt):
+    """Also fails in its second test batch."""
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.fail()
+
+
 @pytest.mark.parametrize("how", [_interrupt, _press_ctrl_c])
 def test_ctrl_c_ends_the_fit_quietly_and_everyone_hears_of_it(how: Any) -> None:
     first, second, logger = _Hears(), _HearsToo(), _Ends()
@@ -264,46 +272,35 @@ def test_a_signal_ends_a_process_that_the_run_forked(tmp_path: Path) -> None:
     assert codes == [-signal.SIGTERM]
 
 
-class _Interrupted(RegressionTask):
-    """Ctrl-C comes in its fourth step, and in its second evaluation batch."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 3:
-            signal.raise_signal(signal.SIGINT)
-        return self.loss(batch)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        if batch_idx == 1:
-            signal.raise_signal(signal.SIGINT)
-
-
 def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, save_on_exception=True)
     trainer = quiet_trainer(max_epochs=2, callbacks=saver)
     with pytest.raises(KeyboardInterrupt):
-        trainer.fit(_Interrupted(), regression_loader(8))
+        trainer.fit(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
     assert trainer.interrupted
     (saved,) = tmp_path.glob("*step=3*")  # it was written before
     assert verify(saved) == []
     with pytest.raises(KeyboardInterrupt):
-        trainer.test(_Interrupted(), regression_loader(8))
+        trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
 
 
 def test_on_interrupt_return_ends_the_stage_without_an_error() -> None:
     trainer = quiet_trainer(max_epochs=2, on_interrupt="return")
-    trainer.fit(_Interrupted(), regression_loader(8))
+    trainer.fit(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
     assert trainer.interrupted
-    assert trainer.test(_Interrupted(), regression_loader(8)) == []
+    assert trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8)) == []
     assert trainer.interrupted
 
 
 def test_ctrl_c_at_a_prompt_ends_the_stage_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(_Interrupted(), regression_loader(8))
+    trainer.fit(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
     assert trainer.interrupted
     with pytest.raises(KeyboardInterrupt):
-        quiet_trainer(max_epochs=2, on_interrupt="raise").fit(_Interrupted(), regression_loader(8))
+        quiet_trainer(max_epochs=2, on_interrupt="raise").fit(
+            _InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8)
+        )
 
 
 @pytest.mark.parametrize("wrong", ["stop", True, 1])
