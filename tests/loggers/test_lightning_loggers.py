@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import ModelCheckpoint
-from trainwright.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger, WandbLogger
+from trainwright.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from trainwright.utilities import rank_zero_only
 
 KINDS = [CSVLogger, JSONLinesLogger, TensorBoardLogger]
@@ -124,49 +124,3 @@ def test_save_and_finalize_flush_and_close_a_logger(tmp_path: Path) -> None:
     board.log_hyperparams({"lr": 0.1})
     assert board.hparams == {"lr": 0.1}
     board.finalize("success")
-
-
-def test_wandb_opens_no_second_run_after_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    class Run:
-        id, project, resumed = "r1", "p", False
-
-        def __init__(self) -> None:
-            made.append(self)
-            self.logged: list[Any] = []
-
-        def define_metric(self, *args: Any, **options: Any) -> None: ...
-
-        def log(self, values: Any) -> None:
-            self.logged.append(values)
-
-        def finish(self, exit_code: int) -> None: ...
-
-    class Wandb:
-        run = None
-        Settings = dict
-
-        @staticmethod
-        def init(**options: Any) -> Run:
-            return Run()
-
-        @staticmethod
-        def Table(**options: Any) -> Any:  # its name there
-            return options
-
-        @staticmethod
-        def Audio(value: Any, **options: Any) -> Any:  # likewise
-            return value, options
-
-    monkeypatch.setattr("trainwright.loggers.wandb_logger.require_package", lambda *args, **options: Wandb)
-    logger = WandbLogger(dir=tmp_path, checkpoint_name="mine")
-    quiet_trainer(max_steps=1, logger=logger).fit(RegressionTask(), regression_loader(4))
-    assert logger.experiment is made[0]
-    assert len(made) == 1
-    assert logger.save_dir == str(tmp_path)
-    logger.log_table("t", columns=["a"], data=[[1]])
-    logger.log_audio("s", [1, 2], step=3, caption=["x", "y"])
-    assert len(made) == 2  # logging after the end opens the run again
-    assert made[1].logged[0]["t"]["columns"] == ["a"]
-    assert made[1].logged[1] == {"s": [(1, {"caption": "x"}), (2, {"caption": "y"})], "trainer/global_step": 3}

@@ -16,21 +16,25 @@ from trainwright.callbacks import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint
 from trainwright.cli.main import main
 from trainwright.core.errors import ConfigurationError
-from trainwright.trainer.trainer import Trainer
 
 
 class _Task(RegressionTask):
+    worse_by = 0.0
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_loss", float(abs(self.current_epoch - 1)))  # the second epoch is the best
+        self.log("val_loss", abs(self.current_epoch - 1) + self.worse_by)  # the second epoch is the best
 
     def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         return self(batch[0])
 
 
-def _fitted(folder: Path, *savers: Any, **options: Any) -> tuple[Any, _Task, dict[str, torch.Tensor]]:
+def _fitted(
+    folder: Path, *savers: Any, worse_by: float = 0.0, **options: Any
+) -> tuple[Any, _Task, dict[str, torch.Tensor]]:
     savers = savers or (ModelCheckpoint(monitor="val_loss"),)
     trainer = quiet_trainer(max_epochs=3, default_root_dir=folder, callbacks=list(savers), **options)
-    task = _Task()
+    task = _Task(lr=0.02 if worse_by else 0.05)  # another run has other weights
+    task.worse_by = worse_by
     trainer.fit(task, regression_loader(4), regression_loader(2))
     return trainer, task, weights_of(task)
 
@@ -109,68 +113,44 @@ def test_processes_that_the_trainer_starts_take_the_best_weights(tmp_path: Path)
     assert not torch.equal(best["net.0.weight"], last["net.0.weight"])
 
 
-SCORES = [3.0, 1.0, 2.0]
-
-
-class Scored(RegressionTask):
-    """Logs a given score at each validation, and trains so that every epoch's weights differ."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log this epoch's score."""
-        self.log("score", torch.tensor(SCORES[min(self.current_epoch, 2)]))
-
-
-def trainer_with(folder: Path, saver: ModelCheckpoint, **arguments: Any) -> Trainer:
-    return quiet_trainer(default_root_dir=folder, callbacks=[saver], num_sanity_val_steps=0, **arguments)
-
-
-def train(folder: Path, saver: ModelCheckpoint) -> str:
-    trainer = trainer_with(folder, saver, max_epochs=3)
-    trainer.fit(Scored(), regression_loader(4), regression_loader(1))
-    return str(saver.best_model_path)
-
-
-def weights_after(trainer: Trainer, stage: str) -> torch.Tensor:
-    task = Scored()
+def _weights_of_best(folder: Path, saver: ModelCheckpoint | None, stage: str = "test") -> dict[str, torch.Tensor]:
+    """Evaluate `ckpt_path="best"` with a Trainer that has not trained, and return the weights."""
+    task = _Task()
+    trainer = quiet_trainer(default_root_dir=folder, callbacks=[saver] if saver else [])
     getattr(trainer, stage)(task, regression_loader(2), ckpt_path="best")
-    return task.net[0].weight.detach()
+    return weights_of(task)
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_a_new_trainer_finds_the_best_of_the_run(tmp_path: Path, stage: str, mode: str) -> None:
-    best = train(tmp_path, ModelCheckpoint(monitor="score", mode=mode, save_top_k=-1))
-    fresh = trainer_with(tmp_path, ModelCheckpoint(monitor="score", mode=mode))
-    assert weights_after(fresh, stage).equal(Scored.load_from_checkpoint(best).net[0].weight)
+    trainer, _, _ = _fitted(tmp_path, ModelCheckpoint(monitor="val_loss", mode=mode, save_top_k=-1))
+    found = _weights_of_best(tmp_path, ModelCheckpoint(monitor="val_loss", mode=mode), stage)
+    assert_equal_weights(found, _best(trainer.checkpoint_callback))
 
 
 def test_without_a_monitor_the_newest_is_the_best(tmp_path: Path) -> None:
-    best = train(tmp_path, ModelCheckpoint())
-    assert weights_after(trainer_with(tmp_path, ModelCheckpoint()), "test").equal(
-        Scored.load_from_checkpoint(best).net[0].weight
-    )
+    _, _, last = _fitted(tmp_path, ModelCheckpoint())
+    assert_equal_weights(_weights_of_best(tmp_path, ModelCheckpoint()), last)
 
 
-def test_the_best_checkpoint_is_that_of_the_last_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(tmp_path, ModelCheckpoint(monitor="score"))
-    monkeypatch.setattr(f"{__name__}.SCORES", [7.0, 8.0, 9.0])
-    second = train(tmp_path, ModelCheckpoint(monitor="score"))
-    fresh = trainer_with(tmp_path, ModelCheckpoint(monitor="score"))
-    assert weights_after(fresh, "test").equal(Scored.load_from_checkpoint(second).net[0].weight)
+def test_the_best_checkpoint_is_that_of_the_last_run(tmp_path: Path) -> None:
+    _fitted(tmp_path)
+    second, _, _ = _fitted(tmp_path, worse_by=5.0)
+    found = _weights_of_best(tmp_path, ModelCheckpoint(monitor="val_loss"))
+    assert_equal_weights(found, _best(second.checkpoint_callback))
 
 
 def test_the_best_checkpoint_by_an_unknown_metric_is_an_error(tmp_path: Path) -> None:
-    train(tmp_path, ModelCheckpoint(monitor="score"))
-    fresh = trainer_with(tmp_path, ModelCheckpoint(monitor="other"))
+    _fitted(tmp_path)
     with pytest.raises(ConfigurationError, match=r"no checkpoint with the metric 'other' in .*checkpoints.*dirpath"):
-        weights_after(fresh, "test")
+        _weights_of_best(tmp_path, ModelCheckpoint(monitor="other"))
 
 
 def test_the_best_checkpoint_needs_a_model_checkpoint_callback(tmp_path: Path) -> None:
-    train(tmp_path, ModelCheckpoint(monitor="score"))
-    fresh = quiet_trainer(default_root_dir=tmp_path)
+    _fitted(tmp_path)
     with pytest.raises(ConfigurationError, match=r"callbacks=\[ModelCheckpoint\(monitor=…\)\]"):
-        weights_after(fresh, "test")
+        _weights_of_best(tmp_path, None)
 
 
 PROJECT = """
