@@ -35,26 +35,42 @@ class _Growing(RegressionTask):
         self.resize(checkpoint["hidden"])
 
 
-def _resized(folder: Path, strategy: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _whole_and_resumed(folder: Path, strategy: str, kind: str) -> tuple[dict[str, torch.Tensor], ...]:
+    """Train without and with an interruption, and return the weights of both."""
     options: dict[str, Any] = {"devices": "auto", "strategy": strategy, "default_root_dir": folder}
-    whole = _Growing(16)
-    quiet_trainer(max_epochs=2, **options).fit(whole, regression_loader(16, 2))
-    first = quiet_trainer(max_steps=3, **options)
-    first.fit(_Growing(16), regression_loader(16, 2))
+    grows = kind == "resized layer"
+
+    def fit(task: RegressionTask, ckpt_path: Path | None = None, **length: int) -> Any:
+        trainer = quiet_trainer(callbacks=[] if grows else _Unfreeze(), **length, **options)
+        trainer.fit(task, regression_loader(16, 2), ckpt_path=ckpt_path)
+        return trainer
+
+    whole = _Growing(16) if grows else _Head()
+    fit(whole, max_epochs=3)
+    first = fit(_Growing(16), max_steps=3) if grows else fit(_Head(), max_epochs=2)
     first.save_checkpoint(folder / "saved")
-    resumed = _Growing(2)
-    quiet_trainer(max_epochs=2, **options).fit(resumed, regression_loader(16, 2), ckpt_path=folder / "saved")
+    resumed = _Growing(2) if grows else _Head()
+    fit(resumed, folder / "saved", max_epochs=3)
     return weights_of(whole), weights_of(resumed)
 
 
-def test_a_hook_that_resizes_a_layer_lets_a_run_resume_exactly(tmp_path: Path) -> None:
-    assert_equal_weights(*_resized(tmp_path, "auto"))
+@pytest.mark.parametrize("kind", ["resized layer", "added group"])
+def test_a_hook_that_changes_the_model_or_its_groups_lets_a_run_resume_exactly(kind: str, tmp_path: Path) -> None:
+    assert_equal_weights(*_whole_and_resumed(tmp_path, "auto", kind))
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2"])
-def test_a_hook_that_resizes_a_layer_lets_two_ranks_resume(strategy: str, tmp_path: Path) -> None:
-    for whole, resumed in run_distributed(_resized, 2, tmp_path, strategy, init=False, timeout=300):
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        *(("resized layer", strategy) for strategy in ("ddp", "fsdp", "deepspeed_stage_2")),
+        *(("added group", strategy) for strategy in ("ddp", "fsdp")),
+    ],
+)
+def test_a_hook_that_changes_the_model_or_its_groups_lets_two_ranks_resume(
+    kind: str, strategy: str, tmp_path: Path
+) -> None:
+    for whole, resumed in run_distributed(_whole_and_resumed, 2, tmp_path, strategy, kind, init=False, timeout=300):
         torch.testing.assert_close(whole, resumed)
 
 
@@ -248,29 +264,6 @@ class _Unfreeze(Callback):
         trainer.optimizers[0].add_param_group({"params": list(task.net[0].parameters()), "lr": 0.01})
 
 
-def _runs(folder: Path, strategy: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    options: dict[str, Any] = {"devices": "auto", "strategy": strategy, "default_root_dir": folder}
-    whole = _Head()
-    quiet_trainer(max_epochs=3, callbacks=_Unfreeze(), **options).fit(whole, regression_loader(16, 2))
-    first = quiet_trainer(max_epochs=2, callbacks=_Unfreeze(), **options)
-    first.fit(_Head(), regression_loader(16, 2))
-    first.save_checkpoint(folder / "saved")
-    resumed, trainer = _Head(), quiet_trainer(max_epochs=3, callbacks=_Unfreeze(), **options)
-    trainer.fit(resumed, regression_loader(16, 2), ckpt_path=folder / "saved")
-    return weights_of(whole), weights_of(resumed)
-
-
-def test_a_run_with_an_added_parameter_group_resumes_exactly(tmp_path: Path) -> None:
-    assert_equal_weights(*_runs(tmp_path, "auto"))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_resume_with_an_added_parameter_group(strategy: str, tmp_path: Path) -> None:
-    for whole, resumed in run_distributed(_runs, 2, tmp_path, strategy, init=False, timeout=300):
-        torch.testing.assert_close(whole, resumed)
-
-
 def _added_under(strategy: str) -> str:
     task = _Head()
     with pytest.raises(TaskError) as refused:
@@ -288,20 +281,21 @@ def test_adding_a_parameter_group_under_deepspeed_is_an_error(strategy: str) -> 
         assert "in a fit of its own" in text
 
 
-def test_resuming_without_the_added_parameter_group_is_an_error(tmp_path: Path) -> None:
-    first = quiet_trainer(max_epochs=2, callbacks=_Unfreeze())
-    first.fit(_Head(), regression_loader(8))
-    first.save_checkpoint(tmp_path / "saved")
+@pytest.fixture
+def unfrozen(tmp_path: Path) -> Path:
+    """Return a checkpoint of a run with an added group."""
+    trainer = quiet_trainer(max_epochs=2, callbacks=_Unfreeze())
+    trainer.fit(_Head(), regression_loader(8))
+    return Path(trainer.save_checkpoint(tmp_path / "saved"))
+
+
+def test_resuming_without_the_added_parameter_group_is_an_error(unfrozen: Path) -> None:
+    trainer = quiet_trainer(max_epochs=3, callbacks=_Unfreeze(rebuilds=False))
     with pytest.raises(CheckpointError):
-        quiet_trainer(max_epochs=3, callbacks=_Unfreeze(rebuilds=False)).fit(
-            _Head(), regression_loader(8), ckpt_path=tmp_path / "saved"
-        )
+        trainer.fit(_Head(), regression_loader(8), ckpt_path=unfrozen)
 
 
-def test_callback_states_are_loaded_before_optimizer_states(tmp_path: Path) -> None:
-    first = quiet_trainer(max_epochs=2, callbacks=_Unfreeze())
-    first.fit(_Head(), regression_loader(8))
-    first.save_checkpoint(tmp_path / "saved")
+def test_callback_states_are_loaded_before_optimizer_states(unfrozen: Path) -> None:
     momenta: list[bool] = []
 
     class Looks(_Unfreeze):
@@ -317,5 +311,5 @@ def test_callback_states_are_loaded_before_optimizer_states(tmp_path: Path) -> N
         def on_fit_end(self, trainer: Any, task: Any) -> None:
             momenta.append(bool(trainer.optimizers[0].state))
 
-    quiet_trainer(max_epochs=2, callbacks=Looks()).fit(_Head(), regression_loader(8), ckpt_path=tmp_path / "saved")
+    quiet_trainer(max_epochs=2, callbacks=Looks()).fit(_Head(), regression_loader(8), ckpt_path=unfrozen)
     assert momenta == [False, True]
