@@ -114,6 +114,7 @@ def test_expanded_tensors_of_ordinary_size_are_read(tmp_path: Path) -> None:
     assert model["mask"].shape == (1000, 10)
 
 
+@pytest.mark.slow
 def test_an_inflated_storage_is_bounded(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(30_000_000)}, tmp_path / "plain.pt")
     with (
@@ -194,6 +195,7 @@ def test_a_manifest_is_not_parsed_before_its_seal_fits(size: int, tmp_path: Path
     assert parsed == []
 
 
+@pytest.mark.slow
 def test_a_header_with_too_many_names_is_an_error_before_it_is_parsed(tmp_path: Path, parsed: list[int]) -> None:
     entry = b'{"dtype":"F32","shape":[],"data_offsets":[0,0]}'
     header = b"{" + b",".join(b'"%d":%s' % (number, entry) for number in range(1_000_000)) + b"}"
@@ -214,6 +216,7 @@ def test_writing_more_values_than_can_be_read_is_an_error(tmp_path: Path, monkey
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_files_of_large_runs_are_within_the_limits() -> None:
     # 10,000 ranks with six files each; 140,000 tensors of optimizer state of a mixture of experts, in shards.
     files = {f"optimizer/rank-{rank:05d}.safetensors": {"size": 10**9, "xxh3_128": "0" * 32} for rank in range(60_000)}
