@@ -14,7 +14,7 @@ STAMP_OLDEST := $(VENV_OLDEST)/.installed
 # Two workers, each with one file at a time, so that the tests of a file share their fixtures.
 SUITE := $(BIN)/python tests/helpers/run_suite.py -n 2 --dist loadfile --no-loadscope-reorder
 # Whole programs are among the slow tests: make check does not even import their files.
-PROGRAMS := tests/outside_trials tests/ported tests/requirements
+PROGRAMS := tests/ported tests/requirements
 FAST := -m pytest -q -n 2 -m "not (slow or distributed or exhaustive or torture)" $(PROGRAMS:%=--ignore=%)
 OPERATIONS := $(BIN)/python tests/helpers/compile_deepspeed.py
 

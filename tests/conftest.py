@@ -28,7 +28,7 @@ _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 _THREAD_GRACE_S = 2.0
 _RECURSION_LIMIT = 1000  # Python's default
 _TESTS = Path(__file__).parent
-_WHOLE_PROGRAMS = {"outside_trials", "ported", "requirements"}
+_WHOLE_PROGRAMS = {"ported", "requirements"}
 _LAUNCHER_VARIABLES = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|MASTER_ADDR|MASTER_PORT"
     r"|(SLURM|PMI|PMIX|OMPI|TORCHELASTIC|TRAINWRIGHT|WANDB)_.*)$"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import subprocess
 import sys
@@ -169,13 +168,6 @@ def test_a_model_has_one_set_of_names() -> None:
     within = nn.ModuleDict({"net": net})
     within.load_state_dict(within.state_dict())
     assert list(within.state_dict()) == [name for name, _ in [*within.named_parameters(), *within.named_buffers()]]
-
-
-def test_prepared_optimizers_are_copied_and_pickled() -> None:
-    net = _net()
-    made = Accelerator(cpu=True).prepare(torch.optim.Adam(net.parameters()))
-    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert other.state_dict() == made.state_dict()
 
 
 def test_the_order_of_the_data_is_that_of_the_seed_that_a_script_sets_after_construction() -> None:

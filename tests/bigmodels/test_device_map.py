@@ -18,7 +18,6 @@ from torch import nn
 from tests.bigmodels.models import Block, Buffered, TiedModel, layer, layers
 from trainwright import (
     ConfigurationError,
-    TrainwrightWarning,
     check_device_map,
     clean_device_map,
     explain_device_map,
@@ -27,6 +26,7 @@ from trainwright import (
 )
 from trainwright.bigmodels.maps.device_map import resolve_device_map
 from trainwright.bigmodels.maps.placement import Outline, Placement, is_accelerator, is_fast, outermost, place
+from trainwright.core.errors import TrainwrightWarning
 
 # The placement as a pure function
 
@@ -55,8 +55,14 @@ def _outline(tree: Tree, tied: list[tuple[int, int]]) -> Outline:
 
 
 _TREES = st.recursive(st.integers(0, 60), lambda inner: st.lists(inner, min_size=1, max_size=5), max_leaves=25)
+
+
 _TIES = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3)
+
+
 _BUDGETS = st.tuples(st.lists(st.integers(0, 400), max_size=3), st.none() | st.integers(0, 800))
+
+
 _LAW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -243,13 +249,6 @@ def test_budgets_that_are_used_up_are_an_error() -> None:
         infer_auto_device_map(layers(25, 25), {0: 150, "disk": 0})
 
 
-def test_buffers_that_do_not_fit_beside_offloaded_weights_are_warned_of() -> None:
-    model = nn.Sequential(layer(100), *(nn.BatchNorm1d(40) for _ in range(4)))
-    with pytest.warns(TrainwrightWarning, match="offload_buffers=True"):
-        infer_auto_device_map(model, {0: 1100, "cpu": 5000})
-    infer_auto_device_map(model, {0: 1100, "cpu": 5000}, offload_buffers=True)
-
-
 # Words
 
 
@@ -400,3 +399,23 @@ def test_only_the_tied_layer_of_a_head_is_placed_before_its_turn() -> None:
     head[2].weight = model["embed"].weight
     found = infer_auto_device_map(model, max_memory={"cpu": 256})
     assert found == {"embed": "cpu", "body": "cpu", "head.0": "disk", "head.1": "disk", "head.2": "cpu"}
+
+
+class _BlockWithMask(nn.Module):
+    """A weight of 40,000 bytes and a buffer of 4,000."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(100, 100, device="meta"))
+        self.register_buffer("mask", torch.empty(1000, device="meta"))
+
+
+def test_buffers_that_do_not_fit_beside_the_largest_offloaded_weight_are_a_warning() -> None:
+    model = nn.Sequential(*[_BlockWithMask() for _ in range(5)])
+    # One block is on the device (44,000 bytes). The weights of four are offloaded (40,000 each), 16,000 are buffers.
+    fitting = {"no_split_module_classes": ["_BlockWithMask"], "max_memory": {0: 44_000 + 40_000 + 16_000, "cpu": 10**9}}
+    infer_auto_device_map(model, **fitting)
+    too_small = {**fitting, "max_memory": {0: 44_000 + 40_000 + 15_999, "cpu": 10**9}}
+    with pytest.warns(TrainwrightWarning, match="offload_buffers=True"):
+        infer_auto_device_map(model, **too_small)
+    infer_auto_device_map(model, **too_small, offload_buffers=True)

@@ -353,3 +353,73 @@ def test_layerwise_casting_spares_modules_by_pattern() -> None:
     attach_layerwise_casting_hooks(net, torch.float16, torch.float32, skip_modules_pattern="head")
     assert net["body"].weight.dtype is torch.float16
     assert net["head"].weight.dtype is torch.float32
+
+
+class ReportsGradMode(nn.Module):
+    """Returns whether gradients are recorded in its forward, as a number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return one or zero."""
+        return x * int(torch.is_grad_enabled())
+
+
+class WithoutGradients(ModelHook):
+    """A hook whose class says no."""
+
+    no_grad = True
+
+
+class RecordsAfterForward(ModelHook):
+    """Notes whether gradients are recorded after the forward."""
+
+    def __init__(self) -> None:
+        self.recorded: list[bool] = []
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Note it."""
+        self.recorded.append(torch.is_grad_enabled())
+        return output
+
+
+def _recorded(module: nn.Module) -> bool:
+    found = bool(module(torch.ones(())))
+    assert torch.is_grad_enabled()
+    return found
+
+
+def test_no_grad_can_be_changed_after_the_hook_was_added() -> None:
+    module, hook = ReportsGradMode(), RecordsAfterForward()
+    add_hook_to_module(module, hook)
+    assert _recorded(module)
+    hook.no_grad = True
+    assert not _recorded(module)
+    hook.no_grad = False
+    assert _recorded(module)
+    assert hook.recorded == [True] * 3  # post_forward runs as the caller does
+    hook.no_grad = True
+    other = copy.deepcopy(module)
+    other._hf_hook.no_grad = False  # type: ignore[union-attr]
+    assert (_recorded(module), _recorded(other)) == (False, True)
+    other._hf_hook.no_grad = True  # type: ignore[union-attr]
+    assert not _recorded(other)
+    remove_hook_from_module(module)
+    hook.no_grad = True
+    assert _recorded(module)
+    assert not module._forward_pre_hooks
+    assert not module._forward_hooks
+
+
+def test_no_grad_applies_to_classes_and_sequences_of_hooks() -> None:
+    module, first, second = ReportsGradMode(), ModelHook(), WithoutGradients()
+    assert (ModelHook.no_grad, WithoutGradients.no_grad, first.no_grad, second.no_grad) == (False, True, False, True)
+    add_hook_to_module(module, first)
+    add_hook_to_module(module, second, append=True)
+    assert not _recorded(module)
+    second.no_grad = False
+    assert _recorded(module)
+    first.no_grad = True
+    assert not _recorded(module)
+    sequence = module._hf_hook
+    assert isinstance(sequence, SequentialHook)
+    sequence.no_grad = False
+    assert _recorded(module)

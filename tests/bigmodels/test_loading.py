@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, plain_state, save_sharded, tree_of
+from trainwright import cpu_offload, disk_offload
 from trainwright.bigmodels.dispatch.dispatch import dispatch_model
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from trainwright.bigmodels.dispatch.single_tensors import load_state_dict
@@ -28,6 +29,8 @@ from trainwright.core.errors import CheckpointError, ConfigurationError, Trainwr
 from trainwright.strategies.offload.prefetch import Prefetcher
 
 STATE = plain_state(make_net())
+
+
 EXPECTED = make_net()(TOKENS)
 
 
@@ -196,6 +199,8 @@ def test_missing_and_unexpected_names_are_warned_of_and_returned(tmp_path: Path)
 
 
 Bad = namedtuple("Bad", "state message")
+
+
 BAD = {
     "missing": Bad({n: t for n, t in STATE.items() if n != "embed.weight"}, "embed.weight"),
     "unexpected": Bad(STATE | {"extra": torch.ones(1)}, "extra"),
@@ -367,3 +372,62 @@ def test_weights_that_an_empty_model_lacks_are_told(device_map: Any, tmp_path: P
     with pytest.warns(TrainwrightWarning, match="Missing weights keep their values"):
         load_checkpoint_in_model(second, tmp_path / "rest.safetensors", device_map)
     assert all(torch.equal(value, values[name]) for name, value in second.state_dict().items())
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).eval()
+
+
+@pytest.mark.parametrize("suffix", ["bin", "safetensors"])
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("place", ["disk", "cpu"])
+def test_a_model_loads_and_runs_under_inference_mode(place: str, empty: bool, suffix: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    net, x = _net(), torch.ones(2, 4)
+    wanted = net(x)
+    if suffix == "bin":
+        torch.save(net.state_dict(), tmp_path / "model.bin")
+    else:
+        save_file(net.state_dict(), tmp_path / "model.safetensors")
+    with torch.inference_mode():
+        if empty:
+            with init_empty_weights():
+                model = _net()
+        else:
+            model = _net()
+        device_map: dict[str, Any] = {"0": place, "1": "cpu", "2": place}
+        loaded = load_checkpoint_and_dispatch(
+            model, tmp_path / f"model.{suffix}", device_map=device_map, offload_folder=tmp_path / "offload"
+        )
+        for _ in range(2):
+            assert torch.equal(loaded(x), wanted)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), wanted)
+
+
+def test_models_built_in_inference_mode_can_be_offloaded(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        net, x = _net(), torch.ones(2, 4)
+        wanted = net(x)
+        assert torch.equal(cpu_offload(net, "cpu")(x), wanted)
+        net = _net()
+        wanted = net(x)
+        assert torch.equal(disk_offload(net, tmp_path, "cpu")(x), wanted)
+
+
+def _two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+
+def test_a_bin_checkpoint_loads_again_from_the_folder_it_was_offloaded_to(tmp_path: Path) -> None:
+    net, x = _two_layers(), torch.ones(1, 4)
+    torch.save(net.state_dict(), tmp_path / "pytorch_model.bin")
+    for _ in range(3):
+        with init_empty_weights():
+            empty = _two_layers()
+        loaded = load_checkpoint_and_dispatch(
+            empty, tmp_path, device_map={"0": "disk", "1": "cpu"}, offload_folder=tmp_path
+        )
+        assert torch.equal(loaded(x), net(x))
+        assert (tmp_path / "pytorch_model.bin").is_file()

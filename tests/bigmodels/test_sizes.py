@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from tests.bigmodels.models import Block, Buffered, TiedModel, layer, layers
@@ -18,6 +21,7 @@ from trainwright import (
     get_max_memory,
     retie_parameters,
 )
+from trainwright.bigmodels.maps.estimates import count_stored_weights, count_weights
 from trainwright.bigmodels.maps.sizes import dtype_byte_size, named_module_tensors, read_outline
 from trainwright.core.host.byte_sizes import format_bytes
 from trainwright.core.host.memory import available_host_memory_bytes
@@ -166,3 +170,45 @@ def test_without_budgets_there_is_the_free_memory() -> None:
     assert list(found)[-1] == "cpu"
     assert 2**20 < found["cpu"] <= 2 * available_host_memory_bytes()
     assert all(size > 0 for size in found.values())
+
+
+class Embeds(nn.Module):
+    """Floating weights beside counters, as the embeddings of BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4)
+        self.register_buffer("positions", torch.arange(512))
+
+
+class Tiny(nn.Module):
+    """A model with little beside its embeddings."""
+
+    _no_split_modules = ("Embeds",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeds = Embeds()
+        self.out = nn.Linear(4, 2)
+
+
+def test_integer_buffers_keep_their_size_in_every_dtype() -> None:
+    count = count_weights(Tiny())
+    assert (count.largest_layer, count.largest_elements, count.largest_fixed_bytes) == ("embeds", 40, 4096)
+    for dtype, width in (("float32", 4), ("float16", 2), ("int8", 1)):
+        assert count.largest_bytes(dtype) == 40 * width + 4096
+        assert count.total_bytes(dtype) == 50 * width + 4096
+
+
+def test_integer_buffers_are_not_the_largest_layer() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Module())
+    model[1].register_buffer("counts", torch.zeros(100, dtype=torch.int64))
+    count = count_weights(model)
+    assert (count.largest_layer, count.largest_bytes("float32"), count.total_bytes("float32")) == ("0", 80, 880)
+
+
+def test_stored_weights_are_counted_like_a_model(tmp_path: Path) -> None:
+    save_file(Tiny().state_dict(), tmp_path / "model.safetensors")
+    count = count_stored_weights(tmp_path)
+    assert count.total_bytes("float32") == 50 * 4 + 4096
+    assert count.largest_bytes("float32") <= count.total_bytes("float32")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import (
     DeviceStatsMonitor,
@@ -21,11 +22,13 @@ from trainwright.callbacks import (
     ModelCheckpoint,
     ModelSummary,
     OnExceptionCheckpoint,
+    RichProgressBar,
     Throughput,
     Timer,
     TQDMProgressBar,
 )
 from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.loggers import CSVLogger
 from trainwright.trainer.trainer import Trainer
@@ -259,3 +262,31 @@ def test_all_ranks_stop_and_save_by_rank_zero_s_numbers(tmp_path: Path) -> None:
     assert first == second
     assert first[0] == 2
     assert first[3]["scores"] == {"epoch=1-step=8": 4.0}
+
+
+@pytest.mark.parametrize("save_last", [None, True])
+def test_an_interval_of_no_epochs_saves_nothing_unless_the_last_is_asked_for(
+    save_last: bool | None, tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_epochs=0, save_last=save_last)
+    quiet_trainer(max_epochs=2, callbacks=saver).fit(RegressionTask(), regression_loader(4))
+    assert (tmp_path / "last").exists() == bool(save_last)
+    assert any(tmp_path.iterdir()) == bool(save_last)
+
+
+def test_device_statistics_without_a_logger_are_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="DeviceStatsMonitor has nothing to log to"):
+        quiet_trainer(max_epochs=1, callbacks=DeviceStatsMonitor()).fit(RegressionTask(), regression_loader(4))
+
+
+@pytest.mark.parametrize("name", ["init_train_tqdm", "init_validation_tqdm", "train_description"])
+def test_overriding_an_unused_method_of_a_progress_bar_is_an_error(name: str) -> None:
+    bar = type("Bar", (TQDMProgressBar,), {name: lambda self: None})
+    with pytest.raises(ConfigurationError, match=rf"Bar\.{name} is never called.*open\(kind, description"):
+        bar()
+
+
+def test_the_columns_of_another_rich_bar_are_an_error() -> None:
+    bar = type("Bar", (RichProgressBar,), {"configure_columns": lambda self, trainer: []})
+    with pytest.raises(ConfigurationError, match="configure_columns is never called"):
+        bar()

@@ -409,8 +409,6 @@ def test_the_checkpoint_holds_what_early_stopping_decided_at_the_same_moment(tmp
         ({"every_n_train_steps": 1, "every_n_epochs": 1}, "choose one"),
         ({"every_n_epochs": 1, "train_time_interval": datetime.timedelta(1)}, "choose one"),
         ({"save_last": "copy"}, "save_last='copy'"),
-        ({"filename": "sub/{epoch}"}, "dirpath"),
-        ({"filename": "{epoch"}, "write fields"),
     ],
 )
 def test_arguments_that_contradict_are_refused(arguments: dict[str, object], complaint: str) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.callbacks.fake_run import FakeRun
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from trainwright.core.errors import ConfigurationError
 
 
 def raised(root: Path, **run_options: int) -> FakeRun:
@@ -38,8 +35,3 @@ def test_an_exception_outside_of_training_saves_nothing(tmp_path: Path) -> None:
 
 def test_its_path_is_known_beforehand(tmp_path: Path) -> None:
     assert OnExceptionCheckpoint(tmp_path, "rescue").ckpt_path == str(tmp_path / "rescue")
-
-
-def test_a_name_with_a_folder_in_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="dirpath"):
-        OnExceptionCheckpoint(tmp_path, "a/b")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -429,3 +432,28 @@ def test_a_real_accelerate_folder_is_taken_over(tmp_path: Path) -> None:
     saved = read_checkpoint(tmp_path / "out").optimizers[0]["state"]
     reference = torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)["state"]
     assert same(list(saved.values()), [reference[number] for number in range(len(saved))])
+
+
+_KILLED = """
+import os, signal, sys
+from trainwright.checkpoint import set_fault_hook
+from trainwright.checkpoint.interop.convert import convert_checkpoint
+
+set_fault_hook(lambda event, path: event == "write" and "model" in str(path) and os.kill(os.getpid(), signal.SIGKILL))
+convert_checkpoint(sys.argv[1], sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(os.name == "nt", reason="kills a process")
+def test_a_conversion_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    (tmp_path / ".notes.tmp-0123456789abcdef").mkdir()
+    (tmp_path / ".notes.tmp-0123456789abcdef" / "mine.txt").write_text("x")
+    done = subprocess.run([sys.executable, "-c", _KILLED, tmp_path / "x.pt", tmp_path / "a"], timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [name.startswith(".a.tmp-") for name in os.listdir(tmp_path)].count(True) == 1
+    convert_checkpoint(tmp_path / "x.pt", tmp_path / "b")
+    assert sorted(os.listdir(tmp_path)) == [".notes.tmp-0123456789abcdef", "b", "x.pt"]
+    assert verify(tmp_path / "b") == []

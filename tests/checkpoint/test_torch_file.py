@@ -37,7 +37,7 @@ def _saved(path: Path, tree: Any) -> Path:
     return path
 
 
-def _rewritten(path: Path, pickled: bytes, storages: dict[str, bytes] | None = None) -> Path:
+def rewritten(path: Path, pickled: bytes, storages: dict[str, bytes] | None = None) -> Path:
     """Write an archive of torch's layout with a pickle of our own."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", pickled)
@@ -149,14 +149,14 @@ def test_no_opcode_of_a_crafted_pickle_runs_anything(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     try:
-        _, unknown = read_torch_file(_rewritten(tmp_path / "x.pt", code))
+        _, unknown = read_torch_file(rewritten(tmp_path / "x.pt", code))
     except CheckpointError:
         unknown = ["refused"]
     assert not (tmp_path / "RAN").exists()
     assert unknown
 
 
-def _tensor_pickle(offset: int, size: tuple[int, ...], stride: tuple[int, ...], num: int) -> bytes:
+def tensor_pickle(offset: int, size: tuple[int, ...], stride: tuple[int, ...], num: int) -> bytes:
     """Return the pickle of one tensor with whatever geometry."""
 
     class _Storage:
@@ -178,7 +178,7 @@ def _tensor_pickle(offset: int, size: tuple[int, ...], stride: tuple[int, ...], 
 
 def test_a_tensor_within_its_storage_is_read(tmp_path: Path) -> None:
     data = np.arange(4, dtype=np.float32).tobytes()
-    tensor, _ = read_torch_file(_rewritten(tmp_path / "x.pt", _tensor_pickle(1, (3,), (1,), 4), {"0": data}))
+    tensor, _ = read_torch_file(rewritten(tmp_path / "x.pt", tensor_pickle(1, (3,), (1,), 4), {"0": data}))
     assert same(tensor, torch.tensor([1.0, 2.0, 3.0]))
 
 
@@ -199,14 +199,14 @@ def test_a_tensor_within_its_storage_is_read(tmp_path: Path) -> None:
 def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
     offset: int, size: tuple[int, ...], stride: tuple[int, ...], num: int, tmp_path: Path
 ) -> None:
-    path = _rewritten(tmp_path / "x.pt", _tensor_pickle(offset, size, stride, num), {"0": bytes(16)})
+    path = rewritten(tmp_path / "x.pt", tensor_pickle(offset, size, stride, num), {"0": bytes(16)})
     with pytest.raises(CheckpointError):
         read_torch_file(path)
 
 
 def test_a_storage_that_is_not_in_the_archive_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a valid file of torch"):
-        read_torch_file(_rewritten(tmp_path / "x.pt", _tensor_pickle(0, (1,), (1,), 4)))
+        read_torch_file(rewritten(tmp_path / "x.pt", tensor_pickle(0, (1,), (1,), 4)))
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -229,7 +229,7 @@ def test_a_file_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [b"", b".", b"}", b"\x80\x63.", b"(" * 10, b"]" * 5000 + b"a" * 4999 + b"."])
 def test_a_pickle_that_no_program_writes_is_an_error(code: bytes, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
-        read_torch_file(_rewritten(tmp_path / "x.pt", code))
+        read_torch_file(rewritten(tmp_path / "x.pt", code))
 
 
 def test_a_torchscript_archive_is_told_apart(tmp_path: Path) -> None:

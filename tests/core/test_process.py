@@ -6,32 +6,45 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.runs import quiet_trainer
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import (
     STARTED_BY_TRAINER,
     Topology,
+    check_address,
+    describe,
     detect,
     environment,
     in_notebook,
     started_by_trainer,
     variable,
 )
+from trainwright.processes.partial_state import PartialState
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
     "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400",
 }  # fmt: skip
+
+
 SRUN = {
     "SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
     "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2",
     "SLURM_STEP_NODELIST": "gpu[017-018]", "SLURM_JOB_NAME": "train",
 }  # fmt: skip
+
+
 SBATCH = {name: SRUN[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_PROCID")}
+
+
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400",
 }  # fmt: skip
+
+
 INTEL_MPI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+
 
 _GOLDEN: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "nothing": ({}, {"launcher": "none", "world_size": 1, "rank": 0, "evidence": ()}),
@@ -174,3 +187,30 @@ def test_a_process_that_the_trainer_started_knows_it() -> None:
 
 def test_this_is_no_notebook() -> None:
     assert not in_notebook()
+
+
+def test_a_missing_master_addr_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="the variable MASTER_ADDR is not set"):
+        check_address(detect("auto", {"RANK": "0", "WORLD_SIZE": "2"}))
+    check_address(detect("auto", {"RANK": "0", "WORLD_SIZE": "1"}))
+    check_address(detect("auto", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}))
+    place = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+    check_address(detect("auto", place))  # one machine
+    with pytest.raises(ConfigurationError, match="the variable MASTER_ADDR is not set"):
+        check_address(detect("auto", {**place, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}))
+
+
+def test_the_trainer_checks_the_address_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
+        quiet_trainer(devices="auto")
+    with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
+        PartialState(cpu=True)
+
+
+def test_processes_started_by_the_trainer_are_described_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = Topology("torchrun", rank=0, world_size=2)
+    assert "launcher torchrun" in describe(topology)
+    monkeypatch.setenv(STARTED_BY_TRAINER, "x")
+    assert describe(topology) == "rank 0 of 2, in processes that the Trainer has started"

@@ -10,7 +10,7 @@ import pytest
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.hooks import TaskHooks
-from trainwright.core.signatures import arguments_of, bind, check_signatures, fits, own_hook, taken_by
+from trainwright.core.signatures import arguments_of, bind, check_signatures, fits, taken_by
 from trainwright.core.task import TaskModule
 
 STEP = ("batch", "batch_idx", "dataloader_idx")
@@ -75,13 +75,6 @@ def test_callables_without_a_signature_take_everything() -> None:
 )
 def test_what_cannot_be_called_is_found(function: Any, name: str, names: tuple[str, ...], right: bool) -> None:
     assert fits(function, name, names) is right
-
-
-def test_a_number_called_num_items_is_no_hook() -> None:
-    task = TaskModule()
-    task.num_items = 100  # type: ignore[method-assign, assignment]
-    assert own_hook(task, "num_items", TaskModule) is None
-    check_signatures(task, TaskModule, ["num_items", "num_tokens"])
 
 
 def test_a_method_called_num_items_that_takes_no_batch_is_refused() -> None:

@@ -1,3 +1,5 @@
+"""Tests."""
+
 from __future__ import annotations
 
 import itertools
@@ -198,3 +200,17 @@ def test_a_member_that_can_neither_seek_nor_remember_is_refused() -> None:
     loader = prepared(CombinedLoader([Remembering(3), iter([1, 2, 3])], "min_size"))
     with pytest.raises(ConfigurationError, match="cannot begin at batch 2: list_iterator can neither seek"):
         loader.check_resume(2, has_state=True)
+
+
+def test_a_combined_loader_yields_batches_with_their_indices() -> None:
+    side_by_side = CombinedLoader({"a": range(2), "b": range(3)})
+    assert list(side_by_side) == [({"a": 0, "b": 0}, 0, 0), ({"a": 1, "b": 1}, 1, 0)]
+    one_by_one = CombinedLoader([range(1), range(2)], mode="sequential")
+    batch, batch_idx, dataloader_idx = next(iter(one_by_one))
+    assert (batch, batch_idx, dataloader_idx) == (0, 0, 0)
+    assert list(one_by_one) == [(0, 0, 0), (0, 0, 1), (1, 1, 1)]
+
+
+def test_combined_loaders_can_be_nested() -> None:
+    outer = CombinedLoader({"x": CombinedLoader([range(2), range(2)]), "y": range(2)})
+    assert list(outer) == [({"x": [0, 0], "y": 0}, 0, 0), ({"x": [1, 1], "y": 1}, 1, 0)]

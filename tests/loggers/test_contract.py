@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import os
 import pickle
 import re
 import warnings
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.loggers.wandb_file import read_run
-from trainwright.core.errors import MissingPackageError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, MissingPackageError, TrainwrightWarning
 from trainwright.loggers import (
     LOGGERS,
     ConsoleLogger,
@@ -82,6 +83,8 @@ CASES = {
         is_folder=False,
     ),
 }
+
+
 MARKS = {"wandb": [pytest.mark.distributed, pytest.mark.slow, pytest.mark.requires("wandb", "its own format")]}
 
 
@@ -395,3 +398,25 @@ def test_a_missing_package_is_named_with_its_install_line_at_the_start(
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == package else true(name, *rest))
     with pytest.raises(MissingPackageError, match=f"pip install {package}"):
         make().start(run)
+
+
+@pytest.mark.parametrize("make", [CSVLogger, JSONLinesLogger, TensorBoardLogger])
+@pytest.mark.parametrize("value", ["../../up", "..", "a/../../b", "/etc/x", "a\0b", "..\\up"])
+@pytest.mark.parametrize("argument", ["name", "version"])
+def test_name_and_version_must_be_inside_the_folder_of_the_logger(
+    make: Any, argument: str, value: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"{argument}=.* points outside of the logger's folder"):
+        make(tmp_path / "logs", **{argument: value})
+    assert not os.listdir(tmp_path)
+
+
+def test_sub_dir_must_be_inside_the_folder_of_the_logger(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="sub_dir"):
+        TensorBoardLogger(tmp_path, sub_dir="../../up")
+
+
+def test_name_and_version_of_a_logger_may_contain_slashes(tmp_path: Path) -> None:
+    assert CSVLogger(tmp_path, name="group/experiment", version="seed/1").log_dir == str(
+        tmp_path / "group/experiment/seed/1"
+    )

@@ -183,3 +183,11 @@ def test_the_experiment_is_the_writer(tmp_path: Path) -> None:
     logger = started(tmp_path)
     assert isinstance(logger.experiment, SummaryWriter)
     logger.finish("success")
+
+
+def test_a_logger_works_without_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    logger = TensorBoardLogger()
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.finish("success")
+    assert list(tmp_path.rglob("events.out.tfevents.*"))

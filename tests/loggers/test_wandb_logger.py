@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.loggers.wandb_file import read_run
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.loggers import RunInfo, WandbLogger
@@ -238,3 +240,16 @@ def test_artifacts_have_the_name_and_the_policy_that_were_asked_for(
     assert calls == ["mine", "immutable", "latest"]
     with pytest.raises(ConfigurationError, match="add_file_policy='copied'"):
         WandbLogger(add_file_policy="copied")  # type: ignore[arg-type]  # what is tested
+
+
+def test_logging_after_a_fit_opens_the_run_again(fake: SimpleNamespace, tmp_path: Path) -> None:
+    fake.Table, fake.Audio = SimpleNamespace, lambda value, **options: (value, options)
+    logger = WandbLogger(dir=tmp_path, checkpoint_name="mine")
+    quiet_trainer(max_steps=1, logger=logger).fit(RegressionTask(), regression_loader(4))
+    assert [logger.experiment] == fake.runs  # reading it opens no second run
+    assert logger.save_dir == str(tmp_path)
+    logger.log_table("t", columns=["a"], data=[[1]])
+    logger.log_audio("s", [1, 2], step=3, caption=["x", "y"])
+    _, again = fake.runs
+    assert again.history[0]["t"].columns == ["a"]
+    assert again.history[1] == {"s": [(1, {"caption": "x"}), (2, {"caption": "y"})], "trainer/global_step": 3}

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,20 @@ import torch
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.errors import WorkerError
+from trainwright.core.host.folders import held
 from trainwright.core.process import variable
 from trainwright.core.rng import seed_everything
+from trainwright.processes import launcher
+from trainwright.processes.worker import end_with
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+
 _ROOT = Path(__file__).parents[2]
+
+
 _LIMIT_S = 30
+
 
 # A user's script: everything in it is its own, and it has no `if __name__ == "__main__"`.
 _SCRIPT = """
@@ -339,3 +347,62 @@ def test_seeds_reach_the_processes_that_the_trainer_starts() -> None:
     seed_everything(3)
     random.random()
     assert task.drawn == [(3, random.random(), float(np.random.rand()), float(torch.rand(())))] * 2
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def _left_over(folder: Path, name: str, *, age_s: float) -> Path:
+    work = folder / name
+    work.mkdir()
+    (work / "work.pkl").write_bytes(b"the task and its data")
+    os.utime(work, (time.time() - age_s,) * 2)
+    return work
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_old_folders_without_an_owner_are_removed(tmp_path: Path) -> None:
+    left = _left_over(tmp_path, "trainwright-work-abc", age_s=3600)
+    used = _left_over(tmp_path, "trainwright-work-def", age_s=3600)
+    young = _left_over(tmp_path, "trainwright-work-ghi", age_s=0)
+    others = _left_over(tmp_path, "trainwright-abc", age_s=3600)
+    (tmp_path / "trainwright-work-link").symlink_to(others)
+    with held(used):
+        launcher._remove_left_over()
+    assert not left.exists()
+    assert used.exists()
+    assert young.exists()
+    assert list(others.iterdir())
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_starting_processes_removes_abandoned_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = _left_over(tmp_path, "trainwright-work-abc", age_s=3600)
+
+    def start(self: object, *_: object) -> None:
+        raise OSError("no process can be started")
+
+    monkeypatch.setattr(launcher._Children, "start", start)
+    with pytest.raises(OSError, match="no process"):
+        launcher.run_in_processes(lambda: None, 2)
+    assert not left.exists()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_a_worker_whose_parent_was_killed_removes_its_folder_and_exits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = _left_over(tmp_path, "trainwright-work-abc", age_s=0)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit):
+        end_with(ended.pid, work)
+    assert not work.exists()

@@ -133,9 +133,6 @@ def _compiled(task: TaskModule) -> nn.Module:
     [
         (lambda: _without("training_step"), r"Task has no training_step. Define training_step\(self"),
         (lambda: _without("configure_optimizers"), r"Task has no configure_optimizers. Define it"),
-        (lambda: _with("on_train_epoch_ends"), r"on_train_epoch_ends is never called: .*'on_train_epoch_end'"),
-        (lambda: _with("on_trian_batch_end"), r"on_trian_batch_end is never called: .*'on_train_batch_end'"),
-        (lambda: _with("training_epoch_end"), r"training_epoch_end is never called: .*on_train_epoch_end"),
         (lambda: torch.nn.Linear(1, 1), r"fit\(\) received a Linear, but needs a TaskModule"),
         (lambda: nn.DataParallel(RegressionTask()), r"received a wrapped task. Pass the task itself; devices="),
         (lambda: _compiled(RegressionTask()), r"received a wrapped task. Pass the task itself; .* compile="),
@@ -145,14 +142,6 @@ def _compiled(task: TaskModule) -> nn.Module:
 def test_a_task_that_cannot_be_trained_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         quiet_trainer(max_epochs=1).fit(make(), regression_loader(2))
-
-
-@pytest.mark.parametrize(
-    ("name", "hook"), [("trainning_step", "training_step"), ("configure_optimizer", "configure_optimizers")]
-)
-def test_a_name_that_resembles_a_hook_that_is_there_is_warned_of(name: str, hook: str) -> None:
-    with pytest.warns(TrainwrightWarning, match=rf"{name} resembles the hook '{hook}'"):
-        quiet_trainer(max_epochs=1).fit(_with(name, RegressionTask), regression_loader(2))
 
 
 def test_a_task_whose_init_forgets_super_is_refused() -> None:
@@ -185,19 +174,6 @@ def test_a_data_module_with_a_misspelt_hook_is_refused() -> None:
     data.train_dataloader = lambda: regression_loader(2)
     with pytest.raises(ConfigurationError, match=r"train_dataloder is never called: .*'train_dataloader'"):
         quiet_trainer(max_epochs=1).fit(_Untouched(), datamodule=data)
-
-
-def test_methods_of_the_users_own_are_left_alone() -> None:
-    class Task(RegressionTask):
-        def train_one_thing(self) -> None: ...
-
-        def step_size(self) -> None: ...
-
-        def predict_class(self) -> None: ...
-
-        def _on_train_epoch_ends(self) -> None: ...
-
-    quiet_trainer(fast_dev_run=True).fit(Task(), regression_loader(1))
 
 
 def _empty() -> DataLoader[Any]:

@@ -292,11 +292,6 @@ def test_best_continues_from_the_best_by_the_monitored_metric(tmp_path: Path) ->
     assert [note for _, note in seen.notes] == [9, 10, 11, 12]
 
 
-def test_best_without_a_best_checkpoint_is_a_configuration_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="best"):
-        quiet_trainer(default_root_dir=tmp_path).fit(RegressionTask(), regression_loader(2), ckpt_path="best")
-
-
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tmp_path: Path) -> None:
     _fit_with(tmp_path, ModelCheckpoint(save_top_k=-1), RegressionTask(), max_epochs=3)
     (newest,) = (tmp_path / "checkpoints").glob("epoch=2-*/model/model-00001-*.safetensors")
@@ -317,16 +312,6 @@ def test_an_evaluation_of_a_checkpoint_is_that_of_its_weights(checkpoint: Path, 
     found = getattr(quiet_trainer(), stage)(fresh, regression_loader(8, 2), ckpt_path=checkpoint, verbose=False)
     assert found == expected
     assert found != getattr(quiet_trainer(), stage)(RegressionTask(seed=2), regression_loader(8, 2), verbose=False)
-
-
-def test_the_best_checkpoint_can_be_tested_after_a_fit(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(monitor="val_loss", save_top_k=1)
-    task = ScriptedTask([1.0, 2.0])
-    trainer = _fit_with(tmp_path, saver, task, max_epochs=2)
-    after_two = trainer.test(task, regression_loader(8, 2), verbose=False)
-    best = trainer.test(task, regression_loader(8, 2), ckpt_path="best", verbose=False)
-    assert best != after_two
-    assert_equal_weights(weights_of(task), read_checkpoint(saver.best_model_path).model or {})
 
 
 # Building a task from a checkpoint

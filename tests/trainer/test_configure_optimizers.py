@@ -316,3 +316,33 @@ def test_a_schedule_may_watch_what_every_step_logs() -> None:
     for loss in losses:
         schedule.step(loss)
     assert trainer.optimizers[0].param_groups[0]["lr"] == by_hand.param_groups[0]["lr"] < 0.5
+
+
+class _TwoOptimizers(RegressionTask):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 3)]
+
+
+def test_several_optimizers_with_automatic_optimization_are_a_warning_once() -> None:
+    task = _TwoOptimizers()
+    with pytest.warns(UserWarning, match=r"_TwoOptimizers.* returned 2 optimizers.*automatic_optimization = False"):
+        quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
+    quiet_trainer(max_epochs=1).fit(task, regression_loader(2))  # warnings are errors here
+
+
+def test_one_optimizer_or_manual_optimization_is_not_a_warning() -> None:
+    class Manual(_TwoOptimizers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+    class Meant(_TwoOptimizers):
+        automatic_optimization = True
+
+    quiet_trainer(max_epochs=1).fit(Meant(), regression_loader(2))
+    quiet_trainer(max_epochs=1).fit(Manual(), regression_loader(2))
+    quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import read_checkpoint
-from trainwright.core.errors import Preempted, TrainwrightWarning
+from trainwright.checkpoint import read_checkpoint, verify
+from trainwright.core.errors import ConfigurationError, Preempted, TrainwrightWarning
 from trainwright.core.run import Stage
 from trainwright.loggers.logger import Logger, RunInfo
 
@@ -84,6 +85,14 @@ def _press_ctrl_c() -> None:
 
 def _divide_by_zero() -> float:
     return 1 / 0
+
+
+class _InterruptedTwice(_FailsAt):
+    """Also fails in its second test batch."""
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.fail()
 
 
 @pytest.mark.parametrize("how", [_interrupt, _press_ctrl_c])
@@ -204,3 +213,97 @@ def test_a_signal_before_and_after_training_ends_the_fit_in_order(place: str, st
     assert (end.value.code, end.value.signal_name) == (143, "SIGTERM")
     assert hears.torn_down == ["fit"]
     assert logger.statuses == ([] if status is None else [status])
+
+
+class _SignalsAgain(Callback):
+    """Sends a signal in a step, and others while the run is torn down."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def teardown(self, trainer: Any, task: Any, stage: Any) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_second_signal_during_the_exit_is_ignored(number: int, tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_epochs=2, callbacks=_SignalsAgain(number), default_root_dir=tmp_path)
+    with pytest.raises(Preempted) as end:
+        trainer.fit(RegressionTask(), regression_loader(4))
+    assert end.value.code == 143
+    os.kill(os.getpid(), number)  # and while the interpreter ends
+
+
+def test_after_the_grace_period_a_signal_reaches_the_earlier_handler(tmp_path: Path) -> None:
+    came: list[int] = []
+    trainer = quiet_trainer(
+        max_epochs=2, callbacks=_SignalsAgain(signal.SIGTERM), default_root_dir=tmp_path, preemption_grace=0.3
+    )
+    with pytest.raises(Preempted):
+        trainer.fit(RegressionTask(), regression_loader(4))
+    leaving = signal.getsignal(signal.SIGTERM)
+    leaving._before[signal.SIGTERM] = lambda number, frame: came.append(number)  # type: ignore[union-attr]
+    leaving._deadline = 0.0  # type: ignore[union-attr]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert came == [signal.SIGTERM]
+
+
+def test_a_signal_ends_a_process_that_the_run_forked(tmp_path: Path) -> None:
+    """Whoever has forked it ends it so, and waits for it: the workers of a pool, for example."""
+    codes: list[int] = []
+
+    class Forks(Callback):
+        def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx:
+                return
+            pid = os.fork()
+            if pid == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(0)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    quiet_trainer(max_epochs=1, callbacks=Forks(), default_root_dir=tmp_path).fit(
+        RegressionTask(), regression_loader(2)
+    )
+    assert codes == [-signal.SIGTERM]
+
+
+def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, save_on_exception=True)
+    trainer = quiet_trainer(max_epochs=2, callbacks=saver)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
+    assert trainer.interrupted
+    (saved,) = tmp_path.glob("*step=3*")  # it was written before
+    assert verify(saved) == []
+    with pytest.raises(KeyboardInterrupt):
+        trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
+
+
+def test_on_interrupt_return_ends_the_stage_without_an_error() -> None:
+    trainer = quiet_trainer(max_epochs=2, on_interrupt="return")
+    trainer.fit(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
+    assert trainer.interrupted
+    assert trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8)) == []
+    assert trainer.interrupted
+
+
+def test_ctrl_c_at_a_prompt_ends_the_stage_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
+    assert trainer.interrupted
+    with pytest.raises(KeyboardInterrupt):
+        quiet_trainer(max_epochs=2, on_interrupt="raise").fit(
+            _InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8)
+        )
+
+
+@pytest.mark.parametrize("wrong", ["stop", True, 1])
+def test_an_invalid_on_interrupt_is_an_error(wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"on_interrupt=.* Write 'return' or 'raise'"):
+        quiet_trainer(on_interrupt=wrong)

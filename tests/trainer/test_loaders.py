@@ -131,19 +131,6 @@ def test_predictions_come_as_one_list_for_one_loader_and_a_list_of_lists_for_sev
     torch.testing.assert_close(several[1], expected, rtol=0, atol=0)
 
 
-def test_predictions_are_not_kept_when_nobody_wants_them() -> None:
-    assert quiet_trainer().predict(RegressionTask(), regression_loader(4), return_predictions=False) is None
-
-
-def test_evaluation_returns_one_dict_of_metrics_per_loader() -> None:
-    task = RegressionTask()
-    loaders = [regression_loader(6), regression_loader(3)]
-    results = quiet_trainer().test(task, loaders, verbose=False)
-    expected = [torch.stack([task.loss(batch) for batch in loader]).mean().item() for loader in loaders]
-    assert [list(result) for result in results] == [["test_loss/dataloader_idx_0"], ["test_loss/dataloader_idx_1"]]
-    assert [next(iter(result.values())) for result in results] == pytest.approx(expected)
-
-
 class _Loads(DataModule):
     """Counts how often each loader is asked for."""
 

@@ -16,7 +16,8 @@ from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regres
 from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, quiet_trainer, weights_of
 from trainwright.callbacks import Timer
 from trainwright.callbacks.callback import Callback
-from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.data import resolve_limit
 from trainwright.trainer.trainer import Trainer
 
 
@@ -303,3 +304,41 @@ def test_an_epoch_whose_rest_is_skipped_still_steps_the_schedule_of_the_epoch() 
     trainer = quiet_trainer(max_epochs=3)
     trainer.fit(Task(), regression_loader(8))
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.125
+
+
+def _run_stage(stage: str, arguments: dict[str, Any]) -> None:
+    trainer, task = quiet_trainer(max_epochs=1, num_sanity_val_steps=0, **arguments), RegressionTask()
+    if stage == "fit":
+        trainer.fit(task, regression_loader(10), regression_loader(10))
+    else:
+        getattr(trainer, stage)(task, regression_loader(10))
+
+
+@pytest.mark.parametrize(
+    ("stage", "argument"),
+    [
+        ("fit", "limit_train_batches"),
+        ("fit", "limit_val_batches"),
+        ("fit", "overfit_batches"),
+        ("validate", "limit_val_batches"),
+        ("test", "limit_test_batches"),
+    ],
+)
+def test_a_limit_below_one_batch_is_an_error(stage: str, argument: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"{argument}=0\.05 of 10 batches is less than one\. Use at least 0\.1"
+    ):
+        _run_stage(stage, {argument: 0.05})
+
+
+def test_the_suggested_fraction_works_for_every_length() -> None:
+    for length in range(1, 400):
+        with pytest.raises(ConfigurationError, match="Use at least") as caught:
+            resolve_limit(1e-9, length, "limit_train_batches")
+        proposed = float(str(caught.value).split("at least ")[1].split(",")[0])
+        assert resolve_limit(proposed, length, "limit_train_batches") >= 1  # type: ignore[operator]  # length is known
+
+
+@pytest.mark.parametrize("none", [0, 0.0])
+def test_a_limit_of_zero_disables_the_loader(none: float) -> None:
+    _run_stage("fit", {"limit_val_batches": none})

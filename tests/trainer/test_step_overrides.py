@@ -56,32 +56,6 @@ def test_a_loss_of_shape_one_is_a_scalar_too() -> None:
     assert torch.equal(_trained(Task()), _trained(RegressionTask()))
 
 
-def test_a_step_that_wants_the_batch_only_gets_it_only() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch) -> torch.Tensor:  # type: ignore[override]
-            return self.loss(batch)
-
-        def validation_step(self, batch: Batch) -> None:  # type: ignore[override]
-            self.log("val_loss", self.loss(batch))
-
-    task = Task()
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(task, regression_loader(4), regression_loader(2))
-    assert trainer.global_step == 4
-    assert "val_loss" in trainer.callback_metrics
-
-
-def test_an_evaluation_step_that_wants_it_is_told_the_loader() -> None:
-    seen: list[tuple[int, int]] = []
-
-    class Task(RegressionTask):
-        def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-            seen.append((dataloader_idx, batch_idx))
-
-    quiet_trainer().test(Task(), [regression_loader(2), regression_loader(1)], verbose=False)
-    assert seen == [(0, 0), (0, 1), (1, 0)]
-
-
 def test_backward_may_be_run_in_the_tasks_own_way() -> None:
     calls: list[torch.Size] = []
 

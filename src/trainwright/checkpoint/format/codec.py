@@ -430,8 +430,10 @@ def read_tree(folder: Path, stem: str, *, copy: bool = True, pieces: FindShards 
         raise CheckpointError(f"{path} is missing.")
     tensor_path = inside(folder, f"{stem}.safetensors", str(folder))
     tensors = read_safetensors(tensor_path, copy=copy) if tensor_path.is_file() else {}
+    with reading(path):
+        content = read_json(path)
     try:
         with reading(path):
-            return decode(read_json(path), tensors, pieces)
+            return decode(content, tensors, pieces)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error

@@ -1,0 +1,353 @@
+"""Gradient accumulation with Accelerator: weights of micro-batches, short groups, interrupted groups."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from tests.accelerator.test_accelerator_distributed import Exchanges
+from tests.helpers.distributed import run_distributed
+from trainwright import Accelerator, DDPStrategy, GradientAccumulationPlugin
+from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+LENGTHS = (3, 7, 2, 5, 1, 6, 4, 8, 2, 9)  # items of each micro-batch
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def _batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(length, 4, generator=generator) for length in LENGTHS]
+
+
+def _losses(net: Any, x: torch.Tensor) -> torch.Tensor:
+    return net(x).square().sum(1)
+
+
+def _weights(net: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+def _ours(accelerator: Accelerator, backward: Callable[[Any, torch.Tensor], None]) -> torch.Tensor:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(_batches(), batch_size=None)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(net, optimizer, loader)  # type: ignore[assignment]
+    for x in loader:
+        with accelerator.accumulate(model):
+            backward(model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+    return _weights(net)
+
+
+def _groups(steps: int) -> list[list[torch.Tensor]]:
+    batches = _batches()
+    return [batches[i : i + steps] for i in range(0, len(batches), steps)]
+
+
+def _by_hand(steps: int, loss_of: Callable[[Any, torch.Tensor, list[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for group in _groups(steps):
+        for x in group:
+            loss_of(net, x, group).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return _weights(net)
+
+
+def test_a_loss_is_divided_by_the_accumulation_steps_in_a_short_group_too() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    with pytest.warns(TrainwrightWarning, match=r"2 .* of 4, .*num_items=.*short_group='mean'"):
+        ours = _ours(accelerator, lambda net, x: accelerator.backward(_losses(net, x).mean()))
+    assert torch.equal(ours, _by_hand(4, lambda net, x, group: _losses(net, x).mean() / 4))
+
+
+def test_a_short_group_is_a_warning_once() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            _ours(accelerator, lambda net, x: accelerator.backward(_losses(net, x).mean()))
+    assert len([one for one in caught if one.category is TrainwrightWarning]) == 1
+
+
+def test_weighting_by_counted_items_is_exact_in_a_short_group() -> None:
+    """Weigh a sum by `steps / num_items`, as scripts for Hugging Face's Accelerate do."""
+    plugin = GradientAccumulationPlugin(num_steps=4, short_group="steps")  # says that it is meant: no warning
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    of_batch = {id_of(x): sum(map(len, group)) for group in _groups(4) for x in group}
+    ours = _ours(accelerator, lambda net, x: accelerator.backward(_losses(net, x).sum() / of_batch[id_of(x)] * 4))
+    exact = _by_hand(4, lambda net, x, group: _losses(net, x).sum() / sum(map(len, group)))
+    assert torch.equal(ours, exact)  # times four and by four is exact
+
+
+def id_of(x: torch.Tensor) -> float:
+    """Return what tells a micro-batch from the others."""
+    return float(x[0, 0])
+
+
+def test_short_group_mean_divides_by_the_length_of_the_group() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=4, short_group="mean")
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    ours = _ours(accelerator, lambda net, x: accelerator.backward(_losses(net, x).mean()))
+    assert torch.equal(ours, _by_hand(4, lambda net, x, group: _losses(net, x).mean() / len(group)))
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_with_num_items_a_step_is_the_mean_over_all_items(steps: int, as_tensor: bool) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+
+    def backward(net: Any, x: torch.Tensor) -> None:
+        accelerator.backward(_losses(net, x).mean(), num_items=torch.tensor(len(x)) if as_tensor else len(x))
+
+    ours = _ours(accelerator, backward)
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for group in _groups(steps):
+        total = sum(map(len, group))
+        for i, x in enumerate(group):
+            if i == len(group) - 1 and i > 0:
+                for parameter in net.parameters():
+                    parameter.grad.mul_(1 / total)  # type: ignore[union-attr]
+            weight = len(x) / total if i == len(group) - 1 else len(x)
+            (_losses(net, x).mean() * weight).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(ours, _weights(net))
+    exact = _by_hand(steps, lambda net, x, group: _losses(net, x).sum() / sum(map(len, group)))
+    torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:backward.. was given num_items=0:trainwright.core.errors.TrainwrightWarning")
+def test_a_step_without_any_item_has_a_gradient_of_zero() -> None:
+    accelerator = Accelerator(cpu=True)
+    net, before = _net(), _weights(_net())
+    accelerator.backward(_losses(net, torch.ones(1, 4)).mean(), num_items=0)
+    assert all(bool((p.grad == 0).all()) for p in net.parameters())  # type: ignore[union-attr]
+    assert torch.equal(_weights(net), before)
+
+
+def test_counted_items_do_not_overflow_fp16() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
+    net = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(net.weight)
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(net, optimizer)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((2, 4), 0.25)).mean(), num_items=100_000)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not accelerator.optimizer_step_was_skipped
+    assert net.weight.tolist()[0] == pytest.approx([0.75] * 4, rel=1e-3)
+
+
+def test_misuse_of_num_items_is_an_error_before_backward() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = _net()
+
+    def loss() -> torch.Tensor:
+        return _losses(net, torch.ones(1, 4)).mean()
+
+    for wrong in (-1, "3", torch.ones(2), True):
+        with pytest.raises(TaskError, match="num_items"):
+            accelerator.backward(loss(), num_items=wrong)  # type: ignore[arg-type]
+    assert net[0].weight.grad is None  # type: ignore[index]
+    model = accelerator.prepare(net)
+    with accelerator.accumulate(model):
+        accelerator.backward(loss(), num_items=3)
+        with pytest.raises(TaskError, match="add the losses"):
+            accelerator.backward(loss(), num_items=3)
+    with accelerator.accumulate(model), pytest.raises(TaskError, match="every micro-batch"):
+        accelerator.backward(loss())
+
+
+def test_invalid_arguments_of_the_plugin_are_errors() -> None:
+    with pytest.raises(ConfigurationError, match="short_group"):
+        GradientAccumulationPlugin(num_steps=2, short_group="men")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="none is short"):
+        GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False, short_group="mean")
+    with pytest.raises(ConfigurationError, match="num_steps=0"):
+        GradientAccumulationPlugin(num_steps=0)
+    with pytest.raises(ConfigurationError, match="both"):
+        Accelerator(cpu=True, gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin(3))
+    assert (
+        Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(3)).gradient_accumulation_steps
+        == 3
+    )
+
+
+def _loops_of_two_ranks() -> dict[str, torch.Tensor]:
+    found = {}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    found["ours"] = _ours(accelerator, lambda net, x: accelerator.backward(_losses(net, x).mean(), num_items=len(x)))
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    each = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    found["each"] = _ours(each, lambda net, x: each.backward(_losses(net, x).mean(), num_items=len(x)))
+    rank, net = dist.get_rank(), _net()
+    replica = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for first in range(0, len(LENGTHS), 4):
+        group = list(range(first, min(first + 4, len(LENGTHS))))
+        total, own = sum(LENGTHS[i] for i in group), group[rank::2]
+        for i in own:
+            last = i == own[-1]
+            weight: float = LENGTHS[i]
+            if last:
+                weight *= 2 / total
+                for parameter in net.parameters():
+                    if parameter.grad is not None and i != own[0]:
+                        parameter.grad.mul_(2 / total)
+            replica.require_backward_grad_sync = last
+            (_losses(replica, _batches()[i]).mean() * weight).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    found["by hand"] = _weights(net)
+    return found
+
+
+@pytest.mark.distributed
+def test_items_are_counted_over_ranks_too() -> None:
+    exact = _by_hand(4, lambda net, x, group: _losses(net, x).sum() / sum(map(len, group)))
+    for found in run_distributed(_loops_of_two_ranks, 2, init=False, timeout=120):
+        assert torch.equal(found["ours"], found["by hand"])
+        for name in ("ours", "each"):
+            torch.testing.assert_close(found[name], exact, rtol=1e-5, atol=1e-6)
+
+
+def _left_loop(passes: Any, plugin: GradientAccumulationPlugin, *, counted: bool = False) -> list[float]:
+    """Return the gradient of each optimizer step; every micro-batch has a gradient of 1."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    net = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(torch.ones(13, 1)))  # type: ignore
+    found: list[float] = []
+    for leaves_after in passes:
+        for i, x in enumerate(loader):
+            if i == leaves_after:
+                break
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean(), num_items=1 if counted else None)
+                if accelerator.sync_gradients:
+                    found.append(round(net.weight.grad.item(), 6))  # type: ignore[union-attr]
+                optimizer.step()
+                optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("short_group", ["steps", "mean"])
+def test_the_next_pass_continues_an_interrupted_group(short_group: Any, counted: bool) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=4, short_group=short_group)
+    assert _left_loop([6, 6, 2], plugin, counted=counted) == [1.0, 1.0, 1.0]
+    assert _left_loop([1] * 9, plugin, counted=counted) == [1.0, 1.0]
+
+
+def _run_micro_batches(accelerator: Accelerator, model: Any, loader: Any, fails_at: int | None = None) -> None:
+    for i, x in enumerate(loader):
+        with contextlib.suppress(MemoryError), accelerator.accumulate(model):
+            if i == fails_at:
+                raise MemoryError
+            accelerator.backward(model(x).mean())
+
+
+def test_gradients_of_an_interrupted_group_are_freed_if_the_number_of_steps_changes() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    net, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.ones(4, 1)))
+    _run_micro_batches(accelerator, net, itertools.islice(loader, 1))
+    accelerator.gradient_accumulation_steps = 2
+    with pytest.warns(TrainwrightWarning, match="left after 1 micro-batch.* were freed"):
+        _run_micro_batches(accelerator, net, itertools.islice(loader, 1))
+    assert net.weight.grad.item() == 1.0  # of one micro-batch, as the next group's first was carried
+
+
+def test_a_group_of_another_model_does_not_continue_an_interrupted_one() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    first, second, loader = accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1), DataLoader(torch.ones(8, 1)))
+    for model in (first, second):
+        _run_micro_batches(accelerator, model, itertools.islice(loader, 2))
+    assert accelerator.sync_gradients
+    assert second.weight.grad.item() == 1.0
+
+
+def test_gradients_of_a_group_that_failed_are_freed_before_the_next_one() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    net, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.ones(8, 1)))
+    with pytest.warns(TrainwrightWarning, match="were freed"):
+        _run_micro_batches(accelerator, net, loader, fails_at=3)
+    assert net.weight.grad.item() == 1.0
+
+
+def test_zero_grad_between_two_passes_ends_an_interrupted_group() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(torch.ones(6, 1)))  # type: ignore
+    for _ in range(2):
+        optimizer.zero_grad()
+        _run_micro_batches(accelerator, net, itertools.islice(loader, 2))
+    assert net.weight.grad.item() == 0.5
+
+
+def _exchanges_and_weights(accelerator: Accelerator, *, hold_back: bool = False) -> tuple[int, torch.Tensor]:
+    """Train two steps of three micro-batches; returns the exchanges of gradients, and the weights."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    with Exchanges() as exchanges:
+        for number in range(6):
+            x = torch.randn(2, 3, generator=generator)
+            if hold_back and number % 3 < 2:
+                with accelerator.no_sync(model):
+                    accelerator.backward(model(x).square().mean())
+                continue
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return exchanges.counts["c10d.allreduce_.default"], torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def _loops_that_sync_each_batch() -> dict[str, Any]:
+    return {
+        "held back": _exchanges_and_weights(Accelerator(cpu=True, gradient_accumulation_steps=3)),
+        "strategy": _exchanges_and_weights(
+            Accelerator(cpu=True, gradient_accumulation_steps=3, strategy=DDPStrategy(sync_each_batch=True))
+        ),
+        "plugin": _exchanges_and_weights(
+            Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(3, sync_each_batch=True))
+        ),
+        "no_sync": _exchanges_and_weights(
+            Accelerator(cpu=True, strategy=DDPStrategy(sync_each_batch=True)), hold_back=True
+        ),
+    }
+
+
+@pytest.mark.distributed
+def test_gradients_cross_in_every_micro_batch_and_train_the_same() -> None:
+    for found in run_distributed(_loops_that_sync_each_batch, 2, init=False, timeout=120):
+        assert {name: count for name, (count, _) in found.items()} == {
+            "held back": 2, "strategy": 6, "plugin": 6, "no_sync": 2,
+        }  # fmt: skip
+        for name in ("strategy", "plugin"):
+            torch.testing.assert_close(found[name][1], found["held back"][1])

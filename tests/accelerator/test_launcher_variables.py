@@ -1,0 +1,105 @@
+"""Environment variables of Accelerate's launcher."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from trainwright import Accelerator, AcceleratorState, GradientAccumulationPlugin, PartialState
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+def _warnings_of(**arguments: Any) -> tuple[Accelerator, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator = Accelerator(cpu=True, **arguments)
+    found = [str(one.message) for one in caught if one.category is TrainwrightWarning]
+    return accelerator, [text for text in found if "has an Accelerator with" not in text]  # those of other tests
+
+
+def test_the_launcher_sets_precision_and_accumulation_unless_the_script_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    accelerator, found = _warnings_of()
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps, found) == ("bf16", 4, [])
+    for arguments in (
+        {"gradient_accumulation_steps": 2},
+        {"gradient_accumulation_plugin": GradientAccumulationPlugin(2)},
+    ):
+        accelerator, found = _warnings_of(mixed_precision="no", **arguments)
+        assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("no", 2)
+        assert sorted(text.split("=")[0] for text in found) == [
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+            "ACCELERATE_MIXED_PRECISION",
+        ]
+    accelerator, found = _warnings_of(mixed_precision="bf16", gradient_accumulation_steps=4)
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("ACCELERATE_USE_IPEX", "true", "its work is in torch"),
+        ("ACCELERATE_TORCH_DEVICE", "cuda:1", "CUDA_VISIBLE_DEVICES"),
+        ("ACCELERATE_SOMETHING_NEW", "x", "not read"),
+    ],
+)
+def test_unsupported_variables_are_warnings(name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    _, found = _warnings_of()
+    assert len(found) == 1
+    assert found[0].startswith(f"{name}={value}")
+    assert text in found[0]
+    PartialState._reset_state()
+    assert _warnings_of()[1] == found  # in each script, not once for a process
+
+
+def test_defaults_of_the_launcher_are_not_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "ACCELERATE_USE_CPU": "False",
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_DYNAMO_MODE": "default",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+        "ACCELERATE_DEBUG_MODE": "true",
+        "ACCELERATE_USE_FSDP": "false",
+    }.items():
+        monkeypatch.setenv(name, value)
+    accelerator, found = _warnings_of(gradient_accumulation_steps=4, mixed_precision="bf16")
+    assert found == []
+    assert (accelerator.gradient_accumulation_steps, accelerator.mixed_precision) == (4, "bf16")
+
+
+def test_a_variable_with_a_wrong_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto ")
+    with pytest.raises(ConfigurationError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS='auto '"):
+        Accelerator(cpu=True)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp61")
+    with pytest.raises(ConfigurationError, match="ACCELERATE_MIXED_PRECISION='fp61'"):
+        Accelerator(cpu=True)
+
+
+def test_the_launcher_can_select_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setattr("trainwright.accelerator.accelerator.AcceleratorState", _Cpu)
+    with pytest.raises(_Asked, match="True"):
+        Accelerator()
+
+
+class _Asked(Exception):
+    pass
+
+
+class _Cpu(AcceleratorState):
+    def __init__(self, cpu: bool = False, **kwargs: object) -> None:
+        raise _Asked(str(cpu))

@@ -1,0 +1,332 @@
+"""The CLI class: a script's command line with links, defaults, optimizers and hooks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainwright import CLI, ConfigurationError, DataModule, EarlyStopping, TaskModule, Trainer, TrainwrightWarning
+from trainwright.cli import OptimizerCallable, ReduceLROnPlateau, SaveConfigCallback
+
+
+class Net(TaskModule):
+    """A line through points."""
+
+    def __init__(self, width: int = 2, lr: float = 0.1, batch_size: int = 1, tag: str = "") -> None:
+        super().__init__()
+        self.width, self.lr, self.batch_size, self.tag = width, lr, batch_size, tag
+        self.layer = torch.nn.Linear(width, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return a loss."""
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log one."""
+        self.log("val_loss", self.layer(batch[0]).square().mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return what comes out."""
+        return self.layer(batch[0])
+
+
+class OwnOptimizer(Net):
+    """One with its own optimizer, which a configuration may name."""
+
+    def __init__(self, optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=0.5), width: int = 2) -> None:
+        super().__init__(width)
+        self.make = optimizer
+
+    def configure_optimizers(self) -> Any:
+        """Make it."""
+        return self.make(self.parameters())
+
+
+class Points(DataModule):
+    """A few points."""
+
+    def __init__(self, batch_size: int = 4, num_features: int = 2) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.num_columns = num_features
+
+    def train_dataloader(self) -> Any:
+        """Return them."""
+        return DataLoader(TensorDataset(torch.ones(8, self.num_columns)), batch_size=self.batch_size)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+QUIET = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+    "enable_model_summary": False, "max_epochs": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def cli(*words: str, of: type[CLI] = CLI, model: Any = Net, data: Any = Points, **options: Any) -> CLI:
+    defaults = {**QUIET, **options.pop("trainer_defaults", {})}
+    return of(model, data, trainer_defaults=defaults, args=list(words), **options)
+
+
+def test_run_false_builds_and_leaves_running_to_the_script() -> None:
+    made = cli("--model.width=2", "--data.batch_size=8", "--trainer.max_epochs=2", "--optimizer=SGD", run=False)
+    assert (made.model.width, made.datamodule.batch_size, made.trainer.max_epochs) == (2, 8, 2)
+    assert made.subcommand is None
+    assert made.config.model.width == 2
+    made.trainer.fit(made.model, datamodule=made.datamodule)
+    assert made.trainer.global_step == 2
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_the_first_word_names_the_stage(stage: str) -> None:
+    made = cli(stage, "--optimizer=SGD", "--optimizer.lr=0.1")
+    assert made.subcommand == stage
+    assert made.config[stage].model.width == 2
+    assert made.trainer.global_step == (2 if stage == "fit" else 0)
+
+
+def test_a_file_of_lightnings_form_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "seed_everything: 3\n"
+        "trainer:\n  max_epochs: 1\n  profiler: null\n  plugins: null\n  model_registry: null\n"
+        "  enable_autolog_hparams: true\n"
+        "  callbacks:\n    - class_path: lightning.pytorch.callbacks.EarlyStopping\n"
+        "      init_args: {monitor: val_loss}\n"
+        "model: {width: 2, lr: 1e-2}\ndata: {batch_size: 2}\n"
+        "optimizer:\n  class_path: torch.optim.Adam\n  init_args: {lr: 0.25}\n"
+        "lr_scheduler:\n  class_path: lightning.pytorch.cli.ReduceLROnPlateau\n  init_args: {monitor: val_loss}\n"
+        "ckpt_path: null\n"
+    )
+    made = cli("fit", "--config", "config.yaml", "--data.batch_size", "4")
+    assert made.model.lr == 0.01
+    assert made.datamodule.batch_size == 4
+    (stopping,) = [each for each in made.trainer.callbacks if isinstance(each, EarlyStopping)]
+    assert stopping.monitor == "val_loss"
+    (config,) = made.trainer.lr_scheduler_configs
+    assert isinstance(config.scheduler, ReduceLROnPlateau)
+    assert config.scheduler.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_task_is_an_alias_of_model(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("task: {lr: 0.5}\n")
+    made = cli("--config=config.yaml", "--task.tag=x", run=False)
+    assert (made.model.lr, made.model.tag) == (0.5, "x")
+    (tmp_path / "config.yaml").write_text("task: {lr: 0.5}\nmodel: {lr: 0.5}\n")
+    with pytest.raises(ConfigurationError, match="'model' and 'task', which mean the same"):
+        cli("--config=config.yaml", run=False)
+
+
+def test_links_defaults_and_user_defined_arguments() -> None:
+    class Linked(CLI):
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.link_arguments("data.batch_size", "model.batch_size")
+            parser.link_arguments("data.num_columns", "model.width", apply_on="instantiate")
+            parser.set_defaults({"model.lr": 0.75, "data.num_features": 3})
+            parser.add_argument("--note", default="none")
+            parser.add_lightning_class_args(EarlyStopping, "stopping")
+            parser.set_defaults({"stopping.monitor": "val_loss", "stopping.patience": 5})
+
+        def before_instantiate_classes(self) -> None:
+            self.config.note += "!"
+
+    made = cli("--data.batch_size=2", "--note=hello", "--stopping.patience=7", of=Linked, run=False)
+    assert (made.model.batch_size, made.model.lr, made.model.width, made.datamodule.num_columns) == (2, 0.75, 3, 3)
+    assert made.config.note == "hello!"
+    (stopping,) = [each for each in made.trainer.callbacks if isinstance(each, EarlyStopping)]
+    assert stopping.patience == 7
+
+
+def test_an_optimizer_that_a_script_adds_has_its_defaults() -> None:
+    class Adds(CLI):
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.add_optimizer_args(torch.optim.Adam)
+            parser.add_lr_scheduler_args(torch.optim.lr_scheduler.ExponentialLR)
+            parser.set_defaults({"lr_scheduler.gamma": 0.5})
+
+    made = cli("fit", "--optimizer.lr=0.5", of=Adds)
+    optimizer = made.trainer.optimizers[0]
+    assert type(optimizer) is torch.optim.Adam
+    assert optimizer.param_groups[0]["lr"] == 0.25  # one epoch has passed
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_an_optimizer_linked_to_the_task() -> None:
+    class Keeps(Net):
+        def __init__(self, optimizer_init: dict[str, Any], width: int = 2) -> None:
+            super().__init__(width)
+            self.optimizer_init = optimizer_init
+
+    class Links(CLI):
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.add_optimizer_args(torch.optim.SGD, nested_key="sgd", link_to="model.optimizer_init")
+
+    made = cli("--sgd.lr=0.5", of=Links, model=Keeps, run=False)
+    assert made.model.optimizer_init["class_path"] == "torch.optim.sgd.SGD"
+    assert made.model.optimizer_init["init_args"]["lr"] == 0.5
+
+
+def test_a_configured_optimizer_replaces_the_tasks_with_a_warning() -> None:
+    with pytest.warns(TrainwrightWarning, match="configure_optimizers is not called"):
+        made = cli("fit", "--optimizer=SGD", "--optimizer.lr=0.5", model=OwnOptimizer)
+    assert type(made.trainer.optimizers[0]) is torch.optim.SGD
+
+
+def test_an_optimizer_of_the_task_does_not_inherit_the_arguments_of_the_default() -> None:
+    made = cli("fit", "--model.optimizer=SGD", model=OwnOptimizer)
+    assert type(made.trainer.optimizers[0]) is torch.optim.SGD
+    assert made.trainer.optimizers[0].param_groups[0]["lr"] == 1e-3
+    assert cli("fit", model=OwnOptimizer).trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+
+
+def test_the_configuration_selects_the_class_of_the_model() -> None:
+    made = cli(f"--model={__name__}.OwnOptimizer", "--model.width=3", model=Net, subclass_mode_model=True, run=False)
+    assert type(made.model) is OwnOptimizer
+    assert cli(f"--model={__name__}.Net", "--model.lr=0.5", model=None, data=None, run=False).model.lr == 0.5
+    with pytest.raises(ConfigurationError, match="no model is configured"):
+        cli(model=None, data=None, run=False)
+
+
+def test_stages_have_hooks_and_can_be_overridden() -> None:
+    calls = []
+
+    class Hooked(CLI):
+        def before_fit(self) -> None:
+            calls.append("before")
+
+        def after_fit(self) -> None:
+            calls.append(f"after {self.trainer.global_step}")
+
+        def validate(self, model: Any, **arguments: Any) -> None:
+            calls.append(f"validate {arguments['verbose']}")
+
+    cli("fit", "--optimizer=SGD", of=Hooked)
+    cli("validate", "--verbose=false", of=Hooked)
+    assert calls == ["before", "after 2", "validate False"]
+
+
+def test_the_settings_are_saved_and_build_the_same_run(tmp_path: Path) -> None:
+    words = ["--model.lr=0.25", "--optimizer=SGD", "--optimizer.lr=0.125", "--trainer.default_root_dir=runs"]
+    first = cli("fit", *words)
+    saved = yaml.safe_load((tmp_path / "runs/config.yaml").read_text())
+    assert saved["model"]["lr"] == 0.25
+    assert isinstance(saved["seed_everything"], int)
+    assert saved["seed_everything"] == first.config.fit.seed_everything
+    second = cli("fit", "--config=runs/config.yaml")
+    assert second.model.lr == 0.25
+    assert second.trainer.optimizers[0].param_groups[0]["lr"] == 0.125
+    assert second.model.layer.weight.equal(first.model.layer.weight)
+    assert cli("test", "--config=runs/config.yaml").model.lr == 0.25
+
+
+def test_the_users_own_file_is_kept_and_saving_can_be_extended_or_left_out(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {lr: 0.5}\n")
+    noted = []
+
+    class Noting(SaveConfigCallback):
+        def save_config(self, trainer: Any, task: Any, stage: str) -> None:
+            noted.append(yaml.safe_load(self.parser.dump(self.config))["model"]["lr"])
+
+    cli("fit", "--config=config.yaml", "--optimizer=SGD", save_config_callback=Noting)
+    assert noted == [0.5]
+    assert (tmp_path / "config.yaml").read_text() == "model: {lr: 0.5}\n"
+    assert (tmp_path / "config.resolved.yaml").is_file()
+    cli("fit", "--optimizer=SGD", "--trainer.default_root_dir=other", save_config_callback=None)
+    assert not (tmp_path / "other/config.yaml").exists()
+
+
+def test_the_seed_is_read_from_the_command_line() -> None:
+    weight = cli("--seed_everything=7", run=False).model.layer.weight
+    assert cli("--seed_everything=7", run=False).model.layer.weight.equal(weight)
+    assert isinstance(cli(run=False).config.seed_everything, int)
+    assert cli(run=False, seed_everything_default=False).config.seed_everything is False
+
+
+def test_trainer_defaults_may_hold_objects_and_callbacks() -> None:
+    class Own(Trainer):
+        pass
+
+    stopping = EarlyStopping("val_loss")
+    made = cli("--trainer.max_steps=3", run=False, trainer_class=Own, trainer_defaults={"callbacks": stopping})
+    assert type(made.trainer) is Own
+    assert stopping in made.trainer.callbacks
+    assert made.trainer.max_steps == 3
+
+
+def test_arguments_may_be_a_mapping() -> None:
+    made = CLI(Net, Points, args={"model": {"lr": 0.5}, "trainer": QUIET}, run=False)
+    assert made.model.lr == 0.5
+    made = CLI(Net, Points, args={"fit": {"model": {"lr": 0.25}, "trainer": QUIET, "optimizer": "SGD"}})
+    assert made.subcommand == "fit"
+    assert made.model.lr == 0.25
+
+
+def test_configuration_before_the_stage_has_one_section_per_stage(tmp_path: Path) -> None:
+    (tmp_path / "all.yaml").write_text("fit: {model: {lr: 0.5}, optimizer: SGD}\ntest: {model: {lr: 0.75}}\n")
+    assert cli("--config=all.yaml", "fit").model.lr == 0.5
+    assert cli("--config", "all.yaml", "test").model.lr == 0.75
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["fit", "--model.lrr=1"], "Did you mean '--model.lr'?"),
+        (["fit", "--model.lr=fast"], "model.lr=fast: expected float."),
+        (["fit", "--optimizer=SGD", "--optimizer.momentu=1"], "has no argument 'momentu'. Did you mean 'momentum'?"),
+        (["fitt"], "name the stage to run: fit, validate, test, predict. Did you mean 'fit'?"),
+        ([], "name the stage to run: fit, validate, test, predict."),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        cli(*words)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+SCRIPT = """
+from trainwright import CLI
+from tests.cli.test_cli_class import QUIET, Net, Points
+
+if __name__ == "__main__":
+    cli = CLI(Net, Points, trainer_defaults=QUIET)
+    print("steps", cli.trainer.global_step)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.exhaustive
+def test_a_script_runs_on_two_processes(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "script.py", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+
+    done = run("fit", "--optimizer=SGD", "--trainer.devices=2", "--trainer.default_root_dir=two")
+    assert done.returncode == 0, done.stderr
+    assert "steps 1" in done.stdout
+    assert yaml.safe_load((tmp_path / "two/config.yaml").read_text())["trainer"]["max_epochs"] == 1
+    wrong = run("fit", "--model.lr=fast")
+    assert (wrong.returncode, wrong.stderr) == (2, "script.py: error: model.lr=fast: expected float.\n")
+    helped = run("fit", "--help")
+    assert helped.returncode == 0
+    assert "--model.width" in helped.stdout

@@ -1,0 +1,176 @@
+"""Errors for names and objects of Lightning and Accelerate."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainwright
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.pinned.module_paths import PATHS
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.foreign_names import ANSWERS, MODULES, RENAMED
+
+
+def foreign(module: str, name: str, *bases: type) -> type:
+    """Return a class that says of itself that it is another library's."""
+    return types.new_class(name, bases, {}, lambda body: body.update(__module__=module))
+
+
+LightningModule = foreign("lightning.pytorch.core.module", "LightningModule", torch.nn.Module)
+OldModule = foreign("pytorch_lightning.core.module", "LightningModule", torch.nn.Module)
+LightningDataModule = foreign("lightning.pytorch.core.datamodule", "LightningDataModule")
+EarlyStopping = foreign("lightning.pytorch.callbacks.early_stopping", "EarlyStopping")
+CSVLogger = foreign("lightning.pytorch.loggers.csv_logs", "CSVLogger")
+DDPStrategy = foreign("lightning.pytorch.strategies.ddp", "DDPStrategy")
+Saver = foreign("lightning.pytorch.callbacks.checkpoint", "Checkpoint")
+
+
+class Net(LightningModule):  # type: ignore[misc, valid-type]
+    """A user's module."""
+
+
+class OldNet(OldModule):  # type: ignore[misc, valid-type]
+    """A user's module of the older package."""
+
+
+def fit(task: Any, *loaders: Any, **arguments: Any) -> None:
+    quiet_trainer(max_epochs=1, **arguments).fit(task, *loaders)
+
+
+@pytest.mark.parametrize("made", [Net, OldNet])
+def test_a_lightning_module_is_an_error_with_the_import_to_change(made: type) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        fit(made(), regression_loader(2))
+    assert str(caught.value) == (
+        f"{made.__name__} is a LightningModule of Lightning, not of Trainwright. Change `from lightning.pytorch import "
+        f"LightningModule` to `from trainwright import TaskModule` in {__file__}, or run: "
+        f"trainwright migrate {__file__}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("use", "change"),
+    [
+        (
+            lambda: fit(RegressionTask(), callbacks=[EarlyStopping()]),
+            "`from lightning.pytorch.callbacks import EarlyStopping` to `from trainwright.callbacks import "
+            "EarlyStopping`",
+        ),
+        (
+            lambda: fit(RegressionTask(), logger=CSVLogger()),
+            "`from lightning.pytorch.loggers import CSVLogger` to `from trainwright.loggers import CSVLogger`",
+        ),
+        (
+            lambda: fit(RegressionTask(), logger=[CSVLogger()]),
+            "`from lightning.pytorch.loggers import CSVLogger` to `from trainwright.loggers import CSVLogger`",
+        ),
+        (
+            lambda: fit(RegressionTask(), strategy=DDPStrategy()),
+            "`from lightning.pytorch.strategies import DDPStrategy` to `from trainwright.strategies import "
+            "DDPStrategy`",
+        ),
+        (
+            lambda: fit(RegressionTask(), LightningDataModule()),
+            "`from lightning.pytorch import LightningDataModule` to `from trainwright import DataModule`",
+        ),
+        (
+            lambda: quiet_trainer().fit(RegressionTask(), datamodule=LightningDataModule()),
+            "`from lightning.pytorch import LightningDataModule` to `from trainwright import DataModule`",
+        ),
+    ],
+)
+def test_objects_of_lightning_are_errors_with_the_import_to_change(use: Any, change: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        use()
+    assert "of Lightning, not of Trainwright. Change " + change in str(caught.value)
+
+
+def test_a_class_of_lightning_without_a_counterpart_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="Checkpoint of Lightning is not here: sub-class"):
+        fit(RegressionTask(), callbacks=[Saver()])
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "says"),
+    [
+        ("trainwright", "LightningModule", "LightningModule of Lightning is trainwright.TaskModule here."),
+        ("trainwright", "Fabric", "Fabric of Lightning is not here: use trainwright.Accelerator"),
+        ("trainwright", "set_seed", "set_seed of Accelerate is trainwright.utils.set_seed here."),
+        ("trainwright", "AimTracker", "AimTracker of Accelerate is not here: "),
+        ("trainwright.callbacks", "ThroughputMonitor", "is trainwright.callbacks.Throughput here."),
+        ("trainwright.callbacks", "Checkpoint", "Checkpoint of Lightning is not here: "),
+        ("trainwright.loggers", "NeptuneLogger", "NeptuneLogger of Lightning is not here: "),
+        ("trainwright.strategies", "SingleDeviceXLAStrategy", "SingleDeviceXLAStrategy of Lightning is not here: "),
+        ("trainwright.callbacks", "EarlyStoping", "Did you mean 'EarlyStopping'?"),
+    ],
+)
+def test_a_missing_name_is_an_error_with_its_replacement(module: str, name: str, says: str) -> None:
+    with pytest.raises(AttributeError) as by_attribute:
+        getattr(importlib.import_module(module), name)
+    assert says in str(by_attribute.value)
+    with pytest.raises(ImportError) as by_import:
+        exec(f"from {module} import {name}")
+    assert says in str(by_import.value)
+
+
+def test_hasattr_is_false_for_a_missing_name() -> None:
+    assert not hasattr(trainwright, "LightningModule")
+    assert getattr(trainwright.callbacks, "Checkpoint", None) is None
+
+
+def own(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("path", sorted({path for names in RENAMED.values() for path in names.values()}))
+def test_every_replacement_name_is_public(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    assert own(path) is not None
+    assert name in importlib.import_module(module).__all__
+
+
+def test_no_public_name_is_listed_as_missing() -> None:
+    homes = [importlib.import_module(home) for home in ("trainwright", "trainwright.callbacks", "trainwright.loggers")]
+    public = {name for home in homes for name in home.__all__}
+    stale = {name for names in ANSWERS.values() for name in names if name in public}
+    assert stale == set(), "delete them from trainwright/core/foreign_names.py"
+
+
+def test_the_table_lists_each_name_once() -> None:
+    for library, names in ANSWERS.items():
+        assert not set(names) & set(RENAMED[library])
+    parts = ("", ".accelerator", ".callbacks", ".cli", ".loggers", ".profilers", ".strategies", ".utilities")
+    paths = {f"trainwright.{path}" for path in PATHS}
+    assert {own for own in MODULES.values() if own} <= {f"trainwright{part}" for part in parts} | paths
+
+
+@pytest.mark.slow
+@pytest.mark.requires("lightning", reason="hands its own objects over")
+def test_objects_of_the_installed_lightning_are_errors(tmp_path: Path) -> None:
+    script = tmp_path / "mixed.py"
+    script.write_text(
+        "import lightning as L\nfrom lightning.pytorch.callbacks import EarlyStopping\n"
+        "from trainwright import ConfigurationError, TaskModule, Trainer\n"
+        "class Net(L.LightningModule): ...\n"
+        "found = []\n"
+        "for use in (lambda: Trainer().fit(Net()), lambda: Trainer(callbacks=EarlyStopping('x'))):\n"
+        "    try:\n        use()\n    except ConfigurationError as error:\n        found.append(str(error))\n"
+        "print(found)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    module, callback = ast.literal_eval(done.stdout)
+    assert "Net is a LightningModule of Lightning" in module
+    assert str(script) in module
+    assert "Change `from lightning.pytorch.callbacks import EarlyStopping`" in callback

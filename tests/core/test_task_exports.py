@@ -1,0 +1,106 @@
+"""Export of a task, and names of Lightning's LightningModule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.core import exports
+from trainwright.core.errors import ConfigurationError, TaskError
+
+
+def test_missing_names_of_a_task_are_errors_with_a_replacement() -> None:
+    task = RegressionTask()
+    for call, words in (
+        (lambda: task.to_tensorrt("x.ts"), r"torch_tensorrt\.compile"),
+        (lambda: task.fabric, "Accelerator"),
+        (lambda: task.device_mesh, "tensor_parallel_plan"),
+    ):
+        with pytest.raises(TaskError, match=words):
+            call()  # type: ignore[no-untyped-call]  # lambdas of one table
+
+
+def test_export_is_in_evaluation_mode_and_restores_the_mode() -> None:
+    sample = torch.randn(2, 4)
+    task = RegressionTask()
+    task.net[1].eval()
+    with pytest.raises(ConfigurationError, match="example_input_array"):
+        task.export()
+    with pytest.raises(ConfigurationError, match="example_input_array"):
+        task.to_torchscript(method="trace")
+    task.example_input_array = sample
+    exported = task.export().module()(sample)
+    assert [part.training for part in task.net] == [True, False, True, True]
+    named = task.export({"inputs": sample}).module()(inputs=sample)
+    expected = task.eval()(sample)
+    torch.testing.assert_close(exported, expected)
+    torch.testing.assert_close(named, expected)
+
+
+@pytest.mark.filterwarnings("default:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("method", ["script", "trace"])
+def test_torchscript_is_written_and_read(method: str, tmp_path: Path) -> None:
+    sample = torch.randn(2, 4)
+    task = RegressionTask()
+    task.example_input_array = sample
+    script = task.to_torchscript(tmp_path / "task.pt", method)
+    assert task.training
+    assert not script.training
+    expected = task.eval()(sample)
+    torch.testing.assert_close(script(sample), expected)
+    torch.testing.assert_close(torch.jit.load(tmp_path / "task.pt")(sample), expected)
+    with pytest.raises(ConfigurationError, match="'script' or 'trace'"):
+        task.to_torchscript(method="compile")
+
+
+def test_a_task_is_exported_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[Any] = []
+
+    def export(module: Any, args: Any, file: Any, **options: Any) -> str:
+        calls.append((module.training, torch.is_grad_enabled(), len(args), file, options))
+        return "program"
+
+    monkeypatch.setattr(exports, "require_package", lambda *args, **options: None)
+    monkeypatch.setattr(torch.onnx, "export", export)
+    task = RegressionTask()
+    task.net[1].eval()
+    with pytest.raises(ConfigurationError, match="example_input_array"):
+        task.to_onnx()
+    task.example_input_array = torch.randn(2, 4)
+    assert task.to_onnx(tmp_path / "a.onnx", dynamo=True) == "program"
+    task.to_onnx(input_sample={"inputs": torch.randn(2, 4)})
+    assert calls[0] == (False, False, 1, str(tmp_path / "a.onnx"), {"dynamo": True})
+    assert calls[1][2:4] == (0, None)
+    assert list(calls[1][4]["kwargs"]) == ["inputs"]
+    assert [part.training for part in task.net] == [True, False, True, True]
+
+
+def test_the_trainer_of_a_task_can_be_set_and_removed() -> None:
+    task, trainer = RegressionTask(), quiet_trainer()
+    task.trainer = trainer
+    assert task.trainer is trainer
+    task.trainer = None
+    with pytest.raises(TaskError):
+        _ = task.trainer
+    assert not task.on_gpu
+
+
+def test_optimizers_are_available_unwrapped() -> None:
+    class Manual(RegressionTask):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            plain = self.optimizers(use_pl_optimizer=False)
+            assert type(plain) is torch.optim.SGD
+            assert self.optimizers() is not plain
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.log_dict({"loss": loss.detach()}, True, prog_bar=False) if batch_idx < 0 else None
+
+    quiet_trainer(max_steps=1).fit(Manual(), regression_loader(4))

@@ -1,0 +1,126 @@
+"""Loggers before a fit, and loggers written for Lightning."""
+
+from __future__ import annotations
+
+import pickle
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks import ModelCheckpoint
+from trainwright.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
+from trainwright.utilities import rank_zero_only
+
+KINDS = [CSVLogger, JSONLinesLogger, TensorBoardLogger]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fit_continues_in_the_folder_of_a_logger_that_was_used_before(kind: Any, tmp_path: Path) -> None:
+    logger = kind(tmp_path, name="runs")
+    logger.log_hyperparams(Namespace(lr=0.1))
+    logger.log_metrics({"before": 1.0}, 0)
+    folder = logger.log_dir
+    assert folder == str(tmp_path / "runs" / "version_0")
+    assert (logger.version, logger.name) == (0, "runs")
+    trainer = quiet_trainer(max_steps=2, log_every_n_steps=1, logger=logger)
+    trainer.fit(RegressionTask(), regression_loader(4))
+    assert logger.log_dir == folder
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["version_0"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["version", "log_dir"])
+def test_version_and_log_dir_are_known_before_a_fit(kind: Any, name: str, tmp_path: Path) -> None:
+    logger = kind(tmp_path)
+    assert getattr(logger, name) is not None
+    assert pickle.loads(pickle.dumps(logger)).version == 0
+    assert kind(tmp_path).version == 1  # nobody else gets the same
+
+
+def test_two_loggers_share_one_folder(tmp_path: Path) -> None:
+    first, second = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
+    CSVLogger(tmp_path).log_metrics({"other": 1.0}, 0)
+    assert second.version == 1
+    quiet_trainer(max_steps=1, log_every_n_steps=1, logger=[first, second]).fit(RegressionTask(), regression_loader(4))
+    assert (first.version, second.version) == (1, 1)
+
+
+class OfLightning(Logger):
+    """As Lightning's documentation writes one, but for the import; its `__init__` does not call the base's."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    @property
+    def name(self) -> str:
+        return "mine"
+
+    @property
+    def version(self) -> str:
+        return "0.1"
+
+    @property
+    def experiment(self) -> list[Any]:
+        return self.calls
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(("hyperparams", dict(params)))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        self.calls.append(("metrics", step, sorted(metrics)))
+
+    @rank_zero_only
+    def save(self) -> None:
+        super().save()
+        self.calls.append("save")
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        super().finalize(status)  # type: ignore[arg-type]  # as it is written there
+        self.calls.append(("finalize", status))
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self.calls.append(("saved", type(checkpoint_callback).__name__))
+
+
+class WithHyperparameters(RegressionTask):
+    """Saves its one argument."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(lr)
+        self.save_hyperparameters()
+
+
+def test_a_logger_written_for_lightning_works_unchanged(tmp_path: Path) -> None:
+    logger = OfLightning()
+    logger.log_metrics({"early": 1.0}, 0)
+    trainer = quiet_trainer(
+        max_steps=2, log_every_n_steps=1, logger=logger, callbacks=ModelCheckpoint(tmp_path), default_root_dir=tmp_path
+    )
+    trainer.fit(WithHyperparameters(), regression_loader(4))
+    assert logger.calls[:2] == [("metrics", 0, ["early"]), ("hyperparams", {"lr": 0.05})]
+    assert [call[1] for call in logger.calls if call[0] == "metrics"][1:3] == [0, 1]
+    assert ("saved", "ModelCheckpoint") in logger.calls
+    assert logger.calls[-2:] == ["save", ("finalize", "success")]
+    assert logger.experiment is logger.calls
+    assert (logger.group_separator, logger.save_dir, logger.root_dir) == ("/", None, None)
+
+
+def test_save_and_finalize_flush_and_close_a_logger(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"a": 1.0}, 0)
+    logger.save()
+    assert logger.metrics_file.read_text() == "step,a\n0,1.0\n"
+    logger.finalize("success")
+    assert not logger.is_started
+    assert TensorBoardLogger(tmp_path, sub_dir="events").sub_dir == Path("events")
+    board = TensorBoardLogger(tmp_path)
+    board.log_hyperparams({"lr": 0.1})
+    assert board.hparams == {"lr": 0.1}
+    board.finalize("success")

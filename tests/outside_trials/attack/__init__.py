@@ -1,1 +1,0 @@
-"""Damaged and forged files, killed processes, and arguments that no honest program gives."""

@@ -1,1 +1,0 @@
-"""Code that was written for another framework."""

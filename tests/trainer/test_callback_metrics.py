@@ -1,0 +1,201 @@
+"""Metrics in `callback_metrics`, and logging from callbacks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import TaskError
+from trainwright.core.metric_value import MetricValue
+from trainwright.loggers.metric_slot import HostReads
+
+
+def test_a_metric_value_works_as_a_float_and_as_a_tensor() -> None:
+    value = MetricValue(0.25)
+    assert isinstance(value, float)
+    assert value == value.item() == value.cpu().numpy() == value.detach().cpu().item() == value.clone().tolist() == 0.25
+    assert type(value.item()) is float
+    assert f"{value:.3f} {value}" == "0.250 0.25"
+    assert json.dumps({"a": value}) == '{"a": 0.25}'
+    for tensor in (
+        torch.tensor(value),
+        torch.as_tensor(value),
+        value.to("cpu"),
+        value.float(),
+        torch.stack([value])[0],
+    ):
+        assert isinstance(tensor, torch.Tensor)
+        assert tensor == 0.25
+    assert value < torch.tensor(0.5)
+    assert torch.tensor(2.0) * value == value * torch.tensor(2.0) == 0.5
+    assert not torch.isnan(value)
+    assert torch.exp(MetricValue(0.0)) == 1
+    assert np.mean([value, value]) == 0.25
+    assert (value.ndim, value.shape, value.dtype, value.device.type) == (0, (), torch.float32, "cpu")
+    with pytest.raises(AttributeError):
+        value.no_such_method()
+
+
+class _Logs(RegressionTask):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        self.log("step", loss.detach() * 2)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", float(batch_idx))
+
+
+class _Reads(Callback):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+        self.at_ends: dict[str, dict[str, float]] = {}
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        metrics = trainer.callback_metrics
+        assert metrics["both"].item() == metrics["both_step"] == float(outputs["loss"])
+        self.seen.append(dict(metrics))
+
+    def on_train_epoch_end(self, trainer: Any, task: Any) -> None:
+        self.at_ends["train"] = dict(trainer.callback_metrics)
+
+    def on_validation_epoch_end(self, trainer: Any, task: Any) -> None:
+        if not trainer.sanity_checking:
+            self.at_ends["validation"] = dict(trainer.callback_metrics)
+
+
+def _fit(callbacks: Any = None, epochs: int = 1) -> Any:
+    task = _Logs()
+    trainer = quiet_trainer(max_epochs=epochs, callbacks=callbacks, log_every_n_steps=1000)
+    trainer.fit(task, regression_loader(6), regression_loader(3))
+    return trainer, task
+
+
+def test_step_values_are_readable_at_every_step_and_epoch_values_at_the_end() -> None:
+    reads = _Reads()
+    trainer, _ = _fit(reads)
+    assert [set(seen) for seen in reads.seen] == [{"both", "both_step", "step"}] * 6
+    assert len({seen["step"] for seen in reads.seen}) == 6
+    mean = sum(seen["both"] for seen in reads.seen) / 6
+    assert reads.at_ends["train"]["both_epoch"] == reads.at_ends["train"]["both"] == pytest.approx(mean)
+    assert reads.at_ends["validation"]["val"] == 1.0
+    assert trainer.callback_metrics["both_epoch"] == reads.at_ends["train"]["both_epoch"]
+
+
+def test_reading_metrics_changes_neither_weights_nor_metrics() -> None:
+    (with_reads, first), (without, second) = _fit(_Reads(), 2), _fit(None, 2)
+    assert dict(with_reads.callback_metrics) == dict(without.callback_metrics)
+    assert_equal_weights(weights_of(first), weights_of(second))
+
+
+def test_metrics_are_read_from_the_device_once_and_only_if_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    read = HostReads.read
+
+    def counted(self: HostReads) -> Any:
+        if self._tensors:
+            reads.append(len(self._tensors))
+        return read(self)
+
+    monkeypatch.setattr(HostReads, "read", counted)
+
+    class Twice(Callback):
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            if trainer.global_step in (2, 4):
+                assert trainer.callback_metrics["step"] == trainer.callback_metrics["step"]
+                assert "both" in trainer.callback_metrics
+
+    _fit()
+    unread = len(reads)
+    reads.clear()
+    _fit(Twice())
+    assert len(reads) == unread + 2
+
+
+def test_reading_at_a_safe_point_costs_one_host_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    read = HostReads.read
+    monkeypatch.setattr(HostReads, "read", lambda self: (self._tensors and reads.append(1)) or read(self))
+    seen: list[float] = []
+
+    class AtSafePoint(Callback):
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.at_safe_point(lambda: seen.append(trainer.callback_metrics["step"]))
+
+    _fit()
+    unread = len(reads)
+    reads.clear()
+    _fit(AtSafePoint())
+    assert len(seen) == 1
+    assert len(reads) == unread + 1
+
+
+class _OfRank(RegressionTask):
+    """Logs what tells the ranks apart, once to stay there and once to be averaged when it is flushed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        mine = 10.0 * self.trainer.global_rank
+        self.log("own", torch.tensor(mine + batch_idx))
+        self.log("shared", mine, sync_dist=True)
+        return self.loss(batch)
+
+
+class _RankOneReads(Callback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1:
+            metrics = trainer.callback_metrics
+            self.seen.append((metrics["own"].item(), metrics["shared"].item()))
+
+
+def _read_on_one_rank() -> tuple[list[tuple[float, float]], dict[str, float]]:
+    reads = _RankOneReads()
+    trainer = quiet_trainer(devices="auto", strategy="ddp", max_epochs=1, callbacks=[reads], log_every_n_steps=3)
+    trainer.fit(_OfRank(), regression_loader(8))
+    return reads.seen, dict(trainer.callback_metrics)
+
+
+@pytest.mark.distributed
+def test_one_rank_may_read_between_flushes_and_finds_its_own_values() -> None:
+    (none, first), (seen, second) = run_distributed(_read_on_one_rank, 2, init=False)
+    assert none == []
+    assert seen == [(10.0, 10.0), (11.0, 10.0), (12.0, 10.0), (13.0, 10.0)]
+    assert first["shared"] == second["shared"] == 5.0
+    assert (first["own"], second["own"]) == (3.0, 13.0)
+
+
+class Logging(Callback):
+    """Logs in a step's hook and at the ends of epochs."""
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("index", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="max")
+
+    def on_validation_epoch_end(self, trainer: Any, task: Any) -> None:
+        self.log_dict({"a": 1.0, "b": 2.0}, prog_bar=True)
+
+
+def test_callbacks_can_log() -> None:
+    trainer = quiet_trainer(max_epochs=1, callbacks=Logging())
+    trainer.fit(RegressionTask(), regression_loader(4), regression_loader(4))
+    assert trainer.callback_metrics["index"] == 3.0
+    assert {name: trainer.progress_bar_metrics[name] for name in ("a", "b")} == {"a": 1.0, "b": 2.0}
+
+
+def test_logging_from_a_callback_outside_a_stage_is_an_error() -> None:
+    callback = Logging()
+    quiet_trainer(max_steps=1, callbacks=callback).fit(RegressionTask(), regression_loader(4))
+    with pytest.raises(TaskError, match=r"Logging\.log works in its hooks while a Trainer runs a stage"):
+        callback.log("a", 1.0)
+    assert vars(callback) == {}

@@ -1,0 +1,315 @@
+"""Hooks that load checkpoints, and parameter groups added during a fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
+from trainwright.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError
+
+
+class _Growing(RegressionTask):
+    """Has as many hidden units as its checkpoint."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(momentum=0.9)
+        self.resize(hidden)
+
+    def resize(self, hidden: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(hidden)
+            self.net = nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["hidden"] = self.net[0].out_features
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.resize(checkpoint["hidden"])
+
+
+def _whole_and_resumed(folder: Path, strategy: str, kind: str) -> tuple[dict[str, torch.Tensor], ...]:
+    """Train without and with an interruption, and return the weights of both."""
+    options: dict[str, Any] = {"devices": "auto", "strategy": strategy, "default_root_dir": folder}
+    grows = kind == "resized layer"
+
+    def fit(task: RegressionTask, ckpt_path: Path | None = None, **length: int) -> Any:
+        trainer = quiet_trainer(callbacks=[] if grows else _Unfreeze(), **length, **options)
+        trainer.fit(task, regression_loader(16, 2), ckpt_path=ckpt_path)
+        return trainer
+
+    whole = _Growing(16) if grows else _Head()
+    fit(whole, max_epochs=3)
+    first = fit(_Growing(16), max_steps=3) if grows else fit(_Head(), max_epochs=2)
+    first.save_checkpoint(folder / "saved")
+    resumed = _Growing(2) if grows else _Head()
+    fit(resumed, folder / "saved", max_epochs=3)
+    return weights_of(whole), weights_of(resumed)
+
+
+@pytest.mark.parametrize("kind", ["resized layer", "added group"])
+def test_a_hook_that_changes_the_model_or_its_groups_lets_a_run_resume_exactly(kind: str, tmp_path: Path) -> None:
+    assert_equal_weights(*_whole_and_resumed(tmp_path, "auto", kind))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        *(("resized layer", strategy) for strategy in ("ddp", "fsdp", "deepspeed_stage_2")),
+        *(("added group", strategy) for strategy in ("ddp", "fsdp")),
+    ],
+)
+def test_a_hook_that_changes_the_model_or_its_groups_lets_two_ranks_resume(
+    kind: str, strategy: str, tmp_path: Path
+) -> None:
+    for whole, resumed in run_distributed(_whole_and_resumed, 2, tmp_path, strategy, kind, init=False, timeout=300):
+        torch.testing.assert_close(whole, resumed)
+
+
+class _Looks(Callback):
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+        self.optimizers: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 3}
+
+    def on_load_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
+        self.optimizers = list(trainer.optimizers)
+        self.seen = dict(checkpoint)
+        self.checkpoint = checkpoint
+
+
+class _Scheduled(RegressionTask):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__(momentum=0.9)
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def _saved(folder: Path) -> Path:
+    trainer = quiet_trainer(max_steps=3, callbacks=_Looks())
+    trainer.fit(_Scheduled(), regression_loader(8))
+    return Path(trainer.save_checkpoint(folder / "saved"))
+
+
+def test_a_hook_sees_the_keys_that_lightning_shows(tmp_path: Path) -> None:
+    looks = _Looks()
+    quiet_trainer(max_steps=4, callbacks=looks).fit(_Scheduled(), regression_loader(8), ckpt_path=_saved(tmp_path))
+    seen = looks.seen
+    assert (seen["epoch"], seen["global_step"]) == (0, 3)
+    assert seen["hyper_parameters"] == {"width": 3}
+    assert seen["callbacks"]["_Looks"] == {"count": 3}
+    assert len(seen["lr_schedulers"]) == 1
+    [optimizer] = seen["optimizer_states"]
+    assert set(optimizer["state"]) == set(seen["state_dict"])
+    assert looks.optimizers == []
+
+
+class _LooksAtSave(_Looks):
+    def on_save_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
+        self.saved = dict(checkpoint)
+        with pytest.raises(
+            ConfigurationError, match=r"on_save_checkpoint cannot change checkpoint\['optimizer_states'\]"
+        ):
+            del checkpoint["optimizer_states"]
+        checkpoint["own"] = 1
+
+
+def test_save_and_load_hooks_receive_the_same_checkpoint(tmp_path: Path) -> None:
+    looks = _LooksAtSave()
+    trainer = quiet_trainer(max_steps=3, callbacks=looks)
+    trainer.fit(_Scheduled(), regression_loader(8))
+    path = trainer.save_checkpoint(tmp_path / "saved")
+    quiet_trainer(max_steps=4, callbacks=looks).fit(_Scheduled(), regression_loader(8), ckpt_path=path)
+    assert looks.seen.pop("own") == 1
+    torch.testing.assert_close(looks.saved.pop("state_dict"), looks.seen.pop("state_dict"))
+    [saved], [loaded] = looks.saved.pop("optimizer_states"), looks.seen.pop("optimizer_states")
+    torch.testing.assert_close(_tensors_of(saved), _tensors_of(loaded))
+    assert looks.saved == looks.seen
+
+
+def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
+    return {name: values["momentum_buffer"] for name, values in state["state"].items()}
+
+
+def test_optimizer_states_are_read_once_if_a_load_hook_does_not_use_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainwright.trainer.checkpoints import load_request
+
+    path, read = _saved(tmp_path), []
+    original = load_request.read_checkpoint
+
+    def counted(*args: Any, **options: Any) -> Any:
+        read.append(options["parts"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(load_request, "read_checkpoint", counted)
+    quiet_trainer(max_steps=4, callbacks=_Glances()).fit(_Scheduled(), regression_loader(8), ckpt_path=path)
+    assert len(read) == 1
+
+
+class _Glances(_Looks):
+    state_key = "_Looks"
+
+    def on_load_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
+        assert "optimizer_states" in checkpoint
+        assert checkpoint["global_step"] == 3
+
+
+@pytest.mark.parametrize("key", ["optimizer_states", "global_step", "callbacks"])
+def test_a_change_that_would_have_no_effect_is_an_error(key: str, tmp_path: Path) -> None:
+    class Changes(_Looks):
+        state_key = "_Looks"
+
+        def on_load_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint[key] = None
+
+    with pytest.raises(ConfigurationError, match=rf"cannot change checkpoint\['{key}'\]"):
+        quiet_trainer(max_steps=4, callbacks=Changes()).fit(
+            _Scheduled(), regression_loader(8), ckpt_path=_saved(tmp_path)
+        )
+
+
+def test_entries_within_are_read_only_and_weights_may_be_changed(tmp_path: Path) -> None:
+    class Changes(_Looks):
+        state_key = "_Looks"
+
+        def on_load_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
+            with pytest.raises(TypeError):
+                checkpoint["hyper_parameters"]["width"] = 5
+            checkpoint["state_dict"] = {name: value * 0 for name, value in checkpoint["state_dict"].items()}
+
+    task = _Scheduled()
+    quiet_trainer(max_steps=3, callbacks=Changes()).fit(task, regression_loader(8), ckpt_path=_saved(tmp_path))
+    assert not any(bool(value.any()) for value in weights_of(task).values())
+
+
+@pytest.mark.parametrize("how", ["resumed", "continued"])
+def test_a_resumed_epoch_does_not_call_its_start_hook_again(how: str, tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    record = RecordingCallback("on_train_epoch_start", "on_train_epoch_end")
+    if how == "resumed":
+        quiet_trainer(max_epochs=2, callbacks=[record, _Looks()]).fit(
+            _Scheduled(), regression_loader(8), ckpt_path=path
+        )
+    else:
+        trainer, task = quiet_trainer(max_epochs=2, max_steps=3, callbacks=record), _Scheduled()
+        trainer.fit(task, regression_loader(8))
+        record.events.clear()
+        trainer.max_steps = -1
+        trainer.fit(task, regression_loader(8))
+    assert record.events == ["on_train_epoch_end", "on_train_epoch_start", "on_train_epoch_end"]
+
+
+def test_scheduled_accumulation_holds_in_an_epoch_that_is_resumed_in_its_middle(tmp_path: Path) -> None:
+    def run(folder: Path, **options: Any) -> tuple[int, dict[str, torch.Tensor]]:
+        saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1)
+        trainer = quiet_trainer(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2}), saver], max_epochs=2)
+        task = RegressionTask()
+        trainer.fit(task, regression_loader(8), **options)
+        return trainer.global_step, weights_of(task)
+
+    steps, whole = run(tmp_path)
+    resumed, weights = run(tmp_path, ckpt_path=tmp_path / "epoch=1-step=10")
+    assert steps == resumed == 12
+    assert_equal_weights(whole, weights)
+
+
+class _Head(RegressionTask):
+    """Trains its last layer; the first one comes later."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum=0.9)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net[3].parameters(), lr=self.lr, momentum=self.momentum)
+
+
+class _Unfreeze(Callback):
+    """Adds the first layer as a group in the second epoch."""
+
+    def __init__(self, rebuilds: bool = True) -> None:
+        self.added = False
+        self.rebuilds = rebuilds
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"added": self.added}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.added = state_dict["added"]
+
+    def on_fit_start(self, trainer: Any, task: Any) -> None:
+        if self.added and self.rebuilds:
+            self._add(trainer, task)
+
+    def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
+        if trainer.current_epoch == 1 and not self.added:
+            self.added = True
+            self._add(trainer, task)
+
+    def _add(self, trainer: Any, task: Any) -> None:
+        trainer.optimizers[0].add_param_group({"params": list(task.net[0].parameters()), "lr": 0.01})
+
+
+def _added_under(strategy: str) -> str:
+    task = _Head()
+    with pytest.raises(TaskError) as refused:
+        quiet_trainer(devices="auto", strategy=strategy, max_epochs=3, callbacks=_Unfreeze()).fit(
+            task, regression_loader(16, 2)
+        )
+    return str(refused.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_adding_a_parameter_group_under_deepspeed_is_an_error(strategy: str) -> None:
+    for text in run_distributed(_added_under, 2, strategy, init=False, timeout=300):
+        assert "a parameter group was added to _Head's SGD" in text
+        assert "in a fit of its own" in text
+
+
+@pytest.fixture
+def unfrozen(tmp_path: Path) -> Path:
+    """Return a checkpoint of a run with an added group."""
+    trainer = quiet_trainer(max_epochs=2, callbacks=_Unfreeze())
+    trainer.fit(_Head(), regression_loader(8))
+    return Path(trainer.save_checkpoint(tmp_path / "saved"))
+
+
+def test_resuming_without_the_added_parameter_group_is_an_error(unfrozen: Path) -> None:
+    trainer = quiet_trainer(max_epochs=3, callbacks=_Unfreeze(rebuilds=False))
+    with pytest.raises(CheckpointError):
+        trainer.fit(_Head(), regression_loader(8), ckpt_path=unfrozen)
+
+
+def test_callback_states_are_loaded_before_optimizer_states(unfrozen: Path) -> None:
+    momenta: list[bool] = []
+
+    class Looks(_Unfreeze):
+        state_key = "_Unfreeze"
+
+        def setup(self, trainer: Any, task: Any, stage: Any) -> None:
+            self.trainer = trainer
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+            momenta.append(bool(self.trainer.optimizers[0].state))
+
+        def on_fit_end(self, trainer: Any, task: Any) -> None:
+            momenta.append(bool(trainer.optimizers[0].state))
+
+    quiet_trainer(max_epochs=2, callbacks=Looks()).fit(_Head(), regression_loader(8), ckpt_path=unfrozen)
+    assert momenta == [False, True]

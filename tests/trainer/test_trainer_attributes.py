@@ -1,0 +1,259 @@
+"""Attributes of Lightning's Trainer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks import EarlyStopping, ModelCheckpoint
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.rng import seed_everything
+from trainwright.core.state import TrainState
+from trainwright.loggers import CSVLogger, TensorBoardLogger
+from trainwright.trainer.lightning_names import INTERNALS
+from trainwright.trainer.run_state import RunningStage, TrainerFn, TrainerStatus
+from trainwright.trainer.trainer import Trainer
+
+BEFORE_A_FIT: dict[str, Any] = {  # as Lightning 2.6.6 answers
+    "check_val_every_n_epoch": 1, "checkpoint_callbacks": [], "ckpt_path": None, "device_ids": [0],
+    "distributed_sampler_kwargs": None, "early_stopping_callbacks": [], "enable_autolog_hparams": True,
+    "enable_validation": False, "gradient_clip_algorithm": None, "gradient_clip_val": None, "is_last_batch": False,
+    "limit_predict_batches": 1.0, "limit_test_batches": 1.0, "limit_train_batches": 4, "limit_val_batches": 1,
+    "min_epochs": None, "min_steps": None, "model": None, "node_rank": 0, "num_sanity_val_batches": [],
+    "overfit_batches": 0.0, "predict_dataloaders": None, "received_sigterm": False,
+    "reload_dataloaders_every_n_epochs": 0, "scaler": None, "test_dataloaders": None, "train_dataloader": None,
+    "val_check_batch": None, "val_check_interval": 1.0, "val_dataloaders": None,
+}  # fmt: skip
+
+
+class Watch(Callback):
+    """Write down what a Trainer answers at some events."""
+
+    def __init__(self) -> None:
+        self.last: list[bool] = []
+        self.at_end: list[bool] = []
+        self.stages: list[str | None] = []
+        self.state: tuple[Any, ...] = ()
+        self.sigterm: bool | None = None
+
+    def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
+        self.last.append(trainer.is_last_batch)
+        self.stages.append(trainer.state.stage)
+        self.state = (trainer.state.fn, trainer.state.status, trainer.state.finished, trainer.val_check_batch)
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.at_end.append(trainer.is_last_batch)
+
+    def on_validation_start(self, trainer: Any, task: Any) -> None:
+        self.stages.append(trainer.state.stage)
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Trainer, Watch, RegressionTask, Any, Any]:
+    """Return a Trainer that has trained one epoch of four batches, and what it was given."""
+    watch, task = Watch(), RegressionTask()
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=4, limit_val_batches=1, callbacks=watch)
+    train, val = regression_loader(8), regression_loader(8)
+    trainer.fit(task, train, val)
+    return trainer, watch, task, train, val
+
+
+def test_arguments_and_the_run_can_be_read_before_a_fit() -> None:
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=4, limit_val_batches=1)
+    assert {name: getattr(trainer, name) for name in BEFORE_A_FIT} == BEFORE_A_FIT
+    assert (trainer.accelerator, type(trainer.profiler).__name__) == ("cpu", "PassThroughProfiler")
+
+
+def test_the_run_can_be_read_after_a_fit(trained: tuple[Trainer, Watch, RegressionTask, Any, Any]) -> None:
+    trainer, _, task, train, val = trained
+    assert trainer.model is task
+    assert trainer.train_dataloader is train
+    assert trainer.val_dataloaders is val
+    assert (trainer.enable_validation, trainer.num_sanity_val_batches, trainer.val_check_batch) == (True, [1], 4)
+
+
+def test_the_last_batch_of_an_epoch_is_known_while_it_runs(
+    trained: tuple[Trainer, Watch, RegressionTask, Any, Any],
+) -> None:
+    assert trained[1].last == trained[1].at_end == [False, False, False, True]
+
+
+def test_the_last_batch_is_known_within_a_group_of_several() -> None:
+    watch = Watch()
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=5, accumulate_grad_batches=2, callbacks=watch)
+    trainer.fit(RegressionTask(), regression_loader(8))
+    assert watch.last == watch.at_end == [False, False, False, False, True]
+    watch.last.clear()
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=4, accumulate_grad_batches=4, callbacks=watch)
+    trainer.fit(RegressionTask(), regression_loader(8))
+    assert watch.last == [False, False, False, True]
+
+
+def test_the_state_says_what_runs_and_how_it_ended(trained: tuple[Trainer, Watch, RegressionTask, Any, Any]) -> None:
+    trainer, watch = trained[:2]
+    assert watch.stages == ["sanity_check", *["train"] * 4, "validate"]
+    assert watch.state == (TrainerFn.FITTING, TrainerStatus.RUNNING, False, 4)
+    assert (trainer.state.fn, trainer.state.stage, trainer.state.status) == ("fit", None, "finished")
+    assert trainer.state.finished
+    assert trainer.state.stopped
+
+
+def test_the_state_of_a_new_trainer_and_of_a_failed_one() -> None:
+    class Failing(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ZeroDivisionError
+
+    trainer = quiet_trainer(max_epochs=1)
+    assert (trainer.state.fn, trainer.state.stage, trainer.state.status) == (None, None, "initializing")
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Failing(), regression_loader(8))
+    assert (trainer.state.status, trainer.state.finished) == ("interrupted", False)
+    assert RunningStage.SANITY_CHECKING.value == "sanity_check"
+
+
+def test_copies_of_the_state_are_plain_train_states() -> None:
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=2)
+    trainer.fit(RegressionTask(), regression_loader(8))
+    for twin in (copy.deepcopy(trainer.state), copy.copy(trainer.state), pickle.loads(pickle.dumps(trainer.state))):
+        assert type(twin) is TrainState
+        assert twin == trainer.state
+    sent = pickle.loads(pickle.dumps(quiet_trainer(max_steps=3)))
+    assert (sent.state.step, sent.state.fn, sent.state.status) == (0, None, "initializing")
+
+
+def test_an_argument_cannot_be_changed_through_its_attribute() -> None:
+    with pytest.raises(
+        AttributeError, match=r"limit_val_batches cannot be changed; pass Trainer\(limit_val_batches=3\)"
+    ):
+        quiet_trainer().limit_val_batches = 3
+
+
+@pytest.mark.parametrize("name", sorted(INTERNALS))
+def test_internals_of_lightning_are_errors_with_a_replacement(name: str) -> None:
+    trainer = quiet_trainer()
+    assert not hasattr(trainer, name)
+    with pytest.raises(AttributeError, match=f"trainer.{name} does not exist here: .+"):
+        getattr(trainer, name)
+
+
+def test_the_error_for_a_misspelt_attribute_names_the_nearest() -> None:
+    with pytest.raises(AttributeError, match=r"'Trainer' has no attribute 'globl_step'. Did you mean 'global_step'\?"):
+        _ = quiet_trainer().globl_step
+
+
+def test_an_error_inside_a_property_keeps_its_message() -> None:
+    trainer = quiet_trainer()
+    del trainer.run.engine
+    with pytest.raises(AttributeError, match="'engine'"):
+        _ = trainer.global_rank
+
+
+def test_callbacks_are_found_by_type() -> None:
+    stop, save = EarlyStopping("val_loss"), ModelCheckpoint()
+    trainer = quiet_trainer(callbacks=[stop, save])
+    assert (trainer.early_stopping_callbacks, trainer.checkpoint_callbacks) == ([stop], [save])
+
+
+def test_the_checkpoint_that_was_loaded_is_known(tmp_path: Any) -> None:
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(RegressionTask(), regression_loader(8))
+    saved = trainer.save_checkpoint(tmp_path / "saved")
+    trainer = quiet_trainer(max_steps=2)
+    trainer.fit(RegressionTask(), regression_loader(8), ckpt_path=saved)
+    assert trainer.ckpt_path == str(saved)
+    trainer.validate(RegressionTask(), regression_loader(8), verbose=False)
+    assert trainer.ckpt_path is None
+
+
+def test_the_loss_scaler_is_known_during_a_fit() -> None:
+    found: list[Any] = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, task: Any) -> None:
+            found.append(trainer.scaler)
+
+    quiet_trainer(max_steps=1, precision="16-mixed", callbacks=Look()).fit(RegressionTask(), regression_loader(8))
+    assert type(found[0]).__name__ == "GradScaler"
+
+
+def test_received_sigterm_is_true_after_a_signal() -> None:
+    trainer = quiet_trainer()
+    trainer.run.preemption.signal = signal.SIGTERM
+    assert trainer.received_sigterm
+
+
+def test_the_logger_can_be_set_between_two_fits(tmp_path: Any) -> None:
+    trainer = quiet_trainer(max_steps=1, log_every_n_steps=1, default_root_dir=tmp_path)
+    logger = CSVLogger(tmp_path)
+    trainer.logger = logger
+    assert trainer.loggers == [logger]
+    trainer.fit(RegressionTask(), regression_loader(8))
+    assert logger.log_dir is not None
+    assert Path(logger.log_dir, "metrics.csv").exists()
+    trainer.logger = None
+    assert trainer.logger is None
+    trainer.logger = True
+    assert isinstance(trainer.logger, TensorBoardLogger)
+
+    class Change(Callback):
+        def on_train_start(self, trainer: Any, task: Any) -> None:
+            trainer.logger = None
+
+    with pytest.raises(ConfigurationError, match=r"cannot be changed while fit\(\) runs"):
+        quiet_trainer(max_steps=1, callbacks=Change()).fit(RegressionTask(), regression_loader(8))
+
+
+def test_val_check_interval_may_be_a_dict() -> None:
+    trainer = quiet_trainer(val_check_interval={"minutes": 5})
+    assert str(trainer.settings.val_check_interval) == "300 seconds"
+    assert trainer.val_check_interval == {"minutes": 5}
+    with pytest.raises(ConfigurationError, match=r"val_check_interval.*'weekss'"):
+        quiet_trainer(val_check_interval={"weekss": 5})
+
+
+def test_print_accepts_sep_and_end(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet_trainer().print("a", "b", sep="-", end="!\n")
+    assert capsys.readouterr().out == "a-b!\n"
+
+
+def test_seed_everything_has_a_default_seed() -> None:
+    assert seed_everything() == 0
+    assert seed_everything(3, True, verbose=True) == 3
+
+
+def test_storage_options_are_an_error(tmp_path: Any) -> None:
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(RegressionTask(), regression_loader(8))
+    assert trainer.save_checkpoint(tmp_path / "a", storage_options=None) == tmp_path / "a"
+    with pytest.raises(ConfigurationError, match=r"storage_options.*needs a URL"):
+        trainer.save_checkpoint(tmp_path / "b", storage_options={"anon": True})
+
+
+def test_folders_are_strings_and_the_strategy_has_lightnings_names(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Ask(Callback):
+        def on_validation_epoch_end(self, trainer: Any, task: Any) -> None:
+            strategy = trainer.strategy
+            strategy.barrier("here")
+            value = torch.tensor([1.0, 3.0])
+            seen.append((trainer.evaluating, strategy.root_device, strategy.is_global_zero, strategy.model is task))
+            seen.append((strategy.broadcast({"a": 1}), strategy.reduce(value).tolist(), strategy.reduce(value).shape))
+
+    trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path, logger=CSVLogger(tmp_path), callbacks=Ask())
+    trainer.fit(RegressionTask(), regression_loader(8), regression_loader(8))
+    assert seen[-2:] == [(True, torch.device("cpu"), True, True), ({"a": 1}, [1.0, 3.0], (2,))]
+    assert trainer.evaluating is False
+    assert trainer.log_dir + "/metrics.csv" == str(trainer.logger.metrics_file)
+    assert trainer.default_root_dir + "/x" == str(tmp_path / "x")
+    for folder in (trainer.logger.log_dir, trainer.logger.save_dir, trainer.logger.root_dir):
+        assert isinstance(folder, str)
