@@ -22,7 +22,7 @@ _STAGES = "write Accelerator(strategy=MegatronStrategy(split_points=…)), which
 _SAMPLES = "schedules count optimizer steps; use train_iters, lr_decay_iters or lr_warmup_iters"
 _GROUPS = "pass the optimizer parameter groups with lr and weight_decay of their own, and remove it"
 _MODEL = "prepare() trains the model that it receives; build it in the script, and remove it"
-_DATA = "indexed data sets of Megatron-LM are not supported; prepare a DataLoader, and remove it"
+_DATA = "prepare a DataLoader or a MegatronLMDummyDataLoader, and remove it"
 _TRACKERS = "pass Accelerator(log_with='tensorboard', project_dir=…), and remove it"
 _LATER = "save_state and load_state always include the optimizer; remove it"
 _HOST = "the optimizer stays on the device; write Accelerator(fsdp_plugin=…) with cpu_offload=True for one on the host"
@@ -121,7 +121,7 @@ class MegatronLMPlugin(VariableFields):
     no_wd_decay_cond: Callable[..., Any] | None = field(default=None, metadata=_refused(_GROUPS))
     scale_lr_cond: Callable[..., Any] | None = field(default=None, metadata=_refused(_GROUPS))
     lr_mult: float = field(default=1.0, metadata=_refused(_GROUPS, 1.0))
-    megatron_dataset_flag: bool = field(default=False, metadata=_refused(_DATA, False))
+    megatron_dataset_flag: bool = False
     seq_length: int | None = None
     encoder_seq_length: int | None = None
     decoder_seq_length: int | None = None

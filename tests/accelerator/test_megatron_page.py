@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, DistributedType, MegatronStrategy
 from trainwright.core.errors import ConfigurationError
+from trainwright.data import TokenFileWriter
 from trainwright.processes.partial_state import PartialState
 from trainwright.utils import (
     BertTrainStep,
@@ -194,7 +195,7 @@ def test_advanced_options_of_the_page_are_refused_with_what_to_write() -> None:
         ({"other_megatron_args": {"position_embedding_type": "alibi"}}, "choose position embeddings"),
         ({"other_megatron_args": {"attention_head_type": "multiquery"}}, "kinds of attention by the model"),
         ({"context_parallel_size": 2}, "ParallelismConfig.*splits sequences"),
-        ({"megatron_dataset_flag": True}, "prepare a DataLoader"),
+        ({"custom_megatron_datasets_provider_function": print}, "prepare a DataLoader"),
         ({"recompute_method": "block"}, "use 'uniform'"),
         ({"lr_decay_style": "linaer"}, "Did you mean 'linear'"),
     ):
@@ -203,12 +204,72 @@ def test_advanced_options_of_the_page_are_refused_with_what_to_write() -> None:
             plugin.strategy(1)
     with pytest.raises(ConfigurationError, match="Use a divisor of 2"):
         MegatronLMPlugin(pp_degree=2, num_layers_per_virtual_pipeline_stage=3).strategy(2, _gpt2())
-    with pytest.raises(ConfigurationError, match="indexed data set of Megatron-LM"):
-        MegatronLMDummyDataLoader(data_path="a", splits_string="1,0,0", seq_length=8)
+    for wrong, says in (
+        ({"data_path": "a"}, "needs seq_length="),
+        ({"data_path": "a", "seq_length": 8, "splits_string": "1;2"}, "write up to three proportions"),
+        ({"data_path": "a", "seq_length": 8, "micro_batchsize": 8}, "Did you mean 'micro_batch_size'"),
+    ):
+        with pytest.raises(ConfigurationError, match=says):
+            MegatronLMDummyDataLoader(**wrong)
     with pytest.raises(ConfigurationError, match=r"Use MegatronLMPlugin\(num_micro_batches"):
         Accelerator(megatron_lm_plugin=MegatronLMPlugin(), gradient_accumulation_steps=2, cpu=True)
     with pytest.raises(ConfigurationError, match="both select the engine"):
         Accelerator(megatron_lm_plugin=MegatronLMPlugin(), strategy="ddp", cpu=True)
+
+
+def _train_on_tokens(path: Path) -> tuple[list[float], list[float]]:
+    """Train as on the page on a file of tokens; return the losses of training and evaluation."""
+    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree=2, num_micro_batches=2), cpu=True, seed=0)
+    args = SimpleNamespace(data_path=str(path), splits_string="80,20,0", block_size=8, max_train_steps=6)
+    megatron_dataloader_config = {
+        "data_path": args.data_path,
+        "splits_string": args.splits_string,
+        "seq_length": args.block_size,
+        "micro_batch_size": 2,
+    }
+    megatron_dataloader = MegatronLMDummyDataLoader(**megatron_dataloader_config)
+    accelerator.state.megatron_lm_plugin.megatron_dataset_flag = True
+    model = _gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    lr_scheduler = MegatronLMDummyScheduler(optimizer=optimizer, total_num_steps=args.max_train_steps)
+    model, optimizer, lr_scheduler, train_dataloader, eval_dataloader, test = accelerator.prepare(
+        model, optimizer, lr_scheduler, megatron_dataloader, megatron_dataloader, megatron_dataloader
+    )
+    assert test is None
+    completed_steps, losses, evaluated = 0, [], []
+    while completed_steps < args.max_train_steps:
+        model.train()
+        batch = next(train_dataloader) if train_dataloader is not None else {}
+        assert batch["input_ids"].shape == (4, 8)
+        outputs = model(**batch)
+        accelerator.backward(outputs.loss)
+        optimizer.step()
+        lr_scheduler.step()
+        optimizer.zero_grad()
+        losses.append(outputs.loss.item())
+        completed_steps += 1
+        if completed_steps % 3 == 0:
+            model.eval()
+            with torch.no_grad():
+                batch = next(eval_dataloader) if eval_dataloader is not None else {}
+                evaluated.append(model(**batch).loss.item())
+    return losses, evaluated
+
+
+@pytest.mark.distributed
+def test_indexed_data_sets_are_read(tmp_path: Path) -> None:
+    with TokenFileWriter(tmp_path / "tokens", vocab_size=32) as writer:
+        for _ in range(8):
+            writer.add([i % 32 for i in range(25)])
+    for losses, evaluated in run_distributed(_train_on_tokens, 2, tmp_path / "tokens", init=False, timeout=60):
+        assert losses[0] == pytest.approx(3.5, abs=0.3)
+        assert losses[-1] < losses[0]
+        assert evaluated[1] < evaluated[0]
+    dummy = MegatronLMDummyDataLoader(data_path=f"0.3 {tmp_path}/tokens 0.7 {tmp_path}/tokens", seq_length=8)
+    assert isinstance(dummy.files, dict)
+    few = MegatronLMDummyDataLoader(data_path=str(tmp_path / "tokens"), seq_length=50, micro_batch_size=9)
+    with pytest.raises(ConfigurationError, match="fewer samples than a step takes"):
+        next(Accelerator(cpu=True).prepare(few))
 
 
 def test_variables_and_fields_describe_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:

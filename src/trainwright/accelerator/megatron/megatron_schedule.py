@@ -1,15 +1,17 @@
-"""Schedules of learning rate and weight decay that `MegatronLMPlugin` describes."""
+"""The placeholders of Accelerate's Megatron-LM scripts: loaders of files of tokens, and schedules of the plugin."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.strategies.deepspeed.placeholders import DummyScheduler
 
 if TYPE_CHECKING:
@@ -17,20 +19,72 @@ if TYPE_CHECKING:
 
 
 class MegatronLMDummyDataLoader:
-    """An indexed data set of Megatron-LM, which is not supported.
+    """Describes loaders of files of tokens; the name and arguments are Accelerate's.
+
+    Pass it to `prepare` up to three times: the results are iterators over batches of the training, the validation and
+    the test part, without an end, or None for an empty part. Batches are those of `TokenDataset`.
 
     Args:
-        dataset_kwargs: Any.
+        data_path: The path of a file of tokens, several, or weights and paths in turn (`[0.3, "a", 0.7, "b"]`), also
+            as one text.
+        seq_length: Tokens of a sample.
+        splits_string: Proportions of the three parts. Default: `"969,30,1"`.
+        micro_batch_size: Samples of a micro-batch. Default: 1.
+        seed: Of the order. Default: 1234.
 
     Raises:
-        ConfigurationError: Always.
+        ConfigurationError: An argument is missing, unknown or no such value.
     """
 
-    def __init__(self, **dataset_kwargs: object) -> None:
-        raise ConfigurationError(
-            "MegatronLMDummyDataLoader names an indexed data set of Megatron-LM, which is not supported. Prepare a "
-            "DataLoader of a data set that returns input_ids and labels."
-        )
+    def __init__(self, **dataset_kwargs: Any) -> None:
+        known = {"splits_string": "969,30,1", "micro_batch_size": 1, "seed": 1234}
+        for name in dataset_kwargs:
+            if name not in (*known, "data_path", "seq_length"):
+                raise ConfigurationError(
+                    f"MegatronLMDummyDataLoader: {name} is not supported.{nearest(name, known)} It takes data_path, "
+                    f"seq_length, {', '.join(known)}."
+                )
+        for name in ("data_path", "seq_length"):
+            if not dataset_kwargs.get(name):
+                raise ConfigurationError(f"MegatronLMDummyDataLoader needs {name}=.")
+        found: dict[str, Any] = known | dataset_kwargs
+        self.length, self.batch_size, self.seed = found["seq_length"], found["micro_batch_size"], found["seed"]
+        self.files = _files(found["data_path"])
+        try:
+            parts = [float(part) for part in str(found["splits_string"]).split(",")]
+        except ValueError:
+            parts = []
+        if len(parts) > 3 or not sum(parts) > 0 or min(parts) < 0:
+            raise ConfigurationError(
+                f"splits_string={found['splits_string']!r}: write up to three proportions, such as '969,30,1'."
+            )
+        ends = [sum(parts[:i]) / sum(parts) for i in range(4)]
+        self.splits = [(begin, min(end, 1.0)) for begin, end in pairwise(ends)]
+
+    def loader(self, part: int) -> DataLoader[Any] | None:
+        """Return the loader of a part: 0 for training, 1 for validation, 2 for tests; None if it is empty."""
+        from trainwright.data.tokens.token_dataset import TokenDataset
+
+        split = self.splits[part]
+        if split[0] >= split[1]:
+            return None
+        data = TokenDataset(self.files, self.length, split=split, seed=self.seed)
+        return DataLoader(data, self.batch_size, shuffle=not part, drop_last=True)
+
+
+def _files(given: Any) -> Any:
+    """Return what `TokenDataset` takes."""
+    words = given.split() if isinstance(given, str) else list(given)
+    if len(words) % 2 or any(not _is_number(word) for word in words[::2]):
+        return words
+    return dict(zip(map(str, words[1::2]), map(float, words[::2]), strict=True))
+
+
+def _is_number(word: object) -> bool:
+    try:
+        return float(str(word)) >= 0
+    except ValueError:
+        return False
 
 
 class MegatronLMDummyScheduler(DummyScheduler):

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainwright.accelerator.accumulation import Accumulation
 from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.accelerator.loss_scale import LossScale
-from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyScheduler
+from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
@@ -133,11 +133,15 @@ class PreparedObjects:
             steps_with_optimizer: False: every call of a scheduler's `step` counts.
         """
         found = list(values)
+        parts = itertools.count()
         for i, (value, placed) in enumerate(zip(values, placements, strict=True)):
             if isinstance(value, SkippedStart) and self._own(value) is value.loader:
                 continue
             if isinstance(value, (DataLoader, CombinedLoader, AcceleratedLoader, SkippedStart)):
                 found[i] = self.loader(value, placed=placed)
+            elif isinstance(value, MegatronLMDummyDataLoader):
+                loader = value.loader(next(parts))
+                found[i] = loader and _without_end(self.loader(loader, placed=placed))
             elif isinstance(value, Optimizer):
                 found[i] = self._wrapped_optimizer(value)
         models = {i: value for i, value in enumerate(values) if isinstance(value, nn.Module)}
@@ -369,6 +373,20 @@ def prepared_from(value: object) -> Any:
     if isinstance(value, AcceleratedScheduler):
         return value.scheduler
     return value.prepared.raw if isinstance(value, AcceleratedLoader) else None
+
+
+def _without_end(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of one epoch after the other."""
+    is_empty = False
+    while not is_empty:
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
+    raise ConfigurationError(
+        "A part of MegatronLMDummyDataLoader has fewer samples than a step takes. Use a larger file or part, a shorter "
+        "seq_length, or fewer micro-batches."
+    )
 
 
 def _warn_of_other_parameters(
