@@ -141,7 +141,7 @@ class PreparedObjects:
                 found[i] = self.loader(value, placed=placed)
             elif isinstance(value, MegatronLMDummyDataLoader):
                 loader = value.loader(next(parts))
-                found[i] = loader and _without_end(self.loader(loader, placed=placed))
+                found[i] = None if loader is None else _without_end(self.loader(loader, placed=placed))
             elif isinstance(value, Optimizer):
                 found[i] = self._wrapped_optimizer(value)
         models = {i: value for i, value in enumerate(values) if isinstance(value, nn.Module)}
