@@ -377,16 +377,8 @@ def prepared_from(value: object) -> Any:
 
 def _without_end(loader: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches of one epoch after the other."""
-    is_empty = False
-    while not is_empty:
-        is_empty = True
-        for batch in loader:
-            is_empty = False
-            yield batch
-    raise ConfigurationError(
-        "A part of MegatronLMDummyDataLoader has fewer samples than a step takes. Use a larger file or part, a shorter "
-        "seq_length, or fewer micro-batches."
-    )
+    while True:
+        yield from loader
 
 
 def _warn_of_other_parameters(
