@@ -204,10 +204,14 @@ def restore_weights(run: StageRun, opened: Opened) -> None:
     run.engine.weights_changed()
     # strict=False warns, because it is about this checkpoint. A task's strict_loading=False does not.
     if request.strict is False and (missing or left_over):
-        texts = [f"{title}: {', '.join(names[:10])}{', …' if len(names) > 10 else ''}" for title, names in (
-            (f"{len(missing)} weights of the task are not in it", missing),
-            (f"{len(left_over)} of its weights are not in the task", left_over),
-        ) if names]  # fmt: skip
+        texts = [
+            f"{title}: {', '.join(names[:10])}{', …' if len(names) > 10 else ''}"
+            for title, names in (
+                (f"{len(missing)} weights of the task are not in it", missing),
+                (f"{len(left_over)} of its weights are not in the task", left_over),
+            )
+            if names
+        ]
         warnings.warn(f"{path} was partially loaded. {'; '.join(texts)}.", TrainwrightWarning, stacklevel=2)
 
 

@@ -45,9 +45,14 @@ class LowRankAdamW(Optimizer):
         scale: float = 0.25,
     ) -> None:
         defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "rank": rank, "update_every": update_every, "scale": scale,
-        }  # fmt: skip
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "rank": rank,
+            "update_every": update_every,
+            "scale": scale,
+        }
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ class _Loader(RoundLoader):
     def total_dataset_length(self) -> int:
         """Samples of the data set over all processes."""
         own = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
-        return len(own)  # type: ignore[arg-type]
+        return len(own)  # type: ignore[arg-type]  # torch's data sets declare no length
 
     @property
     def total_batch_size(self) -> int:

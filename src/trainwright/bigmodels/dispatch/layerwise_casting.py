@@ -12,8 +12,14 @@ from trainwright.bigmodels.dispatch.model_hooks import ModelHook, add_hook_to_mo
 
 # Layers with most of a model's weights, for which rounding is harmless. It is not for norms and embeddings.
 _LAYERS = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 class LayerwiseCastingHook(ModelHook):

@@ -111,8 +111,11 @@ def rank_peaks(
         "offload": outside + max(kept + largest, _streaming(shape, kept)),
     }
     zero: dict[str, Any] = {
-        "world_size": ranks, "activation_bytes": kept, "uses": shape.uses, "buckets": buckets or ZeroBuckets()
-    }  # fmt: skip
+        "world_size": ranks,
+        "activation_bytes": kept,
+        "uses": shape.uses,
+        "buckets": buckets or ZeroBuckets(),
+    }
     for stage in (1, 2):
         peaks[f"deepspeed_stage_{stage}"] = flat_peak(shape.sizes, stage=stage, **zero)
     peaks["deepspeed_stage_3"] = sharded_peak(shape.sizes, **zero)

@@ -34,9 +34,14 @@ NUMBERED_BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")
 """Matches `model.layers.0` of `model.layers.0.mlp.weight`."""
 
 _SHORT = {
-    "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp64": "float64",
-    "float8": "float8_e4m3fn", "fp8": "float8_e4m3fn",
-}  # fmt: skip
+    "fp32": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp64": "float64",
+    "float8": "float8_e4m3fn",
+    "fp8": "float8_e4m3fn",
+}
 _SUB_BYTE = {"int4": 0.5, "uint4": 0.5, "fp4": 0.5, "nf4": 0.5, "int2": 0.25, "uint2": 0.25, "int1": 0.125}
 
 _WITHOUT_SIZE = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}  # torch stores a byte per element

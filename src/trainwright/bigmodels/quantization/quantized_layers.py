@@ -75,9 +75,13 @@ class Bnb8Bit:
     def make(self, linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
         """Return a `Linear8bitLt`."""
         made = self.bnb.nn.Linear8bitLt(
-            linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False,
-            threshold=self.threshold, device="meta",
-        )  # fmt: skip
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            has_fp16_weights=False,
+            threshold=self.threshold,
+            device="meta",
+        )
         if "SCB" in parts:
             weight, scale = (parts[key].to(device, copy=True) for key in ("weight", "SCB"))
             made.weight = self.bnb.nn.Int8Params(
@@ -161,9 +165,14 @@ class Bnb4Bit:
     def make(self, linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
         """Return a `Linear4bit`."""
         made = self.bnb.nn.Linear4bit(
-            linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=self.compute_dtype,
-            compress_statistics=self.double_quant, quant_type=self.quant_type, device="meta",
-        )  # fmt: skip
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            compute_dtype=self.compute_dtype,
+            compress_statistics=self.double_quant,
+            quant_type=self.quant_type,
+            device="meta",
+        )
         extra = {key: parts[key].clone() for key in self.extra_keys if key in parts}
         if extra:
             made.weight = self.bnb.nn.Params4bit.from_prequantized(
@@ -172,9 +181,12 @@ class Bnb4Bit:
         else:
             weight = _check_shape(linear, parts["weight"])
             made.weight = self.bnb.nn.Params4bit(
-                weight.to(dtype or weight.dtype).contiguous(), requires_grad=False, quant_type=self.quant_type,
-                compress_statistics=self.double_quant, module=made,
-            ).to(device)  # fmt: skip
+                weight.to(dtype or weight.dtype).contiguous(),
+                requires_grad=False,
+                quant_type=self.quant_type,
+                compress_statistics=self.double_quant,
+                module=made,
+            ).to(device)
         made.bias = _bias(linear, parts, device, dtype)
         state = made.weight.quant_state
         if linear.out_features % _PACKED_ROWS or linear.in_features % state.blocksize:

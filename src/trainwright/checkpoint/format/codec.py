@@ -50,8 +50,15 @@ TAG = "$"
 MAX_DEPTH = 150
 
 _FACTORIES: dict[str, Callable[[], Any]] = {
-    "int": int, "float": float, "str": str, "list": list, "dict": dict, "set": set, "tuple": tuple, "bool": bool,
-}  # fmt: skip
+    "int": int,
+    "float": float,
+    "str": str,
+    "list": list,
+    "dict": dict,
+    "set": set,
+    "tuple": tuple,
+    "bool": bool,
+}
 _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _SCALAR_KINDS = "biufcmM"

@@ -210,11 +210,13 @@ class SavedTensor(torch.Tensor):
         """Return the values as nested lists."""
         return self.load().tolist()
 
-    # As torch documents for tensor subclasses with `__torch_dispatch__`; its stubs declare a narrower type.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    # As torch documents for tensor subclasses with `__torch_dispatch__`.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's stub is narrower
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub is narrower
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = tree_map_only(SavedTensor, SavedTensor.load, (args, kwargs or {}))
         return func(*args, **kwargs)
 
