@@ -15,7 +15,7 @@ from trainwright.checkpoint.format.regions import Pieces, full_region
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import iterate_tensors, map_tensors
 from trainwright.processes.process_group import Processes
-from trainwright.strategies.fsdp.state import ShardedState, forget_one_by_one
+from trainwright.strategies.fsdp.state import ShardedState, restore_foreach
 from trainwright.strategies.megatron.staged_model import Wire
 from trainwright.strategies.state import FullState
 
@@ -130,7 +130,7 @@ class PipelineState(ShardedState):
         )
         found = []
         for k, (optimizer, state) in enumerate(zip(self._optimizers, states, strict=True)):
-            forget_one_by_one(optimizer, state)
+            restore_foreach(optimizer, state)
             self._check_sharded(optimizer, state["state"], "which is sharded. Build it from the parameter.")
             held = {}
             for name, own in state["state"].items():

@@ -31,9 +31,9 @@ from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp.build import check_full, give_up, materialize, widen
+from trainwright.strategies.fsdp.build import check_full, discard_weights, materialize, widen
+from trainwright.strategies.fsdp.layers.known_models import sequence_parallel_plan
 from trainwright.strategies.fsdp.layers.plan import GivenPlan
-from trainwright.strategies.fsdp.layers.ready import sequence_parallel_plan
 from trainwright.strategies.fsdp.options import check_optimizers, check_sizes, one_of
 from trainwright.strategies.fsdp.parallelize import Sharding
 from trainwright.strategies.fsdp.state import ShardedState
@@ -414,10 +414,10 @@ class PipelineEngine(FSDPEngine):
 
     def unshard(self) -> None:
         self.begin_save()
-        self._take_apart()
+        self._unwrap()
         task, weights, state = self.task, self.strategy.weights_after_stage, self.state
         if weights == "none":
-            give_up(task)
+            discard_weights(task)
             return
         keep = self.is_main or weights == "all"
         states = state.optimizer_states()
@@ -438,11 +438,11 @@ class PipelineEngine(FSDPEngine):
             if self.is_main:
                 load_named_optimizer_state(optimizer, found, names)
 
-    def _take_apart(self) -> None:
+    def _unwrap(self) -> None:
         undo: ExitStack | None = vars(self).pop("_undo_pipeline", None)
         if undo is not None:
             undo.close()
-        super()._take_apart()
+        super()._unwrap()
 
 
 def _plan(sequence_parallel: bool | str, tp: int, given: GivenPlan | None) -> GivenPlan | None:

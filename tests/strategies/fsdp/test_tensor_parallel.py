@@ -22,8 +22,8 @@ from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.fsdp.layers.known_models import check_plan
 from trainwright.strategies.fsdp.layers.plan import SplitLayers, need_divisible
-from trainwright.strategies.fsdp.layers.ready import check_plan
 from trainwright.strategies.fsdp.layers.styles import LossParallel
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import ModelParallelStrategy, TensorParallelStrategy

@@ -14,7 +14,7 @@ from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
-from trainwright.strategies.fsdp.layers.ready import PlannedMesh, find_plan, propose_plan, ready_plan
+from trainwright.strategies.fsdp.layers.known_models import PlannedMesh, find_plan, propose_plan, ready_plan
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 
