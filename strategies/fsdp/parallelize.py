@@ -332,7 +332,7 @@ class ParallelModel:
 
     @property
     def holds_sums(self) -> bool:
-        """Whether gradients have accumulated that no backward has averaged yet."""
+        """True if gradients have accumulated that no backward has averaged yet."""
         return self._sums or not self._syncs
 
     def end_group(self) -> None:

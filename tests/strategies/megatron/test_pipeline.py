@@ -433,10 +433,10 @@ def test_the_pipeline_leaves_no_trace_on_a_model(monkeypatch: pytest.MonkeyPatch
     task = Speaker()
     before = {name: set(vars(module)) for name, module in task.named_modules()}
 
-    class Wire:
+    class StageLinks:
         rank, ranks, own, device = 0, [0, 1], [0], torch.device("cpu")
 
-    wire: Any = Wire()
-    Pipeline(task, find_stages(task, 2, None), wire).install()()
+    links: Any = StageLinks()
+    Pipeline(task, find_stages(task, 2, None), links).install()()
     assert {name: set(vars(module)) for name, module in task.named_modules()} == before
     assert all(module._compiled_call_impl is None for module in task.modules())
