@@ -589,7 +589,7 @@ def test_a_metric_object_counts_in_one_evaluation_after_the_other() -> None:
         ({"min_num_params": 0}, "whole number"),
         ({"device_mesh": (0, 2)}, "replicas"),
         ({"forward_prefetch": -1}, "number of units"),
-        ({"use_orig_params": True}, "no option of FSDP2"),
+        ({"use_orig_params": True}, "FSDP2 does not have use_orig_params"),
         ({"sync_module_states": True}, "rank 0's weights always"),
         ({"shardingstrategy": "FULL_SHARD"}, "Did you mean 'sharding_strategy'"),
     ],
@@ -639,7 +639,7 @@ def test_the_options_of_an_accelerate_configuration_are_read() -> None:
     ("config", "text"),
     [
         ({"fsdp_use_orig_params": False}, "option of|FSDP2 always"),
-        ({"fsdp_backward_prefetch_policy": "NO_PREFETCH"}, "Leave it out"),
+        ({"fsdp_backward_prefetch_policy": "NO_PREFETCH"}, "Remove it"),
         ({"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "needs fsdp_transformer_layer_cls_to_wrap"),
         ({"fsdp_auto_wrap_policy": "SOME_WRAP"}, "Known"),
         ({"fsdp_offload_params": "maybe"}, "true or false"),

@@ -93,16 +93,16 @@ def test_every_field_of_accelerates_configuration_that_can_be_served_is(
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"fsdp_version": 1}, "FSDP2 is what there is"),
+        ({"fsdp_version": 1}, "only FSDP2 is available"),
         ({"fsdp_sync_module_states": False}, "rank 0's weights always"),
         ({"fsdp_backward_prefetch": "BACKWARD_POST"}, "by itself"),
-        ({"limit_all_gathers": False}, "hold gathers back"),
+        ({"limit_all_gathers": False}, "delay all-gathers"),
         ({"ignored_modules": "head.*"}, "outside of the task"),
         ({"param_init_fn": print}, "reset_parameters"),
         ({"optim_state_dict_config": object()}, "one layout"),
         ({"fsdp_activation_checkpointing_offload": True}, "stays on the device"),
         ({"mixed_precision_policy": "fp8"}, "Known: bf16, fp16, fp32"),
-        ({"mixed_precision_policy": {"param_dtype": _BF16, "buffer_dtype": _BF16}}, "Leave buffer_dtype"),
+        ({"mixed_precision_policy": {"param_dtype": _BF16, "buffer_dtype": _BF16}}, "Remove buffer_dtype"),
         ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, "needs fsdp_min_num_params"),
     ],
 )
@@ -117,10 +117,10 @@ def test_a_field_of_accelerates_configuration_that_cannot_be_served_says_what_to
     ("options", "text"),
     [
         ({"state_dict_type": "local"}, "sharded"),
-        ({"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, "Write cpu_offload=True"),
+        ({"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, "Use cpu_offload=True"),
         ({"cpu_offload": "yes"}, "True or False"),
         ({"mixed_precision": "bf16"}, "MixedPrecisionPolicy"),
-        ({"mixed_precision": MixedPrecision(param_dtype=_BF16, keep_low_precision_grads=True)}, "those of the pieces"),
+        ({"mixed_precision": MixedPrecision(param_dtype=_BF16, keep_low_precision_grads=True)}, "the dtype of the shards"),
         ({"device_mesh": 2}, "such as"),
         ({"sharding_strategy": "HYBRID_SHARD_ZERO2", "reshard_after_forward": True}, "Leave one out"),
         ({"precision_plugin": None}, "precision=…"),
