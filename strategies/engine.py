@@ -121,7 +121,7 @@ class Engine(LightningMembers):
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and prints."""
+        """True on the process that writes files and prints."""
         return self.processes.rank == 0
 
     def start(self, topology: Topology) -> None:

@@ -204,11 +204,7 @@ class FSDPStrategy(DataParallel):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> Self:
-        """Create the strategy from Hugging Face Accelerate's `fsdp_config` and additional arguments.
-
-        Raises:
-            ConfigurationError: See `read_fsdp_config`.
-        """
+        """Create the strategy from Hugging Face Accelerate's `fsdp_config` (see `read_fsdp_config`) and arguments."""
         return cls(**read_fsdp_config(config), **arguments)
 
     # Before a run

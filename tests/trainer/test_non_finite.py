@@ -84,7 +84,7 @@ def test_an_unknown_policy_is_refused(policy: Any) -> None:
 def test_a_task_that_optimizes_by_hand_is_refused_since_it_steps_before_anything_could_look() -> None:
     task = RegressionTask()
     task.automatic_optimization = False
-    with pytest.raises(ConfigurationError, match="uses manual optimization"):
+    with pytest.raises(ConfigurationError, match="optimizes by hand"):
         quiet_trainer(on_nonfinite="skip").fit(task, regression_loader(4))
 
 

@@ -279,7 +279,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         ring_attention(q, k[:, :2], v[:, :2], None, is_causal=True)
     with pytest.raises(ConfigurationError, match="dtypes"):
         ring_attention(q, k.double(), v, None, is_causal=True)
-    with pytest.raises(ConfigurationError, match="local length is even"):
+    with pytest.raises(ConfigurationError, match="needs an even local length"):
         ring_attention(q[:, :, :3], k[:, :, :3], v[:, :, :3], None, is_causal=True)
 
 

@@ -584,13 +584,13 @@ def test_a_metric_object_counts_in_one_evaluation_after_the_other() -> None:
     ("options", "text"),
     [
         ({"sharding_strategy": "FULL"}, "FULL_SHARD"),
-        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "Leave one out"),
-        ({"auto_wrap_policy": "Block", "min_num_params": 5}, "Leave one out"),
-        ({"min_num_params": 0}, "whole number"),
+        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "Remove one of them"),
+        ({"auto_wrap_policy": "Block", "min_num_params": 5}, "Remove one of them"),
+        ({"min_num_params": 0}, "use an integer"),
         ({"device_mesh": (0, 2)}, "replicas"),
         ({"forward_prefetch": -1}, "number of units"),
         ({"use_orig_params": True}, "FSDP2 does not have use_orig_params"),
-        ({"sync_module_states": True}, "rank 0's weights always"),
+        ({"sync_module_states": True}, "rank 0's weights are always broadcast"),
         ({"shardingstrategy": "FULL_SHARD"}, "Did you mean 'sharding_strategy'"),
     ],
 )

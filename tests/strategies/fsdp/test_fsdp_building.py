@@ -239,7 +239,7 @@ def test_a_task_that_builds_everything_early_is_told_to_build_later(option: str)
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"meta_init": True, "cpu_ram_efficient_loading": True}, "Leave one out"),
+        ({"meta_init": True, "cpu_ram_efficient_loading": True}, "Remove one of them"),
         ({"weights_after_stage": "mian"}, "Did you mean 'main'"),
     ],
 )

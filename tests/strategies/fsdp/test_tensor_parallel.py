@@ -426,7 +426,7 @@ def test_lightnings_sizes_that_do_not_make_up_the_run_are_refused() -> None:
         ConfigurationError, match=r"does not equal the run's 4 process\(es\). Use 1 × 4 or 2 × 2 or 4 × 1"
     ):
         lengths(ModelParallelStrategy(3, 2), 4)
-    with pytest.raises(ConfigurationError, match="data_parallel_size=0: write a number of ranks"):
+    with pytest.raises(ConfigurationError, match="data_parallel_size=0: use a number of ranks"):
         ModelParallelStrategy(0)
 
 
@@ -452,8 +452,11 @@ class _TwoRanks:
             r"'blocks.*.attention.ou', which matches no module.*Did you mean 'blocks.\*.attention.out'",
         ),
         ({"head": "colwize"}, "style 'colwize', which is unknown. Did you mean 'colwise'"),
-        ({"norm": "colwise"}, "splits norm by ColwiseParallel, and it is a LayerNorm"),
-        ({"head": "fused_colwise", "norm": "fused_colwise"}, "splits norm by FusedColwise, and it is a LayerNorm"),
+        ({"norm": "colwise"}, "splits norm with ColwiseParallel, which does not support LayerNorm"),
+        (
+            {"head": "fused_colwise", "norm": "fused_colwise"},
+            "splits norm with FusedColwise, which does not support LayerNorm",
+        ),
         ({"odd": "colwise"}, r"odd: its width 9 is not divisible by tp=2. Use a width that is a multiple of 2 \(10\)"),
         ({"odd": ColwiseParallel()}, "odd: its width 9"),
         ({"odd": "rowwise"}, "odd: its width 15"),
@@ -503,7 +506,7 @@ class _AsksForRanks(Gpt):
     ("task", "strategy", "devices", "text"),
     [
         (Gpt({"block": "colwise"}), "tp", 2, r"names 'block', which matches no module.*Did you mean 'blocks'"),
-        (Gpt({"blocks.*.mlp.1": "colwise"}), FSDPStrategy(tp=2), 2, "it is a GELU"),
+        (Gpt({"blocks.*.mlp.1": "colwise"}), FSDPStrategy(tp=2), 2, "does not support GELU"),
         (TwoHeads(), FSDPStrategy(tp=4), 4, r"num_heads=2 is not divisible by tp=4. Use tp=2"),
     ],
 )

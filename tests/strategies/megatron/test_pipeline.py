@@ -276,9 +276,9 @@ def test_layers_are_divided_by_their_parameters() -> None:
         ({"pp": 3, "split_points": ["model.blocks.1"]}, r"divide a model into 2 stages.*has 3.*2 name"),
         ({"pp": 2, "split_points": ["model.block.1"]}, r"is not a layer. Did you mean 'model.blocks.1'"),
         ({"pp": 2, "split_points": ["model.blocks.0"]}, "or a stage has no layers"),
-        ({"pp": 2, "dp_shard": 2}, r"dp_shard=2\) takes 4 processes, and the run has \d. Start 4, or choose pp=2 or "),
+        ({"pp": 2, "dp_shard": 2}, r"dp_shard=2\) needs 4 processes, and the run has \d. Start 4, or choose pp=2 or "),
         ({"pp": 2, "schedule": "1f2b"}, "schedule='1f2b' is unknown. Did you mean '1f1b'"),
-        ({"pp": 0}, "pp=0: write a whole number"),
+        ({"pp": 0}, "pp=0: use an integer"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_before_a_process_starts(arguments: Any, message: str) -> None:
