@@ -90,7 +90,7 @@ class MegatronLMPlugin(VariableFields):
     decoder_last_pipeline_num_layers: int | None = _variable(int, _STAGES)
     recompute_granularity: str | None = _variable()
     recompute_method: str | None = _variable(str, "all layers are recomputed; use 'uniform'", "uniform")
-    recompute_num_layers: int | None = _variable(int, "each layer is recomputed by itself; use 1", 1)
+    recompute_num_layers: int | None = _variable(int, "each layer is recomputed separately; use 1", 1)
     attention_backend: bool | str | None = _variable()
     expert_model_parallel_size: int | None = _variable(int, _EXPERTS, 1)
     context_parallel_size: int | None = _variable(int, _SEQUENCES, 1)

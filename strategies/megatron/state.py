@@ -82,24 +82,24 @@ class PipelineState(ShardedState):
         ]
         known = dict(zip(map(id, here), super().in_pieces(here), strict=True))
         states = [
-            {**one, "state": {name: self._piece(held, name, known) for name, held in one["state"].items()}}
+            {**one, "state": {name: self._shards_of(held, name, known) for name, held in one["state"].items()}}
             for one in optimizers
         ]
-        return {name: self._piece(value, name, known) for name, value in model.items()}, states
+        return {name: self._shards_of(value, name, known) for name, value in model.items()}, states
 
-    def _piece(self, tree: object, name: str, known: dict[int, Any]) -> Any:
+    def _shards_of(self, tree: object, name: str, known: dict[int, Any]) -> Any:
         if plain_name(name) not in self._owners:
             return tree
         is_ours = self._is_first and not self._is_elsewhere(name)
 
-        def piece(tensor: torch.Tensor) -> Any:
+        def own_shard(tensor: torch.Tensor) -> Any:
             if id(tensor) not in known:  # all names of a tied weight have the same object, on every rank
                 shape = tuple(tensor.shape)
                 held = ((full_region(shape), tensor.detach()),) if is_ours else ()
                 known[id(tensor)] = Pieces(shape, tensor.dtype, held)
             return known[id(tensor)]
 
-        return map_tensors(piece, tree)
+        return map_tensors(own_shard, tree)
 
     def model_state(self) -> dict[str, Any]:
         if self.saves_pieces:
