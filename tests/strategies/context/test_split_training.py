@@ -224,7 +224,10 @@ def test_a_forward_without_attention_is_an_error(split: SplitSequences) -> None:
 @pytest.mark.requires("transformers", reason="its models say how they attend")
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"_attn_implementation": "eager"}, "attention with 'eager'.*'sdpa'"), ({"sliding_window": 4}, "sliding-window attention over 4")],
+    [
+        ({"_attn_implementation": "eager"}, "attention with 'eager'.*'sdpa'"),
+        ({"sliding_window": 4}, "sliding-window attention over 4"),
+    ],
 )
 def test_a_model_whose_attention_cannot_span_ranks_is_an_error(
     split: SplitSequences, changes: dict[str, Any], message: str

@@ -390,7 +390,7 @@ class Reading(Leaky):
     ("task", "message"),
     [
         (Twice, "called the model twice"),
-        (Leaky, "argument 1 of Block .* comes from another stage"),
+        (Leaky, "argument 1 of Block .* comes from another pipeline stage"),
         (Reading, r"reads model\.embed\.weight, which is in another pipeline stage.*define pipeline_stages"),
     ],
 )
