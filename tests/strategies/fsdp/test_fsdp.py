@@ -732,7 +732,7 @@ def test_what_cannot_be_sharded_is_refused_with_a_way_out() -> None:
     (texts,) = run_distributed(_refusals, 1, init=False)
     wanted = (
         "strategy='ddp'", "configure_optimizers", "strategy='ddp'", "reset_parameters", "Did you mean 'Linear'",
-        "classes of modules", "shard_units", "shard_units", "Rprop of torch cannot step", "words has sparse=True",
+        "classes of modules", "shard_units", "shard_units", "torch's Rprop cannot step", "words has sparse=True",
     )  # fmt: skip
     for text, part in zip(texts, wanted, strict=True):
         assert part in text
