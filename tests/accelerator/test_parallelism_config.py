@@ -78,7 +78,7 @@ def test_its_properties_follow_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"cp_size": 2}, "cp_size=2 × .* = 2 ranks, but there are 1 processes"),
         ({"cp_size": 2, "sp_size": 2}, "cp=2 and sp=2 split sequences in two ways"),
-        ({"tp_size": 0}, "tp_size=0: write a whole number"),
+        ({"tp_size": 0}, "tp_size=0: use an integer"),
         ({"tp_handler": object()}, "tp_handler is not supported"),
         ({"dp_shard_size": 2}, "Pass Accelerator\\(fsdp_plugin=…\\) too"),
         ({"pp_size": 2}, "pp_size=2 × .* = 2 ranks, but there are 1 processes. Start 2 processes"),
