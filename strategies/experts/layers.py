@@ -37,8 +37,8 @@ def check_mesh(ep: int, shape: MeshShape) -> MeshShape:
     shards = shape.dp_shard * shape.cp
     if shards % ep:
         raise ConfigurationError(
-            f"{shards} ranks shard one replica, a number that is not divisible by ep={ep}. Use a divisor of {shards} for "
-            "ep, or sharding_strategy='HYBRID_SHARD' with another device_mesh."
+            f"{shards} ranks shard one replica, a number that is not divisible by ep={ep}. Use a divisor of {shards}, "
+            "or sharding_strategy='HYBRID_SHARD' with another device_mesh."
         )
     return shape
 
