@@ -1,7 +1,7 @@
-"""How a task is trained: the Strategy contract and one file or folder per engine.
+"""Strategies and engines, which determine how a task is trained.
 
-`strategy.py` is the contract, the files beside it are what engines share, and `processes/` starts and watches the
-processes that they train on.
+`strategy.py` defines the contract. The other files are shared by engines, and each folder contains one engine or
+technique.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeed
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
 from trainwright.strategies.engine import Engine as Engine
 from trainwright.strategies.engine_settings import EngineSettings as EngineSettings
+from trainwright.strategies.fsdp.layers.known_models import ready_plan as ready_plan
 from trainwright.strategies.fsdp.layers.plan import need_divisible as need_divisible
-from trainwright.strategies.fsdp.layers.ready import ready_plan as ready_plan
 from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainwright.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy

@@ -1,4 +1,4 @@
-"""Which ranks see which data: several of them may work on one batch together, and count once."""
+"""Data-parallel ranks: the ranks that see different data, and their communication."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from trainwright.loggers.metric_slot import is_metric_object
 from trainwright.processes.process_group import Processes
 
-_CHUNK_BYTES = 25 * 2**20  # of tensors that are averaged in one exchange, as in DistributedDataParallel's buckets
+_CHUNK_BYTES = 25 * 2**20  # size of tensors per all-reduce, like DistributedDataParallel's buckets
 
 
 @dataclass(frozen=True, slots=True)
 class DataRanks:
-    """The data-parallel ranks of a run, and what crosses between them.
+    """The data-parallel ranks of a run, and their communication.
+
+    Several processes may share one data-parallel rank and process its data together.
 
     Attributes:
-        processes: all that there are.
-        rank: this process's along the data-parallel axes: ranks with different values see different data.
-        members: global ranks that between them see all data once, by data-parallel rank; alike on every rank.
-        group: the process group of this process and those that see other data; None: all processes.
-        alone: every other rank is taken to hold what this one holds, and nothing is communicated.
-        parts: ranks, next to each other, that read the same batches and see different parts of their sequences.
+        processes: All processes.
+        rank: Data-parallel rank of this process. Processes with different ranks see different data.
+        members: One global rank for each data-parallel rank. Equal on every process.
+        group: Process group of this process and one process of each other data-parallel rank. None: all processes.
+        alone: Do not communicate, and assume that all other ranks hold the same values as this one.
+        parts: Number of consecutive ranks that read the same batches and see different parts of their sequences.
     """
 
     processes: Processes
@@ -40,7 +42,7 @@ class DataRanks:
 
     @classmethod
     def of(cls, processes: Processes) -> Self:
-        """Return the data-parallel ranks of processes that all see different data. See also `MeshShape.data_ranks`."""
+        """Return the data-parallel ranks if every process sees different data. See also `MeshShape.data_ranks`."""
         return cls(processes, processes.rank, range(processes.world_size))
 
     @property
@@ -50,7 +52,7 @@ class DataRanks:
 
     @property
     def reader(self) -> int:
-        """Which of the batches of a step this process reads."""
+        """Index of the batch that this process reads in a step."""
         return self.rank // self.parts
 
     @property
@@ -59,12 +61,12 @@ class DataRanks:
         return self.size // self.parts
 
     def among(self, processes: Processes) -> DataRanks:
-        """Return the same for those processes that are left of the run's: all of them, or this one alone."""
+        """Return the data-parallel ranks of the remaining processes: all of them, or only this one."""
         all_left = processes.world_size == self.processes.world_size
         return replace(self, processes=processes) if all_left else type(self).of(processes)
 
     def pick(self, of_ranks: Sequence[Any]) -> list[Any]:
-        """Take from what was gathered of all ranks one entry for each data-parallel rank. Not collective."""
+        """Select one entry for each data-parallel rank from a list with one for each process. Not collective."""
         return [of_ranks[rank] for rank in self.members]
 
     def gather(self, value: Any) -> list[Any]:
@@ -72,31 +74,31 @@ class DataRanks:
         return self.pick(self.processes.gather_object(value))
 
     def gather_integers(self, values: list[int]) -> list[list[int]]:
-        """Return one list (all of one length) for each data-parallel rank, on every rank. Collective, on the host."""
+        """Return one list (of equal lengths) for each data-parallel rank, on every rank. Collective, on the host."""
         return self.pick(self.processes.gather_integers(values))
 
     def gather_of_readers(self, values: list[int]) -> list[list[int]]:
-        """Return one list for each that reads different batches; see `gather_integers`. Collective, on the host."""
+        """Return one list for each reader of different batches; see `gather_integers`. Collective, on the host."""
         return self.gather_integers(values)[:: self.parts]
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor on the device over the data-parallel ranks, without reading it. Collective.
+        """Return the sum of a tensor on the device over the data-parallel ranks. Collective, without blocking.
 
         Args:
-            value: may be overwritten. Ranks that work on one batch together hold the same, or addends of it times
-                their number.
+            value: May be overwritten. Processes that share a data-parallel rank pass equal values, or values whose
+                mean is the value of the rank.
         """
         if self.processes.world_size == 1:
             return value
         if self.alone:
             return value * self.size
         dist.all_reduce(value)
-        copies = self.processes.world_size // self.size  # of each data-parallel rank's value
+        copies = self.processes.world_size // self.size  # processes per data-parallel rank
         return value if copies == 1 else value / copies
 
     @torch.no_grad()
     def average(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Replace tensors by their mean over all ranks, in place. Collective."""
+        """Average tensors over all ranks, in place. Collective."""
         for chunk in _take_tensors(tensors, _CHUNK_BYTES):  # type: ignore[no-untyped-call]  # torch has no types here
             flat = _flatten_dense_tensors(chunk)  # type: ignore[no-untyped-call]  # torch has no types here
             dist.all_reduce(flat)
@@ -106,11 +108,11 @@ class DataRanks:
                 tensor.copy_(mean)
 
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
-        """Return every data-parallel rank's tensor (all of one shape) along a new first dimension. Collective.
+        """Stack the tensors of all data-parallel ranks, of equal shapes, along a new first dimension. Collective.
 
         Args:
-            tensor: on the device.
-            sync_grads: let gradients flow back to the rank that each came from.
+            tensor: A tensor on the device.
+            sync_grads: Propagate gradients back to the ranks that passed the tensors.
         """
         if self.processes.world_size == 1:
             return tensor.unsqueeze(0)
@@ -127,11 +129,11 @@ class DataRanks:
 
 @contextmanager
 def metrics_over(task: nn.Module, ranks: DataRanks) -> Iterator[None]:
-    """Let a task's metric objects of torchmetrics meet over the ranks that see different data. Not collective.
+    """Return a context in which torchmetrics objects of a task synchronize over data-parallel ranks. Not collective.
 
     Args:
-        task: those that sync in a way of their own are left to it.
-        ranks: of the run.
+        task: The task. Metric objects with their own `dist_sync_fn` are not changed.
+        ranks: Data-parallel ranks of the run.
     """
 
     def gather(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:

@@ -1,10 +1,9 @@
 """The Engine contract: everything that depends on hardware, processes or a library for training.
 
-A `Strategy` describes an engine. The engine itself lives for one stage of a Trainer, or for one user-written loop, and
-is dropped afterwards. It exposes its parts as values: the `step` runs every micro-batch of one optimizer step and
-completes it, the `state` is the model as checkpoints see it, `data_ranks` are the ranks that see different data. The
-loop knows nothing else about how a model is trained. `Engine` is the contract and also its plain form: one process,
-full gradients, optimizers of `torch.optim`. Other engines override what they do differently.
+A `Strategy` describes an engine. The engine itself exists for one stage of a Trainer, or for one user-written training
+loop. Its attributes are the interface to the loop: `step` runs the micro-batches of one optimizer step, `state` reads
+and writes the model for checkpoints, and `data_ranks` are the ranks that see different data. `Engine` implements the
+contract for one process, full gradients and `torch.optim`. Other engines override the methods that differ.
 """
 
 from __future__ import annotations
@@ -50,48 +49,48 @@ class Description(Protocol):
 
 
 class TrainingPlan(Protocol):
-    """What is known about a training before its engine starts; each is computed when it is read."""
+    """Properties of a training before its engine starts. Each is computed when it is read."""
 
     lr_scheduler_configs: list[SchedulerConfig]
     accumulate_grad_batches: int
 
     @property
     def train_batch_size(self) -> int | None:
-        """Samples of one micro-batch on this rank; None if the loader does not tell."""
+        """Samples per micro-batch on this rank. None if unknown."""
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the training; infinite when nothing bounds them."""
+        """Number of optimizer steps of the training, or infinity."""
 
 
 class Engine(LightningMembers):
     """Trains models on some hardware.
 
-    Life in a Trainer: constructed → `start` (device, processes) → `prepare` (model, optimizers) → `attach` → steps →
-    `close`. In a user-written loop there is no task: `start` → `prepare_models` → `close`.
+    Order of calls in a Trainer: constructor → `start` (device, processes) → `prepare` (model, optimizers) → `attach` →
+    steps → `close`. In a user-written loop, without a task: `start` → `prepare_models` → `close`.
 
     Args:
-        strategy: its description.
-        settings: of the Trainer or Accelerator.
+        strategy: Description of the engine.
+        settings: Arguments of the Trainer or Accelerator.
 
     Attributes:
-        capabilities: what it can do; see `Capabilities`.
-        autocasts: forwards run under autocast in mixed precision.
-        device: the device that this process computes on.
-        precision: the number formats.
-        processes: this process and the others, and their communication on the host.
-        data_ranks: the ranks that see different data.
-        mesh: the `DeviceMesh` of a strategy whose ranks have named axes; None: all replicate the model.
-        gradients: clips, scales and frees the gradients of its models.
-        optimizers: the optimizers in the task's order.
-        scaler: of the loss, with 16-bit mixed precision, once there are optimizers; None otherwise.
-        state: the task's state by its own names, once it is prepared.
-        step: runs its steps, once `attach` was called.
-        conversions: undoes what the precision has converted.
-        sequences: splits the sequences of batches over ranks; None: they are not split.
-        run_group: runs micro-batches of a loop's optimizer step forward and backward, `run_group(step, batches)`, and
-            returns their mean loss over all ranks (0-dim); None: they run one after the other.
-        when_built: called in `prepare` after the task is built, before anything else.
+        capabilities: See `Capabilities`.
+        autocasts: Forwards run under autocast in mixed precision.
+        device: Device that this process computes on.
+        precision: Number formats of weights and computation.
+        processes: All processes, and their communication on the host.
+        data_ranks: Ranks that see different data.
+        mesh: `DeviceMesh` of a strategy whose ranks have named axes. None: all ranks replicate the model.
+        gradients: Clips, scales and frees the gradients of the models.
+        optimizers: The optimizers, in the task's order.
+        scaler: Loss scaler for float16 mixed precision, once there are optimizers. None otherwise.
+        state: State of the task by its own names. Set by `prepare`.
+        step: Runs the optimizer steps. Set by `attach`.
+        conversions: Undoes the layer conversions of the precision.
+        sequences: Splits the sequences of batches over ranks. None: they are not split.
+        run_group: For user-written loops, `run_group(step, batches)` runs all micro-batches of an optimizer step
+            forward and backward, and returns the mean loss over all ranks (0-dim). None: micro-batches run separately.
+        when_built: Called in `prepare` directly after the task is built.
     """
 
     autocasts: bool = True
@@ -122,7 +121,7 @@ class Engine(LightningMembers):
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and prints."""
+        """True on the process that writes files and prints."""
         return self.processes.rank == 0
 
     def start(self, topology: Topology) -> None:
@@ -145,12 +144,12 @@ class Engine(LightningMembers):
     # Model and optimizers
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
-        """Build the model where it belongs and then its optimizers. Collective.
+        """Build the model on its device, and then its optimizers. Collective.
 
         Args:
-            task: changed in place: built (`configure_model`), moved, converted.
-            make_optimizers: called once the parameters are final; None if nothing is trained.
-            plan: of the training.
+            task: Changed in place: built by `configure_model`, moved and converted.
+            make_optimizers: Creates the optimizers after the parameters are final. None if nothing is trained.
+            plan: Properties of the training.
 
         Returns:
             The optimizers, in the task's order.
@@ -173,16 +172,16 @@ class Engine(LightningMembers):
         return self.optimizers
 
     def _build(self, task: TaskModule) -> None:
-        """Have the task build what it builds in `configure_model`."""
+        """Call the task's `configure_model`."""
         with self.precision.default_dtype():
             task.configure_model()
 
     def _place(self, task: TaskModule) -> None:
-        """Bring the task's parameters and buffers to where they are trained."""
+        """Move the task's parameters and buffers to the device."""
         move_task(task, self.device)
 
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
-        """Compile a step module; calls of `task.log` stay outside of the graph."""
+        """Compile a step module, with calls of `task.log` outside of the graph."""
         task = self.task
         if "log" not in vars(task):
             uncompiled = torch.compiler.disable(task.log)  # type: ignore[no-untyped-call]  # torch has no types here
@@ -194,10 +193,10 @@ class Engine(LightningMembers):
         """Create the step. Called after `prepare`, and again whenever the callbacks change.
 
         Args:
-            run: passed to hooks.
-            hooks: the hooks of the step's events.
-            sink: receives what the task logs, and the current micro-batch.
-            counts_items: weigh micro-batches by `TaskModule.num_items` if the task defines it.
+            run: Passed to hooks.
+            hooks: Hooks of the step's events.
+            sink: Receives the logged values and the current micro-batch.
+            counts_items: Weigh micro-batches by `TaskModule.num_items` if the task defines it.
         """
         self._drop_step()
         parts = StepParts(
@@ -232,22 +231,22 @@ class Engine(LightningMembers):
 
     @property
     def has_begun(self) -> bool:
-        """Whether an optimizer has begun to step in the current or interrupted group, with manual optimization."""
+        """True if, with manual optimization, an optimizer has stepped in the current or interrupted step."""
         return self.step.begun if "step" in vars(self) else self._had_begun
 
     # Evaluation, saves, trials
 
     def begin_evaluation(self) -> None:
-        """Make every rank evaluate the model that a checkpoint of this moment would hold. Collective."""
+        """Synchronize ranks before an evaluation, so that all evaluate the model of a checkpoint. Collective."""
 
     def begin_save(self) -> None:
-        """Make every rank hold what a checkpoint of this moment holds, so that a resumed run is equal. Collective."""
+        """Synchronize ranks before a save, so that a resumed run equals an uninterrupted one. Collective."""
 
     def weights_changed(self) -> None:
         """Record that weights may have been written outside of a step. Not collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the engine's own state beside weights and optimizers (the loss scale)."""
+        """Return the engine's state apart from weights and optimizers, which is the loss scale."""
         return {"scaler": self.scaler.state_dict()} if self.scaler is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -257,7 +256,7 @@ class Engine(LightningMembers):
 
     @contextmanager
     def reunited(self) -> Iterator[None]:
-        """Communicate with the processes that are left, also after `close`, for a save at the end of a run."""
+        """Return a context for communication between the remaining processes, also after `close`, for a final save."""
         processes, ranks = self.processes, self.data_ranks
         with processes.reunited(self.device) as left:
             self.processes, self.data_ranks = left, ranks.among(left)
@@ -268,18 +267,18 @@ class Engine(LightningMembers):
 
     @contextmanager
     def trial(self, *, alone: bool) -> Iterator[Engine]:
-        """Yield an engine for trial steps: afterwards there are no gradients, and the loss scale is as before.
+        """Yield an engine for trial steps. On exit, free gradients and restore the loss scale.
 
-        Weights, optimizers and generators are restored by the caller. `attach` must be called inside, before the first
-        step, and again afterwards.
+        The caller restores weights, optimizers and generators. It must call `attach` inside of the context before the
+        first step, and again afterwards.
 
         Args:
-            alone: The engine communicates with no other rank: each trains its own replica, so that a rank that runs out
-                of memory leaves no other waiting, and its `processes` answer for the others. Collective on entering
-                and on leaving in order; after an exception the engine can only be closed.
+            alone: The yielded engine does not communicate. Each rank trains its own replica, so that a rank that runs
+                out of memory does not block the others. Collective at the start and at the end. After an exception,
+                only `close` may be called.
 
         Raises:
-            ConfigurationError: This engine cannot undo steps, or cannot run one on one process alone.
+            ConfigurationError: This engine cannot undo steps, or cannot run a step on one process.
         """
         if not self.capabilities.trials:
             raise ConfigurationError(f"a search {REFUSALS['trials'].format(strategy=type(self.strategy).__name__)}")
@@ -302,7 +301,7 @@ class Engine(LightningMembers):
 
     @contextmanager
     def _alone(self) -> Iterator[Engine]:
-        """Yield an engine of one process for the prepared task. Collective on leaving in order."""
+        """Yield an engine of one process for the prepared task. Collective at the end."""
         if not self.capabilities.lone_steps:
             raise ConfigurationError(f"a search {REFUSALS['lone_steps'].format(strategy=type(self.strategy).__name__)}")
         single = Engine(self.strategy, self.settings)
@@ -320,7 +319,7 @@ class Engine(LightningMembers):
         """Translate an error of a library into one that names the user's parameters. Not collective.
 
         Args:
-            error: Raised in a stage or in a forward.
+            error: An error from a stage or a forward.
             model: The task, or the model of a user-written loop.
 
         Returns:
@@ -331,21 +330,18 @@ class Engine(LightningMembers):
     # For user-written training loops
 
     def use(self, strategy: Description) -> None:
-        """Prepare the models that follow by another description of the same engine. Not collective.
-
-        The models that are prepared already keep theirs.
-        """
+        """Use another description of the same kind of engine for models that are prepared later. Not collective."""
         self.strategy = strategy
 
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
     ) -> list[Callable[..., Any]]:
-        """Return what a loop calls in place of each model. Collective.
+        """Prepare models, and return the callables that the loop calls instead of them. Collective.
 
         Args:
-            models: Changed in place, and on the device afterwards.
-            optimizers: All of the loop so far. If parameters are replaced, they hold the new ones, with their state.
-            plan: Of the training, as far as it is known.
+            models: Changed in place, and moved to the device.
+            optimizers: All optimizers of the loop so far. Replaced parameters are replaced in them, with their state.
+            plan: Properties of the training, as far as they are known.
 
         Raises:
             ConfigurationError: The engine cannot train these models with these optimizers.
@@ -353,35 +349,35 @@ class Engine(LightningMembers):
         return [move_module(model, self.device) for model in models]
 
     def owner_of_attributes(self, model: nn.Module, prepared: Callable[..., Any]) -> object:
-        """Return the object whose attributes a prepared model has: the model, or a library's engine around it."""
+        """Return the object that provides the attributes of a prepared model: the model, or a library's wrapper."""
         del prepared
         return model
 
     def compile_model(self, model: nn.Module, prepared: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a loop calls in place of a model: compiled if the settings say so. Not collective.
+        """Compile a prepared model if the settings request it, and return the callable. Not collective.
 
         Args:
-            model: the user's; a compiled module stays as it is.
-            prepared: what `prepare_models` returned for it, or the model itself.
+            model: The user's model. A compiled module is not compiled again.
+            prepared: The result of `prepare_models` for it, or the model itself.
         """
         options = self.settings.compile_options
         if options is None or is_compiled(model) or not isinstance(prepared, nn.Module):
             return prepared
         blocks = repeated_blocks(model) if self.settings.compile_blocks else []
         for block in blocks:
-            block.compile(**options)  # in place: names of parameters stay
+            block.compile(**options)  # in place, which keeps the names of parameters
         if blocks:
             return prepared
         compiled: Callable[..., Any] = torch.compile(prepared, **options)
         return compiled
 
     def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Take an optimizer of a loop, and return the one that the loop steps. Not collective.
+        """Prepare an optimizer of a loop, and return the one that the loop steps. Not collective.
 
-        If `prepare_models` has replaced its parameters, it holds the new ones afterwards.
+        If `prepare_models` has replaced its parameters, they are replaced in the optimizer, too.
 
         Raises:
-            ConfigurationError: The engine cannot step it.
+            ConfigurationError: The engine does not support the optimizer.
         """
         return optimizer
 
@@ -398,12 +394,12 @@ class Engine(LightningMembers):
         return FullState(models, optimizers, self.device, is_main=self.is_main, names=names)
 
     def no_sync(self, prepared: Callable[..., Any]) -> AbstractContextManager[Any]:
-        """Return a context in which backward leaves gradients of one prepared model on this rank. Not collective.
+        """Return a context in which backward does not average gradients of a prepared model. Not collective.
 
         The next backward outside of it averages the accumulated gradients. Every rank must use it for the same passes.
 
         Args:
-            prepared: one of what `prepare_models` returned.
+            prepared: A result of `prepare_models`.
         """
         return nullcontext()
 
@@ -416,40 +412,40 @@ class Engine(LightningMembers):
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
 
     def sync_next_backward(self, prepared: Callable[..., Any]) -> AbstractContextManager[Any]:
-        """Return a context whose backward averages gradients, although its forward ran within `no_sync`. Not
+        """Return a context in which backward averages gradients, although the forward ran within `no_sync`. Not
         collective.
 
         Args:
-            prepared: one of what `prepare_models` returned.
+            prepared: A result of `prepare_models`.
 
         Raises:
-            ConfigurationError: The engine determines in the forward what it averages.
+            ConfigurationError: The engine needs to know this in the forward.
         """
         return nullcontext()
 
     def join(self, prepared: Sequence[object]) -> AbstractContextManager[Any] | None:
-        """Return a context in which ranks may run different numbers of steps; None if the engine has none. Collective
-        at its end.
+        """Return a context in which ranks may run different numbers of steps. None if the engine does not support it.
+        Collective at its end.
 
         Args:
-            prepared: what `prepare_models` returned, or torch's `Joinable` objects.
+            prepared: Results of `prepare_models`, or torch's `Joinable` objects.
         """
         return None
 
     def batch_mover(self) -> Callable[[Any], Any] | None:
-        """Return a function that copies a batch to the device without waiting; None if batches stay on the host."""
+        """Return a function that copies a batch to the device asynchronously. None if batches stay on the host."""
         return None if self.device.type == "cpu" else partial(move, device=self.device)
 
     # The end
 
     def unshard(self) -> None:
-        """Give the task and the optimizers full tensors again where they were sharded. Collective.
+        """Replace the shards in the task and the optimizers by full tensors. Collective.
 
-        Called once a stage has succeeded, before the processes part; a stage that fails leaves them as they are.
+        Called after a stage has succeeded, before `close`. After a failed stage, shards remain.
         """
 
     def close(self) -> None:
-        """Undo what wrapped the task and leave the other processes. Does not wait for them."""
+        """Remove everything that was added to the task, and close communication. Does not wait for other processes."""
         task = getattr(self, "task", None)
         if task is not None:
             vars(task).pop("log", None)

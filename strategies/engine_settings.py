@@ -14,14 +14,14 @@ class EngineSettings:
     """Arguments of the Trainer or Accelerator that its engine needs.
 
     Attributes:
-        device_type: `"cpu"`, `"cuda"`, ...
-        device_indices: of this node's devices, one for each of its processes.
-        num_nodes: machines of the run, each with as many processes.
-        precision: the format of weights and computation.
-        compile_options: arguments of `torch.compile`; None: nothing is compiled.
-        accumulate_grad_batches: micro-batches of one optimizer step.
-        clip: how gradients are clipped; None: they are not.
-        compile_blocks: in user-written loops, compile repeated blocks of models, not whole models.
+        device_type: `"cpu"`, `"cuda"`, …
+        device_indices: Indices of this node's devices, one for each of its processes.
+        num_nodes: Number of nodes, which have equal numbers of processes.
+        precision: Number formats of weights and computation.
+        compile_options: Arguments of `torch.compile`. None disables compilation.
+        accumulate_grad_batches: Micro-batches per optimizer step.
+        clip: Options of gradient clipping. None disables it.
+        compile_blocks: In user-written loops, compile only the repeated blocks of models.
     """
 
     device_type: str
@@ -35,5 +35,5 @@ class EngineSettings:
 
     @property
     def num_processes(self) -> int:
-        """Processes of the run."""
+        """Number of processes of the run."""
         return len(self.device_indices) * self.num_nodes

@@ -1,4 +1,4 @@
-"""What the launcher's environment variables set, for Trainers and Accelerators whose arguments do not."""
+"""Settings from the launcher's environment variables, for Trainers and Accelerators whose arguments do not set them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _PREFIX = "ACCELERATE_"
 _PRECISION, _STEPS, _CPU = (_PREFIX + name for name in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_CPU"))
 _EMPTY = ("", "0", "no", "none", "false", "default")
 _INSTEAD = {
-    "USE_IPEX": "remove it: Intel ended intel_extension_for_pytorch with torch 2.8, and its work is in torch",
-    "TORCH_DEVICE": "choose devices by CUDA_VISIBLE_DEVICES",
+    "USE_IPEX": "remove it: intel_extension_for_pytorch ended with torch 2.8, and torch includes its optimizations",
+    "TORCH_DEVICE": "select devices with CUDA_VISIBLE_DEVICES",
     "USE_SAGEMAKER": "start the script with torchrun",
 }
-# Read elsewhere, about the launcher's own output, or details of what is warned of by another name.
+# Variables that other modules read, or that only affect the launcher's output.
 _READ_ELSEWHERE = (
     *("CPU_AFFINITY", "DEBUG_MODE", "ENABLE_RICH", "DISABLE_RICH", "LOG_LEVEL", "CONFIG_DS_FIELDS"),
     *(name.removeprefix(_PREFIX) for name in ENGINE_VARIABLES),
 )
 _DETAILS = ("DYNAMO_", "FP8_", "SAGEMAKER_")
-# Beginnings of the variables with the options of an engine, and those that are read without it too.
+# Variable that selects an engine → prefixes of the variables with its options.
 _OPTIONS = {
     "ACCELERATE_USE_FSDP": ("FSDP_",),
     "ACCELERATE_USE_DEEPSPEED": ("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_CLIPPING"),
@@ -41,13 +41,13 @@ _ALWAYS_READ = ("FSDP_CPU_RAM_EFFICIENT_LOADING",)
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What the launcher's variables set.
+    """Settings from the launcher's variables.
 
     Attributes:
-        mixed_precision: `"fp16"`, `"bf16"` or `"fp8"`; None: not set.
-        accumulation: micro-batches of one optimizer step; 1: not set.
-        cpu: use the CPU although there is an accelerator.
-        not_read: a text for each variable that is set and that nothing reads.
+        mixed_precision: `"fp16"`, `"bf16"` or `"fp8"`. None: not set.
+        accumulation: Micro-batches per optimizer step. 1: not set.
+        cpu: Use the CPU even if there is an accelerator.
+        not_read: A warning for each variable that is set but never read.
     """
 
     mixed_precision: str | None
@@ -56,11 +56,11 @@ class Launched:
     not_read: list[str]
 
     def unused(self, precision: str | None, accumulation: str | None) -> list[str]:
-        """Return a text for each variable that is set and makes no difference.
+        """Return a warning for each variable that is set and has no effect.
 
         Args:
-            precision: the argument that sets another precision; None: none does.
-            accumulation: the argument that sets another number of micro-batches; None: none does.
+            precision: The argument that overrides the precision. None if there is none.
+            accumulation: The argument that overrides the number of micro-batches. None if there is none.
         """
         found = []
         if precision is not None and self.mixed_precision is not None:
@@ -74,11 +74,11 @@ def read_launched(argument: str | None) -> Launched:
     """Read the launcher's variables.
 
     Args:
-        argument: the argument of an Accelerator whose plugin describes the engine, whichever of the argument and the
-            variables has selected it; None: there is none.
+        argument: The Accelerator's argument for the plugin of the selected engine, such as `"fsdp_plugin"`, even if
+            variables selected it. None if there is no plugin.
 
     Raises:
-        ConfigurationError: A variable has a value that it cannot have.
+        ConfigurationError: A variable has an invalid value.
     """
     found = variables(_PREFIX)
     precision = found.pop(_PRECISION, "no").lower()
@@ -86,7 +86,7 @@ def read_launched(argument: str | None) -> Launched:
         raise ConfigurationError(f"{_PRECISION}={precision!r}: expected 'no', 'fp16', 'bf16' or 'fp8'.")
     steps = found.pop(_STEPS, "1")
     if not steps.isdecimal() or int(steps) < 1:
-        raise ConfigurationError(f"{_STEPS}={steps!r}: expected a whole number of at least 1.")
+        raise ConfigurationError(f"{_STEPS}={steps!r}: expected an integer of at least 1.")
     cpu = found.pop(_CPU, "false").lower() not in _EMPTY
     texts = [text for name, value in sorted(found.items()) if (text := _not_read(name, value))]
     texts += _engine_options_not_read(argument)
@@ -94,20 +94,20 @@ def read_launched(argument: str | None) -> Launched:
 
 
 def _not_read(name: str, value: str) -> str | None:
-    """Return the text for a variable that nothing reads; None if something does, or it says nothing."""
+    """Return the warning for a variable that is never read. None if it is read or empty."""
     short = name.removeprefix(_PREFIX)
     engines = tuple(prefix for prefixes in _OPTIONS.values() for prefix in prefixes)
     if value.lower() in _EMPTY or short in _READ_ELSEWHERE or name.startswith(engines):
         return None
     if short in _INSTEAD:
-        return f"{name}={value} is not honoured: {_INSTEAD[short]}."
+        return f"{name}={value} is not supported: {_INSTEAD[short]}."
     if short.startswith(_DETAILS):
         return None
-    return f"{name}={value} is not read by Trainwright. Unset it, or pass what it says as an argument."
+    return f"{name}={value} is not read by Trainwright. Unset it, or pass the setting as an argument."
 
 
 def _engine_options_not_read(argument: str | None) -> list[str]:
-    """Return a text for each engine that is not used although variables set options of it."""
+    """Return a warning for each engine that is not used although variables set its options, and for unknown options."""
     found = []
     for switch, prefixes in _OPTIONS.items():
         names = [name for prefix in prefixes for name, value in sorted(variables(prefix).items()) if value.strip()]
@@ -122,8 +122,8 @@ def _engine_options_not_read(argument: str | None) -> list[str]:
     return found
 
 
-class DynamoBackend(str, Enum):  # noqa: UP042 -- as text a member shows its class, as Accelerate's does
-    """Backends of `torch.compile`; a member equals its name in upper case. Some need another package."""
+class DynamoBackend(str, Enum):  # noqa: UP042 -- str() of a member includes its class, as in Accelerate
+    """Backends of `torch.compile`. A member equals its name in upper case. Some need another package."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -145,15 +145,15 @@ class DynamoBackend(str, Enum):  # noqa: UP042 -- as text a member shows its cla
 
 @dataclass(frozen=True)
 class TorchDynamoPlugin(KwargsHandler):
-    """Options of `torch.compile` for the models that are prepared.
+    """Options of `torch.compile` for prepared models.
 
     A field that is None takes the value of its environment variable (`ACCELERATE_DYNAMO_BACKEND`, …).
 
     Attributes:
         backend: A `DynamoBackend`, its name, or a function. `"no"` compiles nothing. Default: `"no"`.
         mode, fullgraph, dynamic, options, disable: See `torch.compile`.
-        use_regional_compilation: Compile each repeated block of a model, which takes less time than compiling the whole
-            model. Sharded models are always compiled by their units. Default: False.
+        use_regional_compilation: Compile each repeated block of a model, which takes less time than compiling the full
+            model. The units of sharded models are always compiled separately. Default: False.
     """
 
     backend: DynamoBackend | str | Callable[..., Any] | None = from_variable("ACCELERATE_DYNAMO_BACKEND")
@@ -165,7 +165,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = from_variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", as_flag)
 
     def compile_options(self) -> dict[str, Any] | None:
-        """Return the arguments of `torch.compile`; None if nothing is compiled.
+        """Return the arguments of `torch.compile`. None if nothing is compiled.
 
         Raises:
             ConfigurationError: The backend is unknown.
@@ -187,7 +187,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 def read_dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """Return how models are compiled, from the two arguments that may say it, or else from variables.
+    """Return the options of compilation from one of the two arguments, or from environment variables.
 
     Raises:
         ConfigurationError: Both are given, or the plugin is not a `TorchDynamoPlugin`.

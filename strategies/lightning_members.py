@@ -1,4 +1,4 @@
-"""Members of an engine under the names that Lightning's strategies have; `trainer.strategy` is the engine."""
+"""Members of engines with the names of Lightning's strategies, because `trainer.strategy` is the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.strategies.data_ranks import DataRanks
 
 
 class LightningMembers:
-    """Lightning's names of what an engine has."""
+    """Lightning's names of an engine's members."""
 
     device: torch.device
     processes: Processes
@@ -20,28 +20,28 @@ class LightningMembers:
 
     @property
     def root_device(self) -> torch.device:
-        """Lightning's name of `device`."""
+        """Lightning's name for `device`."""
         return self.device
 
     @property
     def is_global_zero(self) -> bool:
-        """Lightning's name of `is_main`."""
+        """Lightning's name for `is_main`."""
         return self.processes.rank == 0
 
     @property
     def model(self) -> TaskModule | None:
-        """The task, once it is prepared; no engine wraps it."""
+        """The task after it is prepared, which engines do not wrap."""
         return vars(self).get("task")
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank. Collective; the name is for readers only."""
+        """Wait for every rank. Collective. `name` only documents the call."""
         self.processes.barrier()
 
     def broadcast(self, obj: object, src: int = 0) -> Any:
-        """Return `obj` of rank `src` on every rank. Collective; small picklable objects, on the host."""
+        """Broadcast a small picklable object from rank `src` to every rank. Collective, on the host."""
         return self.processes.broadcast_object(obj, src)
 
     def reduce(self, tensor: torch.Tensor, *, reduce_op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
-        """Return the mean or the sum of all data ranks' tensors, of one shape, on every rank. Collective."""
+        """Return the mean or sum of a tensor over all data-parallel ranks. Collective."""
         gathered = self.data_ranks.all_gather(tensor)
         return gathered.sum(0) if reduce_op == "sum" else gathered.mean(0)

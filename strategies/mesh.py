@@ -1,8 +1,9 @@
 """The named axes along which the ranks of a run are arranged.
 
-Ranks along `dp_replicate` and `dp_shard` see different data; those along the first hold replicas of the model, those
-along the second shards of it. Ranks along `cp` read one batch, see different parts of its sequences, and hold shards,
-too. Ranks along `tp` hold parts of layers, and those along `pp` stages of the model; they work on one batch together.
+Ranks along `dp_replicate` and `dp_shard` see different data. `dp_replicate` ranks hold replicas of the model, and
+`dp_shard` ranks hold shards. Ranks along `cp` read the same batch, see different parts of its sequences, and hold
+shards, too. Ranks along `tp` hold parts of layers, and ranks along `pp` hold stages of the model. These process one
+batch together.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 class MeshShape:
     """The number of ranks along each axis.
 
-    The fields are in the order of ranks, outermost first: ranks that split layers are next to each other, stages of a
-    pipeline are farthest apart.
+    The fields are in the order of ranks, outermost first. Ranks that split layers are adjacent, and pipeline stages are
+    farthest apart.
     """
 
     pp: int = 1
@@ -48,17 +49,17 @@ class MeshShape:
         return math.prod(self.lengths.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a global rank is along each axis."""
+        """Return the coordinate of a global rank along each axis."""
         found: dict[str, int] = {}
         for name, length in reversed(self.lengths.items()):
             rank, found[name] = divmod(rank, length)
         return found
 
     def data_ranks(self, processes: Processes, group: ProcessGroup | None = None) -> DataRanks:
-        """Return which of the processes see different data. Not collective.
+        """Return the data-parallel ranks. Not collective.
 
         Args:
-            processes: As many as the mesh has ranks.
+            processes: The processes of the run, whose number is `size`.
             group: See `DataRanks`.
         """
         places = [self.coordinates(rank) for rank in range(self.size)]
@@ -70,12 +71,12 @@ class MeshShape:
     def device_mesh(self, device_type: str, *, shards: bool = False) -> DeviceMesh:
         """Return torch's mesh with the axes that are longer than 1. Collective.
 
-        Parameters are sharded over the ranks that split sequences, too: `cp` is a part of `dp_shard`. A mesh of one
-        rank, or with replicas, has `dp_shard` even if it is 1, as torch 2.13 requires.
+        Ranks that split sequences also shard parameters, so the axis `dp_shard` includes `cp`. A mesh of one rank, or
+        with replicas, has the axis `dp_shard` even if its length is 1, because torch 2.13 requires it.
 
         Args:
-            device_type: Of the ranks.
-            shards: Parameters are sharded along `dp_shard`, which is there even if it is 1.
+            device_type: Device type of the ranks.
+            shards: Parameters are sharded: include `dp_shard` even if its length is 1.
         """
         lengths = {**self.lengths, "dp_shard": self.dp_shard * self.cp, "cp": 1}
         longer = {name: length for name, length in lengths.items() if length > 1}
@@ -85,7 +86,7 @@ class MeshShape:
         return init_device_mesh(device_type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
 
     def sequence_group(self) -> ProcessGroup:
-        """Return the ranks that split the sequences of this one. Collective."""
+        """Return the process group of the ranks that split sequences with this one. Collective."""
         ranks = sorted(
             range(self.size), key=lambda rank: tuple(n for a, n in self.coordinates(rank).items() if a != "cp")
         )
@@ -102,23 +103,23 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_group(mesh: DeviceMesh) -> ProcessGroup:
-    """Return the process group of this rank and those that see other data but have the same part. Collective."""
+    """Return the process group of the ranks that see different data but hold the same part of the model. Collective."""
     axes = data_axes(mesh)
     return axes.get_group() if axes.ndim == 1 else axes._flatten("dp").get_group()
 
 
 def forget_groups(mesh: DeviceMesh) -> None:
-    """Remove a mesh and its process groups from torch's caches, which must not be their last holder: see DDPStrategy.
+    """Remove a mesh and its process groups from torch's caches. Not collective.
 
-    Not collective. What torch 2.13 has cached for a mesh it would also use for an equal one of a later run, whose
-    groups have other names.
+    The caches must not hold the last reference to a process group: see DDPStrategy. Also, torch 2.13 would use cached
+    results for an equal mesh of a later run, whose groups have other names.
     """
     vars(mesh).get("_pg_registry", {}).clear()
     _clear_sharding_cache()
 
 
 def _clear_sharding_cache() -> None:
-    """Clear torch's cache of the placements that operations on DTensors result in."""
+    """Clear torch's cache of placements of results of DTensor operations."""
     names = ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
     functions = [getattr(debug, name) for name in names if hasattr(debug, name)]
     for clear in functions:

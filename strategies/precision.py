@@ -1,4 +1,4 @@
-"""In which number formats a run keeps its parameters and computes: a frozen value given to the strategy."""
+"""Precision: the number formats of parameters and computation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Precision:
 
     Attributes:
         name: `"32-true"`, `"64-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"`, `"bf16-mixed"` or `"fp8"`.
-        param_dtype: dtype of parameters, buffers and floating-point inputs; None: as the task made them.
-        autocast_dtype: dtype that matrix products are cast to while parameters stay float32; None: no autocast.
-        scaled: the loss is scaled so that small float16 gradients do not vanish.
+        param_dtype: dtype of parameters, buffers and floating-point inputs. None: unchanged.
+        autocast_dtype: dtype of matrix products while parameters stay float32. None: no autocast.
+        scaled: Scale the loss so that small float16 gradients do not underflow.
         converts_layers: `convert` changes layers of models.
         fp8_all_gather: FSDP gathers the weights of converted layers in float8.
         splits_converted: tensor parallelism can split converted layers.
@@ -44,10 +44,10 @@ class Precision:
 
     @classmethod
     def parse(cls, spec: str | int | Precision) -> Precision:
-        """Read a precision from its name.
+        """Return a precision by name.
 
         Raises:
-            ConfigurationError: an unknown name, with the nearest one.
+            ConfigurationError: The name is unknown. The message suggests the nearest one.
         """
         if isinstance(spec, Precision):
             return spec
@@ -68,14 +68,14 @@ class Precision:
         return found
 
     def check_device(self, device_type: str) -> None:
-        """Check that a type of device has these formats. Touches none.
+        """Check that a device type supports these formats, without using a device.
 
         Raises:
-            ConfigurationError: it has not; names a precision that it has.
+            ConfigurationError: The formats are not supported. The message suggests one that is.
         """
         if self.param_dtype is torch.float64 and not properties(device_type).has_float64:
             raise ConfigurationError(
-                f"precision={self.name!r}, but the accelerator {device_type!r} has no float64. Use "
+                f"precision={self.name!r} is not supported: the accelerator {device_type!r} has no float64. Use "
                 "precision='32-true', or accelerator='cpu'."
             )
 
@@ -83,41 +83,39 @@ class Precision:
         """Convert layers of models in place. Not collective.
 
         Args:
-            models: prepared together.
-            device: where they compute.
-            undo: receives the functions that undo it.
+            models: Models that are prepared together.
+            device: Device of the models.
+            undo: Receives callbacks that undo the conversion.
 
         Raises:
-            ConfigurationError: No layer can be converted, or not for this device.
+            ConfigurationError: No layer can be converted, or the device is not supported.
         """
 
     def default_dtype(self) -> AbstractContextManager[None]:
-        """Return a context that creates floating-point tensors in `param_dtype`, so that `torch.zeros(n)` fits the
-        model.
-        """
+        """Return a context in which the default dtype of new tensors is `param_dtype`."""
         return nullcontext() if self.param_dtype is None else _DefaultDtype(self.param_dtype)
 
     def autocast(
         self, device_type: str, *, enabled: bool = True, cache_enabled: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Return a new context of autocast in `autocast_dtype`; see `torch.autocast` for the arguments."""
+        """Return a new autocast context with `autocast_dtype`. See `torch.autocast` for the arguments."""
         make = partial(
             torch.autocast, device_type, dtype=self.autocast_dtype, enabled=enabled, cache_enabled=cache_enabled
         )
         return Contexts(make, _without_fast_path) if enabled and device_type != "cuda" else make()
 
     def forward_context(self, device_type: str) -> Any | None:
-        """Return a reusable context for forward passes on this type of device, or None when none is needed."""
+        """Return a reusable context for forwards on this device type. None if none is needed."""
         if self.autocast_dtype is not None:
             return self.autocast(device_type)
         return None if self.param_dtype is None else _DefaultDtype(self.param_dtype)
 
 
 class Contexts(AbstractContextManager[None], ContextDecorator):
-    """Several contexts in one that can be reused, and nested in itself.
+    """Several contexts in one, which is reusable and reentrant.
 
     Args:
-        makers: functions that create the contexts, the outermost one first.
+        makers: Functions that create the contexts, the outermost one first.
     """
 
     def __init__(self, *makers: Callable[[], AbstractContextManager[object]]) -> None:
@@ -136,9 +134,9 @@ class Contexts(AbstractContextManager[None], ContextDecorator):
 
 @contextmanager
 def _without_fast_path() -> Iterator[None]:
-    """Disable torch's fused attention and encoder layers, which use weights as they are.
+    """Disable torch's fused attention and encoder layers, which do not support autocast.
 
-    Under autocast they fail or compute in float32. torch 2.13 disables them itself only for CUDA's autocast.
+    They fail or compute in float32. torch 2.13 disables them only under autocast for CUDA.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -180,11 +178,11 @@ _KNOWN: dict[str, Precision] = {
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a scaler of float16 losses.
+    """Return a loss scaler for float16.
 
     Args:
-        distributed_type: With FSDP, one that finds non-finite gradients in the shards of any rank. Default: None.
-        kwargs: Of torch's `GradScaler`.
+        distributed_type: With `FSDP`, the scaler checks the gradient shards of all ranks. Default: None.
+        kwargs: Arguments of torch's `GradScaler`.
     """
     device = PartialState().device
     if distributed_type != DistributedType.FSDP:

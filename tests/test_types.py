@@ -61,7 +61,7 @@ FOREIGN_PROBES: dict[str, str] = {
     "bigmodels.pipeline:config": "a model of transformers",
     "bigmodels.maps.rank_peaks:config": "a model of transformers",
     "strategies.fsdp.layers.plan:bias": "torch's layers",
-    "strategies.fsdp.layers.ready:config": "a model of transformers",
+    "strategies.fsdp.layers.known_models:config": "a model of transformers",
     "strategies.megatron.stages:config": "a model of transformers",
     "accelerator.logging:main_process_only": "a user's tracker",
     "accelerator.prepared.accelerated_optimizer:eval": "a user's optimizer without a schedule",

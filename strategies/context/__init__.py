@@ -1,1 +1,1 @@
-"""Context parallelism: attention over a sequence that is split over the ranks of a process group."""
+"""Context parallelism: the ranks of a process group split sequences, and attention spans all parts."""

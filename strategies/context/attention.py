@@ -1,4 +1,4 @@
-"""A context in which torch's scaled dot-product attention spans a sequence that is split over ranks."""
+"""Make torch's scaled dot-product attention span a sequence that is split over ranks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Kind = Literal["ring", "ulysses"]
 def attention_over(group: dist.ProcessGroup | None, kind: Kind = "ring", order: Order | None = None) -> Iterator[None]:
     """Compute every `torch.nn.functional.scaled_dot_product_attention` over the ranks of a group.
 
-    Each rank passes its part of the queries, keys and values. Other attention, such as flex attention, kernels of
-    other packages, and the function if a module has imported it by its name, is not changed and sees this rank's part
-    only. Under activation checkpointing, the backward pass must run inside the context too.
+    Each rank passes its part of the queries, keys and values. Other kinds of attention, such as flex attention and
+    kernels of other packages, are not changed and see only this rank's part. The same holds for modules that have
+    imported the function itself by name. With activation checkpointing, backward must run inside the context, too.
 
     Args:
-        group: the process group that splits the sequence. None means all ranks.
+        group: Process group that splits the sequence. None means all ranks.
         kind: `"ring"` sends keys and values from rank to rank. `"ulysses"` divides the heads among the ranks.
-        order: the order of the split sequence. Default: `"zigzag"` for a ring, and `"plain"`, the only one, for
-            `"ulysses"`.
+        order: Order of the split sequence. Default: `"zigzag"` for `"ring"`, and `"plain"` for `"ulysses"`, which
+            supports no other.
 
     Raises:
         ConfigurationError: `kind` or `order` is unknown, or `kind="ulysses"` is used with order `"zigzag"`. Inside the
-            context, an attention with a mask or dropout, or of `torch.nn.MultiheadAttention`.
+            context: attention has a mask or dropout, or `torch.nn.MultiheadAttention` is called.
     """
     attention = SplitAttention(group, kind, order)
     with attention.installed(), attention.over_ranks(required=False):
@@ -43,11 +43,11 @@ def attention_over(group: dist.ProcessGroup | None, kind: Kind = "ring", order: 
 
 
 class SplitAttention:
-    """Attention over a sequence that is split over the ranks of a group; for the arguments see `attention_over`.
+    """Attention over a sequence that is split over the ranks of a group. For the arguments see `attention_over`.
 
     Attributes:
-        order: Of the split sequence.
-        is_active: Attention spans the ranks now.
+        order: Order of the split sequence.
+        is_active: Attention currently spans the ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, kind: Kind, order: Order | None = None) -> None:
@@ -65,7 +65,7 @@ class SplitAttention:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace torch's function, in all threads: backward may compute activations again in a thread of its own."""
+        """Replace torch's function in all threads, because backward may recompute activations in another thread."""
         plain, plain_module = functional.scaled_dot_product_attention, functional.multi_head_attention_forward
 
         def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -80,10 +80,10 @@ class SplitAttention:
                     "torch.nn.MultiheadAttention cannot attend over a sequence that is split over ranks. Use a module "
                     "that calls torch.nn.functional.scaled_dot_product_attention."
                 )
-            return plain_module(*args, **kwargs)  # type: ignore[arg-type]  # those of the function it replaces
+            return plain_module(*args, **kwargs)  # type: ignore[arg-type]  # arguments of the replaced function
 
         functional.scaled_dot_product_attention = attention
-        functional.multi_head_attention_forward = multi_head  # type: ignore[assignment]  # has its arguments
+        functional.multi_head_attention_forward = multi_head  # type: ignore[assignment]  # accepts the same arguments
         try:
             yield
         finally:
@@ -91,15 +91,15 @@ class SplitAttention:
             functional.multi_head_attention_forward = plain_module
 
     def _spans(self) -> bool:
-        # In a backward of a step, activations are computed again.
+        # The backward of a step may recompute activations.
         return self.is_active or (self._num_calls > 0 and torch._C._current_graph_task_id() != -1)
 
     @contextmanager
     def over_ranks(self, *, required: bool = True) -> Iterator[None]:
-        """Let attention span the ranks.
+        """Make attention span the ranks.
 
         Args:
-            required: It is an error if there is none.
+            required: Raise an error if the model does not call attention.
         """
         before, self.is_active = self.is_active, True
         num_calls = self._num_calls
@@ -109,8 +109,8 @@ class SplitAttention:
             self.is_active = before
         if required and self._num_calls == num_calls:
             raise ConfigurationError(
-                "Sequences are split over ranks, and the model has not called "
-                "torch.nn.functional.scaled_dot_product_attention: its positions see those of the same rank only. Call "
+                "Sequences are split over ranks, but the model has not called "
+                "torch.nn.functional.scaled_dot_product_attention, so positions see only those of the same rank. Call "
                 "it as an attribute of torch.nn.functional, or do not split sequences."
             )
 
@@ -127,14 +127,14 @@ class SplitAttention:
     ) -> Tensor:
         if attn_mask is not None:
             raise ConfigurationError(
-                f"An attention mask of shape {tuple(attn_mask.shape)} covers this rank's part of the sequence only. "
-                "For causal attention, pass attn_mask=None and is_causal=True. Models of transformers build a mask for "
+                f"An attention mask of shape {tuple(attn_mask.shape)} covers only this rank's part of the sequence. "
+                "For causal attention, pass attn_mask=None and is_causal=True. Transformers models create a mask for "
                 "padding, and for positions with gaps unless attention_mask is all ones."
             )
         if dropout_p > 0:
             raise ConfigurationError(
-                f"dropout_p={dropout_p}: attention over a split sequence recomputes its weights in the backward pass, "
-                "block by block, and cannot repeat their dropout. Set the model's attention dropout to 0."
+                f"dropout_p={dropout_p}: attention over a split sequence recomputes its weights in backward, and "
+                "cannot repeat their dropout. Set the model's attention dropout to 0."
             )
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
         parts = (query, key, value, self._group)
@@ -144,7 +144,7 @@ class SplitAttention:
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """Cast as autocast casts the arguments of scaled dot-product attention."""
+    """Cast a tensor as autocast casts the arguments of scaled dot-product attention."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
         return tensor

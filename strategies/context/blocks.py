@@ -1,7 +1,7 @@
 """Attention between a block of queries and a block of keys and values, with its log-sum-exp.
 
-Results of several blocks can be merged by their log-sum-exp. The backward pass of a block receives the merged output
-and log-sum-exp of all blocks; the gradients that it returns are this block's share.
+The log-sum-exp is used to merge the results of several blocks. The backward of a block receives the merged output and
+log-sum-exp of all blocks, and returns this block's contribution to the gradients.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def forward_block(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: fl
         q: (batch, heads, query length, head size).
         k: (batch, key heads, key length, head size). The number of heads is a multiple of the number of key heads.
         v: (batch, key heads, key length, value size).
-        is_causal: whether query i sees keys up to i only. Both lengths are equal then.
-        scale: the factor of the scores. None means 1 / √(head size).
+        is_causal: Query i sees only keys up to i. Both lengths must be equal.
+        scale: Factor of the scores. None means 1 / √(head size).
     """
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     kernel = _kernel(q, k, v, is_causal)
@@ -44,28 +44,24 @@ def forward_block(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: fl
 def backward_block(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this block's share of the gradients of `q`, `k` and `v`.
+    """Return this block's contribution to the gradients of `q`, `k` and `v`.
 
     Args:
-        gradient: the gradient of the output.
-        q: the queries, as in `forward_block`.
-        k: the keys.
-        v: the values.
-        out: the output over all blocks, in the dtype of `q`.
-        lse: the log-sum-exp over all blocks, (batch, heads, query length).
-        is_causal: whether query i sees keys up to i only.
-        scale: the factor of the scores.
+        gradient: Gradient of the output.
+        q, k, v, is_causal, scale: See `forward_block`.
+        out: Output over all blocks, in the dtype of `q`.
+        lse: Log-sum-exp over all blocks, (batch, heads, query length).
     """
     key_heads = k.shape[1]
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     kernel = _kernel(q, k, v, is_causal)
     if kernel == "cpu":
-        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the layout that the forward returns
+        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the memory layout of the forward's result
         dq, dk, dv = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, lse, 0.0, is_causal, scale=scale
         )
     elif kernel == "flash":
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout's random numbers, which are not used
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # random state of dropout, which is not used
         saved = (gradient, q, k, v, out, lse.contiguous())
         lengths = (None, None, q.shape[2], k.shape[2])
         dq, dk, dv = _ops._scaled_dot_product_flash_attention_backward(
@@ -83,14 +79,14 @@ def backward_block(
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
-    """Return the kernel to use; `"plain"` where torch has none that returns a log-sum-exp."""
+    """Return the kernel to use, or `"plain"` if torch has no kernel that returns a log-sum-exp."""
     if q.shape[-1] != v.shape[-1]:
         return "plain"
     if q.device.type == "cpu":
         return "cpu"
     if q.device.type == "cuda":
         parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, False)
-        is_aligned = q.shape[-1] * q.element_size() % 16 == 0  # elsewhere torch pads the heads
+        is_aligned = q.shape[-1] * q.element_size() % 16 == 0  # torch's public function pads other sizes
         if is_aligned and torch.backends.cuda.can_use_flash_attention(parameters):
             return "flash"
         if is_aligned and torch.backends.cuda.can_use_efficient_attention(parameters):

@@ -1,4 +1,4 @@
-"""The targets of a batch of transformers' models: the labels that its loss is the mean over."""
+"""Targets of a batch for transformers models: the labels over which the loss averages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ IGNORED = -100  # the label of a position without a target, in transformers and 
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Return the target of each position: the label of the next one, and none for the last."""
+    """Return the target of each position: the label of the next one. The last position has none."""
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def count_targets(batch: object, *, shifts: bool) -> Tensor | None:
-    """Return the number of targets of a batch (0-dim); None if it has no labels.
+    """Return the number of targets of a batch (0-dim). None if it has no labels.
 
     Args:
-        shifts: Labels are shifted: the target of a position is the label of the next one.
+        shifts: The model shifts labels: the target of a position is the label of the next one.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -30,8 +30,8 @@ def count_targets(batch: object, *, shifts: bool) -> Tensor | None:
 
 
 def shifts_labels(module: nn.Module) -> bool | None:
-    """Return whether the loss of a model of transformers shifts labels; None if the module computes no loss."""
+    """Return whether the loss of a transformers model shifts labels. None if the module computes no loss."""
     kind: object = getattr(module, "loss_type", None)
     if kind is None and type(module).__name__.endswith("LMHeadModel"):
-        return True  # GPT-2's name is not one of a type of losses
+        return True  # transformers derives no loss type from the class name of GPT-2
     return kind == "ForCausalLM" if isinstance(kind, str) else None

@@ -1,7 +1,7 @@
-"""Ring attention: keys and values travel from rank to rank, and each rank merges the results for its own queries.
+"""Ring attention: ranks send keys and values around a ring, and each rank merges the results for its own queries.
 
-After "Ring Attention with Blockwise Transformers for Near-Infinite Context" (Liu et al., 2023). Besides its own part, a
-rank holds at most two blocks of keys and values: the present one and the next.
+Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023). Besides its own part,
+a rank holds at most two blocks of keys and values: the current block and the next one.
 """
 
 from __future__ import annotations
@@ -34,24 +34,23 @@ def ring_attention(
 ) -> Tensor:
     """Return the attention of this rank's queries over the keys and values of all ranks, in the dtype of `q`.
 
-    Keys and values are sent round the group, in the forward pass and again in the backward pass, with their gradients.
-    The next block is received while the present one is computed. Partial results are merged in float32, or float64 for
-    float64. Every rank of the group must call this, in both passes, with tensors of the same shapes. Second derivatives
-    are not supported.
+    Forward sends keys and values around the group. Backward sends them again, together with their gradients. The next
+    block is received while the current one is computed. Partial results are merged in float32, or in float64 for
+    float64 inputs. Every rank of the group must call this with tensors of the same shapes, and run backward. Second
+    derivatives are not supported.
 
     Args:
         q: (batch, heads, local length, head size).
         k: (batch, heads, local length, head size).
         v: (batch, heads, local length, value size).
-        group: the process group that splits the sequence. None means all ranks.
-        is_causal: whether a position sees earlier positions and itself only. Blocks that it hides entirely are not
-            computed.
-        scale: the factor of the scores. Default: 1 / √(head size).
-        order: the order of the split sequence. Default: `"zigzag"`.
-        enable_gqa: whether `k` and `v` may have fewer heads than `q`, whose number is a multiple of theirs.
+        group: Process group that splits the sequence. None means all ranks.
+        is_causal: A position sees only itself and earlier positions. Blocks that are fully masked are not computed.
+        scale: Factor of the scores. Default: 1 / √(head size).
+        order: Order of the split sequence. Default: `"zigzag"`.
+        enable_gqa: Accept a number of heads of `q` that is a multiple of the number of heads of `k` and `v`.
 
     Raises:
-        ConfigurationError: the shapes or dtypes do not fit each other or the order.
+        ConfigurationError: The shapes or dtypes are not compatible with each other or with the order.
     """
     _check(q, k, v, is_causal, order, enable_gqa)
     arguments = (q, k, v, group, is_causal, scale, order)
@@ -63,23 +62,23 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, order: Order, enabl
     check_order(order)
     shapes = f"q, k and v have the shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
     if not q.dtype == k.dtype == v.dtype:
-        raise ConfigurationError(f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}. Cast them to one.")
+        raise ConfigurationError(f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}. Use the same dtype.")
     if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[-1] != k.shape[-1]:
         raise ConfigurationError(f"{shapes}; ring attention expects (batch, heads, local length, head size).")
     if q.shape[1] != k.shape[1] and (not enable_gqa or q.shape[1] % k.shape[1]):
         raise ConfigurationError(
-            f"{shapes}: {q.shape[1]} heads of queries, {k.shape[1]} of keys. With enable_gqa=True, the first must be a "
-            "multiple of the second; without it, they must be equal."
+            f"{shapes}: {q.shape[1]} heads of queries and {k.shape[1]} heads of keys must be equal. With "
+            "enable_gqa=True, the number for queries may be a multiple of the number for keys."
         )
     if is_causal and q.shape[2] != k.shape[2]:
         raise ConfigurationError(f"{shapes}; causal attention over a split sequence needs as many queries as keys.")
     if is_causal and order == "zigzag" and q.shape[2] % 2:
-        raise ConfigurationError(f"{shapes}; the local length is even in order 'zigzag'. Use split_sequence().")
+        raise ConfigurationError(f"{shapes}; order 'zigzag' needs an even local length. Use split_sequence().")
 
 
 @dataclass(frozen=True)
 class _VisibleBlock:
-    """The queries and keys of one step of the ring that see each other."""
+    """Queries and keys of one step of the ring that attend to each other."""
 
     queries: slice
     keys: slice
@@ -87,21 +86,21 @@ class _VisibleBlock:
 
 
 def _block(rank: int, source: int, length: int, is_causal: bool, order: Order) -> _VisibleBlock | None:
-    """Return the block that `rank` computes with the keys of `source`; None if all of them are in the future."""
+    """Return the block that `rank` computes with the keys of `source`. None if causal masking hides all of them."""
     everything, half = slice(None), length // 2
     if not is_causal or source == rank:  # a rank's own positions ascend in both orders
         return _VisibleBlock(everything, everything, is_causal)
     if order == "plain":
         return _VisibleBlock(everything, everything, False) if source < rank else None
-    # Rank r holds chunks r and 2n-1-r. The second chunk of an earlier rank is later than both of this one's, and the
-    # first chunk of this rank is earlier than both of a later one's.
+    # Rank r holds chunks r and 2n-1-r. The second chunk of an earlier rank comes after both chunks of this rank. The
+    # first chunk of this rank comes before both chunks of a later rank.
     if source < rank:
         return _VisibleBlock(everything, slice(0, half), False)
     return _VisibleBlock(slice(half, None), everything, False)
 
 
 class Ring:
-    """The sends to the next rank and the receives from the previous one."""
+    """Communication with the next and the previous rank."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = dist.group.WORLD if group is None else group
@@ -111,7 +110,7 @@ class Ring:
         self._previous = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
 
     def start(self, tensors: Sequence[Tensor], first_tag: int = 0) -> Transfer:
-        """Start to send contiguous `tensors` to the next rank and to receive as many from the previous one."""
+        """Start to send contiguous `tensors` to the next rank, and to receive equal shapes from the previous one."""
         received = [torch.empty_like(tensor) for tensor in tensors]
         operations = []
         for tag, (sent, target) in enumerate(zip(tensors, received, strict=True), first_tag):
@@ -122,7 +121,7 @@ class Ring:
 
 @dataclass
 class Transfer:
-    """Tensors on their way. The sent ones are kept until `wait()` returns."""
+    """A transfer in progress, which holds the sent tensors until `wait()` returns."""
 
     sent: Sequence[Tensor]
     received: list[Tensor]
@@ -148,7 +147,7 @@ class _RingAttention(torch.autograd.Function):
         order: Order,
     ) -> Tensor:
         ring = Ring(group)
-        q = q if q.stride(-1) == 1 else q.contiguous()  # as kernels need it
+        q = q if q.stride(-1) == 1 else q.contiguous()  # required by the kernels
         own_k, own_v = k, v = k.contiguous(), v.contiguous()
         out = lse = None
         for step in range(ring.size):
@@ -160,7 +159,7 @@ class _RingAttention(torch.autograd.Function):
                 new, new_lse = forward_block(
                     q[:, :, at], k[:, :, of], v[:, :, of], is_causal=block.is_causal, scale=scale
                 )
-                if out is None or lse is None:  # the rank's own block, which holds all of its queries
+                if out is None or lse is None:  # the rank's own block, which has all queries
                     out, lse = new.to(accumulator_dtype(q)), new_lse.clone()
                 else:
                     _merge(out[:, :, at], lse[:, :, at], new, new_lse)
@@ -176,12 +175,12 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        gradient = gradient.contiguous()  # that of a sum is expanded from one number
+        gradient = gradient.contiguous()  # the gradient of a sum is an expanded scalar
         ring = Ring(ctx.group)
         dtype = accumulator_dtype(q)
         dq = torch.zeros_like(q, dtype=dtype)
         dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-        of_keys = None  # the gradients that arrive for the keys and values of this step
+        of_keys = None  # transfer of the gradients of this step's keys and values
         for step in range(ring.size):
             source = (ring.rank - step) % ring.size
             transfer = ring.start((k, v)) if step < ring.size - 1 else None
@@ -203,7 +202,7 @@ class _RingAttention(torch.autograd.Function):
             if transfer is not None:
                 k, v = transfer.wait()
         if of_keys is not None:
-            dk, dv = of_keys.wait()  # after a full turn, those of this rank's own
+            dk, dv = of_keys.wait()  # after a full round, the gradients of this rank's own keys and values
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None
 
 

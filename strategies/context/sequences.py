@@ -1,4 +1,4 @@
-"""The sequences of a training whose batches are split over ranks: its batches, losses and attention."""
+"""Training with sequences that are split over ranks: batches, losses and attention."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class SplitSequences:
     """Splits the sequences of batches over the ranks of a group, and makes attention span them.
 
     Args:
-        group: The ranks that split each sequence.
+        group: Process group of the ranks that split each sequence.
         kind: See `attention_over`.
 
     Attributes:
-        attention: Of the models that are trained.
+        attention: Attention of the trained models.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, kind: Kind) -> None:
         self.group, self.size = group, dist.get_world_size(group)
         self.attention = SplitAttention(group, kind)
         self._shifts = True
-        self._targets: Any = WeakIdKeyDictionary()  # this rank's labels → the targets of its positions
+        self._targets: Any = WeakIdKeyDictionary()  # this rank's labels → this rank's shifted targets
 
     # Batches
 
@@ -53,66 +53,66 @@ class SplitSequences:
         return positions(length, self.group, self.attention.order).to(device)
 
     def batch(self, batch: object) -> dict[str, Any]:
-        """Return this rank's part of a batch of transformers' models; see `SequenceSplit`."""
-        whole = batch if isinstance(batch, Mapping) else {}
-        inputs = whole.get("input_ids", whole.get("inputs_embeds"))
+        """Return this rank's part of a batch for transformers models; see `SequenceSplit`."""
+        full = batch if isinstance(batch, Mapping) else {}
+        inputs = full.get("input_ids", full.get("inputs_embeds"))
         if not isinstance(inputs, Tensor) or inputs.dim() < 2:
             raise ConfigurationError(
-                "The sequences of this batch are to be split over ranks, and it is not a dict with 'input_ids' of "
-                "shape (batch, length). Define split_sequences(self, batch, split) in the task: return the batch with "
-                "split(tensor) in place of each tensor of shape (batch, length, …), with targets that are shifted "
-                "already, and with split.positions(length) for the model."
+                "The sequences of this batch cannot be split over ranks: it is not a dict with 'input_ids' of "
+                "shape (batch, length). Define split_sequences(self, batch, split) in the task. Return the batch with "
+                "each tensor of shape (batch, length, …) replaced by split(tensor), with targets that are already "
+                "shifted, and with split.positions(length) for the model."
             )
         length = inputs.shape[1]
         found = {
             key: self(value) if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length else value
-            for key, value in whole.items()
+            for key, value in full.items()
         }
         mask = found.get(_MASK)
         if mask is not None:
-            self._check_mask(whole[_MASK])
+            self._check_mask(full[_MASK])
             found[_MASK] = torch.ones_like(mask)
-        if "position_ids" not in whole:
+        if "position_ids" not in full:
             found["position_ids"] = self.positions(length, inputs.device).expand(len(inputs), -1)
         labels = found.get("labels")
         if self._shifts and isinstance(labels, Tensor) and labels.dim() == 2:
-            if "shift_labels" not in whole:
-                found["shift_labels"] = self(shifted(whole["labels"]))
+            if "shift_labels" not in full:
+                found["shift_labels"] = self(shifted(full["labels"]))
             self._targets[labels] = found["shift_labels"]
         return found
 
     def _check_mask(self, mask: Tensor) -> None:
-        """Check that only ends of sequences are padded: earlier positions do not see those in causal attention."""
+        """Check that sequences are padded only at the end, where causal attention ignores padding."""
         is_padded_at_end = (mask[:, 1:] <= mask[:, :-1]).all() if mask.dim() == 2 else torch.tensor(False)
         torch._assert_async(
             is_padded_at_end,
-            "attention_mask has zeros before ones. With sequences that are split over ranks, pad them at their ends, "
-            "and use masks of shape (batch, length).",
+            "attention_mask has zeros before ones. If sequences are split over ranks, pad them at the end, and use "
+            "masks of shape (batch, length).",
         )
 
     def split(self, batch: Any, task: TaskModule) -> tuple[Any, float]:
-        """Return this rank's part of a batch, and how much it counts in a mean over the ranks: 1 on average."""
+        """Return this rank's part of a batch, and its weight in a mean over the ranks. Weights are 1 on average."""
         part = task.split_sequences(batch, self)
-        mine: int | Tensor | None = count_targets(part, shifts=self._shifts)
-        whole: int | Tensor | None = count_targets(batch, shifts=self._shifts)
-        if mine is None and overrides(task, "num_items", TaskModule):
-            mine, whole = task.num_items(part), task.num_items(batch)
-        return part, 1.0 if mine is None or not whole else float(mine) * self.size / float(whole)
+        own: int | Tensor | None = count_targets(part, shifts=self._shifts)
+        total: int | Tensor | None = count_targets(batch, shifts=self._shifts)
+        if own is None and overrides(task, "num_items", TaskModule):
+            own, total = task.num_items(part), task.num_items(batch)
+        return part, 1.0 if own is None or not total else float(own) * self.size / float(total)
 
     # Models
 
     @contextmanager
     def models(self, model: nn.Module) -> Iterator[None]:
-        """Make attention within a model span split sequences, in steps.
+        """Return a context in which attention in the steps of a model spans split sequences.
 
         Raises:
-            ConfigurationError: Its attention cannot.
+            ConfigurationError: The model's attention is not supported.
         """
         with ExitStack() as undo:
-            told = [
+            flags = [
                 module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)
             ]
-            self._shifts = not told or any(told)
+            self._shifts = not flags or any(flags)
             for name, module in model.named_modules():
                 config = getattr(module, "config", None)
                 if hasattr(config, "_attn_implementation") and not isinstance(getattr(module, "is_causal", None), bool):
@@ -130,8 +130,8 @@ class SplitSequences:
     def _check_positions(self, module: nn.Module, args: object, kwargs: dict[str, object]) -> None:
         if self.attention.is_active and kwargs.get("position_ids") is None and "input_ids" in kwargs:
             raise ConfigurationError(
-                f"{type(module).__name__} was called without position_ids, and this rank's part of a split sequence is "
-                "not its beginning. Pass them; in a user-written loop, they are one of the buffers."
+                f"{type(module).__name__} was called without position_ids, which are needed for a part of a split "
+                "sequence. Pass them to the model. In a user-written loop, include them in the buffers, too."
             )
 
     def _loss_over(self, loss_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -151,26 +151,29 @@ class SplitSequences:
 
     @contextmanager
     def in_place(self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]) -> Iterator[None]:
-        """Let attention span split sequences, and tensors hold this rank's parts; see `maybe_context_parallel`."""
+        """Return a context in which attention spans split sequences, and buffers hold this rank's parts.
+
+        See `maybe_context_parallel`.
+        """
         if len(buffers) != len(dims):
             raise ConfigurationError(
-                f"maybe_context_parallel got {len(buffers)} buffers and {len(dims)} dimensions in buffer_seq_dims. "
-                "Pass one for each."
+                f"maybe_context_parallel received {len(buffers)} buffers and {len(dims)} entries of buffer_seq_dims. "
+                "Pass one dimension for each buffer."
             )
-        parts, whole = [self(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)], []
+        parts, originals = [self(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)], []
         for buffer, part in zip(buffers, parts, strict=True):
-            whole.append(buffer.detach())
+            originals.append(buffer.detach())
             buffer.data = part
         try:
             with self.attention.over_ranks():
                 yield
         finally:
-            for buffer, full in zip(buffers, whole, strict=True):
+            for buffer, full in zip(buffers, originals, strict=True):
                 if not any(buffer is other for other in kept):
                     buffer.data = full
 
     def step_parts(self, parts: StepParts) -> StepParts:
-        """Return the parts of steps whose batches are split, and in whose forwards attention spans the ranks."""
+        """Return the parts of a step that splits batches, and whose forwards use attention over the ranks."""
         return replace(
             parts,
             context=_Forward(self.attention, parts.context),
@@ -179,7 +182,7 @@ class SplitSequences:
 
 
 class _Forward(AbstractContextManager[None]):
-    """The context of a forward: attention spans the ranks."""
+    """Context of a forward in which attention spans the ranks."""
 
     def __init__(self, attention: SplitAttention, inner: AbstractContextManager[object] | None) -> None:
         self._attention, self._inner = attention, inner or nullcontext()
@@ -196,10 +199,10 @@ class _Forward(AbstractContextManager[None]):
 
 
 def check_heads(model: nn.Module, sp: int, tp: int) -> None:
-    """Check that the heads of transformers' models can be divided among `sp` ranks, beside those of split layers.
+    """Check that the numbers of heads of transformers models are divisible by `sp * tp`.
 
     Raises:
-        ConfigurationError: They cannot.
+        ConfigurationError: A number is not divisible.
     """
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -208,8 +211,8 @@ def check_heads(model: nn.Module, sp: int, tp: int) -> None:
             if isinstance(count, int) and count % (sp * tp):
                 ranks = f"sp={sp}" + f" x tp={tp}" * (tp > 1)
                 raise ConfigurationError(
-                    f"{type(module).__name__} has {name}={count}, which {ranks} ranks cannot divide. Use cp={sp} in "
-                    f"place of sp, or sizes whose product divides {count}."
+                    f"{type(module).__name__} has {name}={count}, which is not divisible by {ranks} ranks. Use cp={sp} "
+                    f"instead of sp, or sizes whose product divides {count}."
                 )
 
 
@@ -223,20 +226,20 @@ def _restore(module: nn.Module, name: str, value: object) -> None:
 def _without_mask(
     module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Drop the mask of causal attention, which each rank has of its own positions only."""
+    """Remove the mask of causal attention, which covers only this rank's positions."""
     return args, {**kwargs, _MASK: None} if _MASK in kwargs else kwargs
 
 
 def _check_config(config: Any, name: str) -> None:
     if config._attn_implementation != "sdpa":
         raise ConfigurationError(
-            f"{name} computes attention by {config._attn_implementation!r}, which sees this rank's part of a split "
-            "sequence only. Load the model with attn_implementation='sdpa'."
+            f"{name} computes attention with {config._attn_implementation!r}, which sees only this rank's part of a "
+            "split sequence. Load the model with attn_implementation='sdpa'."
         )
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None)
     if window is not None and (layers is None or "sliding_attention" in layers):
         raise ConfigurationError(
-            f"{name} has attention within a window of {window} positions, which cannot span a sequence that is split "
-            "over ranks. Set sliding_window=None in its configuration if your sequences are shorter than the window."
+            f"{name} has sliding-window attention over {window} positions, which does not support sequences that are "
+            "split over ranks. Set sliding_window=None in its configuration if sequences are shorter than the window."
         )

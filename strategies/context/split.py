@@ -1,4 +1,4 @@
-"""The parts of a sequence that the ranks of a process group hold, and splitting and joining along a dimension."""
+"""Split a sequence over the ranks of a process group, and join its parts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def positions(length: int, group: dist.ProcessGroup | None, order: Order) -> Ten
     """Return the positions of the full sequence that this rank holds, ascending, as int64 on the CPU.
 
     Args:
-        length: the number of positions of the full sequence.
-        group: the process group that splits the sequence. None means all ranks.
-        order: the order of the split sequence.
+        length: Length of the full sequence.
+        group: Process group that splits the sequence. None means all ranks.
+        order: Order of the split sequence.
 
     Raises:
         ConfigurationError: `length` is not divisible by the number of chunks.
@@ -45,42 +45,41 @@ def positions(length: int, group: dist.ProcessGroup | None, order: Order) -> Ten
 def split_sequence(tensor: Tensor, dim: int, group: dist.ProcessGroup | None, order: Order) -> Tensor:
     """Return this rank's part of a tensor that every rank holds in full, as a contiguous copy.
 
-    The gradient of the full tensor is zero outside this rank's part. No communication takes place.
+    The gradient of the full tensor is zero outside this rank's part. Not collective.
 
     Args:
-        tensor: the full tensor, equal on all ranks of the group.
-        dim: the dimension of the sequence.
-        group: the process group that splits the sequence. None means all ranks.
-        order: the order of the split sequence.
+        tensor: The full tensor, equal on all ranks of the group.
+        dim: Dimension of the sequence.
+        group: Process group that splits the sequence. None means all ranks.
+        order: Order of the split sequence.
 
     Raises:
-        ConfigurationError: the length of `dim` is not divisible by the number of ranks (`"plain"`) or by twice that
+        ConfigurationError: The length of `dim` is not divisible by the number of ranks (`"plain"`) or by twice that
             number (`"zigzag"`).
     """
     return tensor.index_select(dim, positions(tensor.shape[dim], group, order).to(tensor.device)).contiguous()
 
 
 def join_sequence(tensor: Tensor, dim: int, group: dist.ProcessGroup | None, order: Order) -> Tensor:
-    """Return the full tensor on every rank, from each rank's part. Every rank of the group must call this.
+    """Return the full tensor on every rank, from each rank's part. Collective in the group, in backward too.
 
-    The backward pass sums the gradients of all ranks, so a part receives the gradient of the sum of the ranks' losses.
-    It is a collective call too. If every rank computes the same loss from the full tensor, average the gradients of the
-    parameters over the group.
+    Backward sums the gradients of all ranks, so that a part receives the gradient of the sum of the ranks' losses. If
+    every rank computes the same loss from the full tensor, average the gradients of the parameters over the group.
 
     Args:
-        tensor: this rank's part. All parts have the same shape.
-        dim: the dimension of the sequence.
-        group: the process group that splits the sequence. None means all ranks.
-        order: the order in which the sequence was split.
+        tensor: This rank's part. All parts have the same shape.
+        dim: Dimension of the sequence.
+        group: Process group that splits the sequence. None means all ranks.
+        order: Order in which the sequence was split.
 
     Raises:
-        ConfigurationError: the order is `"zigzag"` and the length of `dim` is odd.
+        ConfigurationError: The order is `"zigzag"` and the length of `dim` is odd.
     """
     check_order(order)
     if order == "zigzag" and tensor.shape[dim] % 2:
         raise ConfigurationError(
-            f"A part of {tensor.shape[dim]} positions is not one of a sequence in order 'zigzag', where each rank "
-            "holds two chunks of equal length. Split the sequence by split_sequence(), or use order='plain'."
+            f"A part of {tensor.shape[dim]} positions cannot be joined in order 'zigzag', where each rank holds two "
+            "chunks of equal length. Split the sequence with split_sequence(), or use order='plain'."
         )
     arguments = (tensor, dim % tensor.dim(), group, order)
     joined: Tensor = _Join.apply(*arguments)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -106,7 +105,7 @@ def _check_length(length: int, size: int, order: Order) -> int:
 
 
 class _Join(torch.autograd.Function):
-    """Gather the parts of all ranks; scatter the sum of their gradients."""
+    """Gathers the parts of all ranks. Backward reduces and scatters their gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup | None, order: Order) -> Tensor:

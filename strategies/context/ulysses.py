@@ -1,7 +1,7 @@
-"""Ulysses attention: each rank exchanges its part of all heads for all of the sequence of some heads, and back.
+"""Ulysses attention: an all-to-all gives each rank the full sequence for some heads, and a second one reverts it.
 
-After "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer Models"
-(Jacobs et al., 2023).
+Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
+Transformer Models" (2023).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from trainwright.core.errors import ConfigurationError
 
-_attention = functional.scaled_dot_product_attention  # torch's own, also while it is replaced
+_attention = functional.scaled_dot_product_attention  # torch's function, even while SplitAttention replaces it
 
 
 def ulysses_attention(
@@ -31,20 +31,20 @@ def ulysses_attention(
 ) -> Tensor:
     """Return the attention of this rank's queries over the keys and values of all ranks.
 
-    The sequence is split in order `"plain"`. Every rank of the group must call this, in the backward pass too, with
-    tensors of the same shapes.
+    The sequence is split in order `"plain"`. Every rank of the group must call this with tensors of the same shapes,
+    and run backward.
 
     Args:
         q: (batch, heads, local length, head size).
         k: (batch, heads, local length, head size).
         v: (batch, heads, local length, value size).
-        group: the process group that splits the sequence. None means all ranks.
-        is_causal: whether a position sees earlier positions and itself only.
-        scale: the factor of the scores. Default: 1 / √(head size).
-        enable_gqa: whether `k` and `v` may have fewer heads than `q`, whose number is a multiple of theirs.
+        group: Process group that splits the sequence. None means all ranks.
+        is_causal: A position sees only itself and earlier positions.
+        scale: Factor of the scores. Default: 1 / √(head size).
+        enable_gqa: Accept a number of heads of `q` that is a multiple of the number of heads of `k` and `v`.
 
     Raises:
-        ConfigurationError: the number of heads of `q`, `k` or `v` is not divisible by the number of ranks.
+        ConfigurationError: The number of heads of `q`, `k` or `v` is not divisible by the number of ranks.
     """
     size = dist.get_world_size(group)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -64,7 +64,7 @@ def _exchange(tensor: Tensor, group: dist.ProcessGroup | None, *, to_heads: bool
 
 
 class _Exchange(torch.autograd.Function):
-    """Split the heads and join the sequence over the ranks (`to_heads`), or the reverse."""
+    """Splits heads and joins the sequence over the ranks (`to_heads`), or the reverse."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, to_heads: bool) -> Tensor:

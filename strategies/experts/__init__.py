@@ -1,1 +1,1 @@
-"""Expert parallelism: the experts of a mixture are divided over data-parallel ranks, which exchange tokens."""
+"""Expert parallelism: data-parallel ranks hold different experts of a mixture and exchange tokens."""

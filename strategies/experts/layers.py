@@ -1,4 +1,4 @@
-"""Modules that hold the experts of a mixture: find them, and divide them over ranks."""
+"""Find the modules that hold the experts of a mixture, and divide the experts over ranks."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 def check_ep_size(ep: int, tp: int) -> int:
-    """Return `ep`."""
+    """Return `ep` after checking it."""
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
-        raise ConfigurationError(f"ep={ep!r}: write the number of ranks over which experts are divided, such as 2.")
+        raise ConfigurationError(f"ep={ep!r}: use the number of ranks over which experts are divided, such as 2.")
     if ep > 1 and tp > 1:
         raise ConfigurationError(f"ep={ep} and tp={tp}: layers cannot be split where experts are divided. Use tp=1.")
     return ep
 
 
 def check_mesh(ep: int, shape: MeshShape) -> MeshShape:
-    """Return the mesh of a run, whose ranks along `dp_shard` must be divisible by `ep`."""
+    """Return the mesh after checking that the number of ranks that shard a replica is divisible by `ep`."""
     shards = shape.dp_shard * shape.cp
     if shards % ep:
         raise ConfigurationError(
-            f"ep={ep} divides the ranks that shard one replica, and their number {shards} is not divisible by it. "
-            f"Use a divisor of {shards} for ep, or sharding_strategy='HYBRID_SHARD' with another device_mesh."
+            f"{shards} ranks shard one replica, a number that is not divisible by ep={ep}. Use a divisor of {shards}, "
+            "or sharding_strategy='HYBRID_SHARD' with another device_mesh."
         )
     return shape
 
@@ -46,9 +46,9 @@ def check_mesh(ep: int, shape: MeshShape) -> MeshShape:
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that hold the experts of a mixture, by name.
 
-    Such a module has the attribute `num_experts`, parameters of its own that all have as many rows in the first
-    dimension, and a `forward(hidden_states, top_k_index, top_k_weights)`. Those of Mixtral, Qwen2-MoE and Qwen3-MoE of
-    transformers 5 do.
+    Such a module has the attribute `num_experts`, parameters whose first dimension has this size, and the signature
+    `forward(hidden_states, top_k_index, top_k_weights)`. This includes Mixtral, Qwen2-MoE and Qwen3-MoE of
+    transformers 5.
     """
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
@@ -65,17 +65,17 @@ def check_experts(model: nn.Module, ep: int, shards: int) -> list[nn.Module]:
 
     Args:
         model: The model or task.
-        ep: The number of ranks over which they are divided.
-        shards: The number of ranks that shard one replica: `ep`, or a multiple.
+        ep: Number of ranks over which the experts are divided.
+        shards: Number of ranks that shard one replica, a multiple of `ep`.
 
     Raises:
-        ConfigurationError: There are none, or they cannot be divided.
+        ConfigurationError: The model has no experts, or their number is not divisible.
     """
     found = find_experts(model)
     if not found:
         raise ConfigurationError(
-            f"ep={ep} divides experts, and {type(model).__name__} has none: no module with num_experts, stacked "
-            f"parameters of as many rows, and forward({', '.join(_ARGUMENTS)}). Use ep=1."
+            f"ep={ep} divides experts, and {type(model).__name__} has none: no module has num_experts, parameters with "
+            f"as many rows, and forward({', '.join(_ARGUMENTS)}). Use ep=1."
         )
     for name, module in found.items():
         count: Any = module.num_experts
@@ -85,8 +85,8 @@ def check_experts(model: nn.Module, ep: int, shards: int) -> list[nn.Module]:
         if count % shards:
             raise ConfigurationError(
                 f"{name} has {count} experts, which cannot be sharded over {shards} ranks. Use "
-                f"sharding_strategy='HYBRID_SHARD' and device_mesh=(replicas, {ep}), where the product is the number "
-                "of processes."
+                f"sharding_strategy='HYBRID_SHARD' and device_mesh=(replicas, {ep}), whose product is the number of "
+                "processes."
             )
     return list(found.values())
 
@@ -94,20 +94,20 @@ def check_experts(model: nn.Module, ep: int, shards: int) -> list[nn.Module]:
 class DividedExperts:
     """The experts of one model, divided over `ep` ranks.
 
-    Parameters of experts are sharded along the first dimension over all ranks of a replica, like those of FSDP. Rank r
-    has a share of the experts from `r // (shards / ep) * num_experts / ep` on; in a step it gathers all experts of that
-    range from the `shards / ep` adjacent ranks that have the others, and exchanges tokens with the `ep` ranks that
-    gather different ranges. Experts are gathered until backward ends.
+    Parameters of experts are sharded along the first dimension over all ranks of a replica, like those of FSDP. In a
+    step, each group of `shards / ep` adjacent ranks gathers `num_experts / ep` consecutive experts, beginning with
+    expert `r // (shards / ep) * num_experts / ep` on rank r. The `ep` ranks with different experts exchange tokens.
+    Experts stay gathered until backward ends.
 
     Args:
         model: The model or task.
-        ep: The number of ranks over which they are divided.
-        mesh: All the axes of the run, by name; `dp_shard` and maybe `dp_replicate`.
+        ep: Number of ranks over which the experts are divided.
+        mesh: All axes of the run, by name. Only `dp_shard` and `dp_replicate` are supported.
         ranks: The data-parallel ranks.
-        dtype: Of gathered experts; None: that of the parameters.
+        dtype: dtype of gathered experts. None: that of the parameters.
 
     Attributes:
-        parameters: The sharded parameters so far.
+        parameters: The parameters that are sharded so far.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class DividedExperts:
         self.parameters: list[nn.Parameter] = []
         self._divided: set[int] = set()
         self._own_mesh: DeviceMesh | None = None
-        self._share: dist.ProcessGroup | None = None  # ranks that have the same experts between them
+        self._share: dist.ProcessGroup | None = None  # ranks that gather the same experts
         if shards == ep:
             self._exchange = self._mesh.get_group("dp_shard")
         else:
@@ -130,7 +130,7 @@ class DividedExperts:
             self._exchange, self._share = self._own_mesh.get_group("ep"), self._own_mesh.get_group("share")
 
     def divide(self, part: nn.Module) -> Sequence[nn.Parameter]:
-        """Shard the experts in a part of the model, which have rank 0's values on the device. Not collective.
+        """Shard the experts in a part of the model, which has rank 0's values on the device. Not collective.
 
         Returns:
             The sharded parameters of this part and all earlier ones.
@@ -158,13 +158,13 @@ class DividedExperts:
     def _forward(
         self, module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Replace the forward of a module with experts. Collective."""
+        """Run the forward of a module with divided experts. Collective."""
         gathered: dict[str, Any] = {}
         for name, parameter in module.named_parameters(recurse=False):
             shard = parameter.to_local()
             dtype = self._dtype if self._dtype is not None and shard.is_floating_point() else shard.dtype
             gathered[name] = GatherExperts.apply(shard, self._share, dtype, self._divisor)  # type: ignore[no-untyped-call]  # torch has no types here
-        # The same module with the experts of this rank. copy.copy would call the constructor of a unit of FSDP.
+        # The same module with the experts of this rank. copy.copy would call the constructor of an FSDP unit.
         view: Any = object.__new__(type(module))
         members = {name: value for name, value in vars(module).items() if name != "forward"}
         count = module.num_experts // self._exchange.size()
@@ -184,7 +184,7 @@ class DividedExperts:
 
     @torch.no_grad()
     def average_replicas(self) -> None:
-        """Average the accumulated gradients over replicas; those that are equal stay as they are. Collective."""
+        """Average the accumulated gradients over replicas. Averaged gradients do not change. Collective."""
         if self._replicas == 1:
             return
         group = self._mesh.get_group("dp_replicate")
@@ -195,7 +195,7 @@ class DividedExperts:
                 grad /= self._replicas
 
     def undo(self) -> None:
-        """Restore the forwards; parameters stay sharded. Not collective."""
+        """Restore the forwards. Parameters stay sharded. Not collective."""
         for module in self._modules:
             vars(module).pop("forward", None)
         if self._own_mesh is not None:

@@ -1,4 +1,4 @@
-"""Exchange of tokens between ranks that hold different experts, and the gather of one rank's experts.
+"""Exchange of tokens between ranks with different experts, and all-gather of one rank's experts.
 
 Sources: Lepikhin et al., "GShard" (2020); Rajbhandari et al., "DeepSpeed-MoE" (2022).
 """
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Computes `(tokens, width)`, the experts `(tokens, 1)` and the weights `(tokens, 1)` into `(tokens, width)`."""
+"""Function of tokens `(tokens, width)`, experts `(tokens, 1)` and weights `(tokens, 1)` that returns the outputs of the
+experts, `(tokens, width)`."""
 
 _all_gather: Callable[..., object]
 _reduce_scatter: Callable[..., object]
@@ -31,17 +32,18 @@ def exchange(
     group: dist.ProcessGroup,
     compute: Compute,
 ) -> torch.Tensor:
-    """Return the weighted sum of each token's experts, which other ranks may compute. Collective in the group.
+    """Return the weighted sum of the outputs of each token's experts, computed on other ranks if needed.
 
-    Gradients flow back in the same way. Waits for the device once, to read how many tokens go to each rank.
+    Collective in the group. Supports backward, which is collective, too. Blocks on the device once, to read the number
+    of tokens for each rank.
 
     Args:
-        tokens: `(tokens, width)`, of this rank. The number of tokens may differ between ranks.
+        tokens: `(tokens, width)`, the tokens of this rank. Their number may differ between ranks.
         experts: `(tokens, k)`, integers: the experts of each token.
-        weights: `(tokens, k)`: the weight of each of them.
-        num_experts: The number of experts of all ranks, which is divisible by the size of the group.
-        group: Its rank r holds the experts from `r * num_experts / size` on.
-        compute: Computes the tokens of the experts of this rank, numbered from 0.
+        weights: `(tokens, k)`: the weights of these experts.
+        num_experts: Total number of experts, divisible by the size of the group.
+        group: Process group. Rank r holds `num_experts / size` experts, beginning with `r * num_experts / size`.
+        compute: Applies the experts of this rank, numbered from 0, to tokens.
     """
     size, top_k = group.size(), experts.shape[-1]
     chosen = experts.reshape(-1)
@@ -66,7 +68,7 @@ def _exchanged(rows: torch.Tensor, received: list[int], sent: list[int], group: 
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends rows to the ranks of a group."""
+    """Exchanges rows between the ranks of a group."""
 
     @staticmethod
     def forward(
@@ -86,9 +88,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 class GatherExperts(torch.autograd.Function):
-    """Gathers the experts of a rank, which are sharded along the first dimension over the ranks that share them.
+    """All-gathers experts that are sharded along the first dimension.
 
-    The gradient is summed over these ranks and divided by `divisor`, in the dtype of the shard.
+    Backward sums the gradient over the ranks and divides it by `divisor`, in the dtype of the shard.
     """
 
     @staticmethod
@@ -114,9 +116,9 @@ class GatherExperts(torch.autograd.Function):
 
 
 class Connect(torch.autograd.Function):
-    """Returns its first argument, and gives the others gradients of zero.
+    """Returns its first argument. Backward gives the other arguments zero gradients.
 
-    A rank whose experts have no tokens takes part in the collectives of the backward like the others.
+    It makes a rank whose experts have no tokens run the collectives of the backward.
     """
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Data parallelism with a piece of every tensor on each process: torch's `fully_shard` (FSDP2)."""
+"""Fully sharded data parallelism with torch's `fully_shard` (FSDP2)."""

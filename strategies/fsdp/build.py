@@ -1,4 +1,4 @@
-"""Memory and first values for the parts of a model before each is sharded, and full tensors after a stage."""
+"""Initialization of a model's parts before each is sharded, and full tensors after a stage."""
 
 from __future__ import annotations
 
@@ -21,11 +21,19 @@ from trainwright.processes.process_group import Processes
 from trainwright.strategies.shards import whole
 from trainwright.strategies.units import check_no_shards, replace_parameters
 
-GIVEN_UP = "_weights_given_up"  # stands in a task whose weights only checkpoints have
+DISCARDED = "_weights_discarded"  # attribute of a task whose weights exist only in checkpoints
 
 
 class MetaBuilding:
-    """Builds a task's model without memory where that is wished, and knows what still has to be loaded."""
+    """Builds a task's model on the device `meta` if requested, and records which weights a checkpoint must provide.
+
+    Args:
+        everywhere: Build on `meta` on every rank.
+        others: Build on `meta` on every rank except rank 0.
+
+    Attributes:
+        awaited: Names of the parameters and buffers that a checkpoint must provide.
+    """
 
     def __init__(self, *, everywhere: bool, others: bool) -> None:
         self._everywhere, self._others = everywhere, others
@@ -36,39 +44,40 @@ class MetaBuilding:
         if (self._everywhere or self._others) and not overrides(task, "configure_model", TaskModule):
             name = "meta_init" if self._everywhere else "cpu_ram_efficient_loading"
             raise ConfigurationError(
-                f"{name}=True says where {type(task).__name__}.configure_model builds the model, and it has none. "
-                "Move the layers there from __init__, or leave the argument out."
+                f"{name}=True needs {type(task).__name__}.configure_model, which is not defined. Move the layers from "
+                f"__init__ to configure_model, or remove {name}."
             )
         meta = self._everywhere or (self._others and processes.rank > 0)
         return torch.device("meta") if meta else nullcontext()
 
     def names_to_reset(self, task: nn.Module, processes: Processes) -> list[str]:
-        """Return the parameters and buffers that no rank has values for, without what is to be loaded. Collective."""
+        """Return the names of tensors that no rank has values for and no checkpoint must provide. Collective."""
         tensors = [*task.named_parameters(), *task.named_buffers()]
         names: list[str] = processes.broadcast_object([name for name, tensor in tensors if tensor.is_meta])
-        self.awaited = set(names) if vars(task).get(GIVEN_UP) else set()
+        self.awaited = set(names) if vars(task).get(DISCARDED) else set()
         return [] if self.awaited else names
 
     def check(self, task: TaskModule) -> None:
-        """Check that every weight has a value by now. Not collective."""
+        """Check that every weight has a value. Not collective."""
         if self.awaited:
-            give_up(task)  # what stands in its pieces now is no value, and a checkpoint may still come
+            discard_weights(task)  # the shards are uninitialized; a later stage may still load a checkpoint
             raise ConfigurationError(
-                f"{type(task).__name__} gave its weights up when its last stage was over "
-                "(weights_after_stage='none'). Pass ckpt_path, for example ckpt_path='last', or build the task anew."
+                f"{type(task).__name__} discarded its weights at the end of its last stage "
+                "(weights_after_stage='none'). Pass ckpt_path, for example ckpt_path='last', or create a new "
+                f"{type(task).__name__}."
             )
-        vars(task).pop(GIVEN_UP, None)
+        vars(task).pop(DISCARDED, None)
 
 
 def materialize(task: nn.Module, module: nn.Module, built: list[str], device: torch.device) -> None:
-    """Give the full tensors of a module, which is part of a task, memory on the device and rank 0's values. Collective.
+    """Allocate the full tensors of a module of a task on the device, and broadcast rank 0's values. Collective.
 
-    Modules that hold tensors in `built`, for which no rank has values, are initialized by their `reset_parameters`.
+    No rank has values for the tensors in `built`. The `reset_parameters` of their modules initializes them.
     """
     _allocate(task, module, built, device)
     for tensor in [*module.parameters(), *module.buffers()]:
         if not isinstance(tensor, DTensor):
-            tensor.data = tensor.data.to(device).contiguous()  # torch 2.13 cuts no others
+            tensor.data = tensor.data.to(device).contiguous()  # torch 2.13 shards contiguous tensors only
             dist.broadcast(tensor.detach(), src=0)
 
 
@@ -94,23 +103,25 @@ def _allocate(task: nn.Module, module: nn.Module, built: list[str], device: torc
         if reset is None:
             keys = ", ".join(key for holder, key in to_reset if holder is owner)
             raise ConfigurationError(
-                f"{type(owner).__name__} was built on the device 'meta' and says nowhere how {keys} begin(s). "
-                "Define reset_parameters(self) in it, or build it on the host."
+                f"{type(owner).__name__} was built on the device 'meta' and does not initialize {keys}. Define "
+                "reset_parameters(self) in it, or build it on the host."
             )
         with torch.no_grad():
             reset()
 
 
-def end_pieces(
+def unshard_task(
     task: TaskModule, optimizers: list[Optimizer], device: torch.device, *, weights: str, is_main: bool
 ) -> None:
-    """Give a task and its optimizers tensors that are no pieces, on the host. Collective unless `weights` is `"none"`.
+    """Replace the shards of a task and its optimizers by full tensors on the host.
+
+    Collective unless `weights` is `"none"`.
 
     Args:
-        task, optimizers: changed in place; optimizer states are full on the main rank only.
-        device: where pieces are exchanged, one tensor at a time.
-        weights: which ranks get full weights: `"all"`, `"main"` or `"none"`. The others get tensors on `meta`.
-        is_main: whether this rank is the main one.
+        task, optimizers: Changed in place. Optimizer states are full on the main rank only.
+        device: Device on which shards are gathered, one tensor at a time.
+        weights: Ranks that receive full weights: `"all"`, `"main"` or `"none"`. The others get tensors on `meta`.
+        is_main: This rank is the main one.
     """
 
     def of_state(tensor: torch.Tensor) -> Any:
@@ -119,40 +130,40 @@ def end_pieces(
             return build_quantized(full, full["codes"].device)
         return tensor.to("meta") if weights == "none" else whole(tensor, device, keep=is_main)
 
-    # States first, and one after the other: when the weights are put together, their pieces are gone.
+    # States are unsharded first, one after the other, so that their shards are freed before weights are gathered.
     states = [
         {p: map_tensors(of_state, optimizer.state.pop(p)) for p in list(optimizer.state)} for optimizer in optimizers
     ]
-    old = list(task.parameters())  # or another object might get the id of one that is freed
+    old = list(task.parameters())  # keeps them alive, so that ids stay unique
     if weights == "none":
-        give_up(task)
+        discard_weights(task)
     else:
         keep = is_main or weights == "all"
         new = {id(p): nn.Parameter(whole(p, device, keep=keep).detach(), requires_grad=p.requires_grad) for p in old}
         replace_parameters(task, new)
     parameters: dict[Any, nn.Parameter] = dict(zip(old, task.parameters(), strict=True))
-    task._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # type: ignore[no-untyped-call]  # buffers too
+    task._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # type: ignore[no-untyped-call]  # buffers
     for optimizer, found in zip(optimizers, states, strict=True):
         optimizer.state.update({parameters[p]: state for p, state in found.items()})
         for group in optimizer.param_groups:
             group["params"] = [parameters[p] for p in group["params"]]
 
 
-def give_up(task: TaskModule) -> None:
-    """Replace a task's pieces by tensors on the device `meta`, of their whole shapes. Not collective."""
+def discard_weights(task: TaskModule) -> None:
+    """Replace a task's shards by tensors of the full shapes on the device `meta`. Not collective."""
     new = {
         id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
         for p in task.parameters()
     }
     replace_parameters(task, new)
-    vars(task)[GIVEN_UP] = True
+    vars(task)[DISCARDED] = True
 
 
-def check_not_given_up(task: nn.Module) -> None:
-    """Check that there is something to save. Not collective."""
-    if vars(task).get(GIVEN_UP):
+def check_has_weights(task: nn.Module) -> None:
+    """Check that a task's weights were not discarded. Not collective."""
+    if vars(task).get(DISCARDED):
         raise CheckpointError(
-            f"{type(task).__name__} gave its weights up when its stage was over (weights_after_stage='none'). Save "
+            f"{type(task).__name__} discarded its weights at the end of its stage (weights_after_stage='none'). Save "
             "before the fit ends, with ModelCheckpoint, or use weights_after_stage='main'."
         )
 
@@ -163,7 +174,7 @@ def check_full(model: nn.Module) -> None:
 
 
 def widen(parameters: Iterable[nn.Parameter]) -> None:
-    """Make float32 of trained parameters in bfloat16 or float16, which optimizers step in a mixed precision."""
+    """Convert trained parameters in bfloat16 or float16 to float32, in which mixed precision steps them."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()

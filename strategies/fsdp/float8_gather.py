@@ -1,4 +1,4 @@
-"""The all-gather of converted layers' weights in float8, by the extensions of torch's `fully_shard`."""
+"""All-gather of fp8 layers' weights in float8, with the extension hooks of torch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _One = tuple[torch.Tensor]
 
 
 class Float8Gather:
-    """Gathers weights in float8: shards are cast with the scale of the full weight.
+    """Gathers weights in float8. Each shard is cast with the scale of the full weight.
 
-    The scales of all weights are computed together before a forward of the root, by one all-reduce. In forwards outside
-    of a step each weight has an all-reduce of its own.
+    One all-reduce before the forward of the root computes the scales of all weights. In forwards outside of a training
+    step, each weight has its own all-reduce.
 
     Args:
-        root: Sharded by `fully_shard`.
-        units: The same.
+        root: The root module, sharded by `fully_shard`.
+        units: The units within it, sharded by `fully_shard`.
     """
 
     def __init__(self, root: nn.Module, units: Iterable[nn.Module]) -> None:
@@ -38,12 +38,12 @@ class Float8Gather:
             for record in group.fsdp_params
             if record._module_info.param_name == "weight"
             and is_converted(record._module_info.module)
-            # The shards of uneven weights are padded; torchao's would not be.
+            # fully_shard pads the shards of uneven weights. torchao does not pad them.
             and record._orig_size[0] % record.shard_mesh_from_root.size() == 0
         ]
         self._weights: list[Any] = list(map(_extend, self._records))
         self._handles = [
-            root.register_forward_pre_hook(self._compute_scales, prepend=True),  # before that of fully_shard
+            root.register_forward_pre_hook(self._compute_scales, prepend=True),  # before fully_shard's own hook
             root.register_forward_hook(self._forget_after_evaluation),
         ]
 
@@ -61,12 +61,12 @@ class Float8Gather:
             self.forget_scales()  # no backward follows that needs them
 
     def forget_scales(self) -> None:
-        """Drop the scales, as weights are about to change. Not collective."""
+        """Discard the scales before the weights change. Not collective."""
         for weight in self._weights:
             weight._precomputed_scale = None
 
     def undo(self) -> None:
-        """Take the extensions off. Not collective."""
+        """Remove the hooks. Not collective."""
         for handle in self._handles:
             handle.remove()
         for record in self._records:
@@ -76,12 +76,12 @@ class Float8Gather:
 
 
 def _extend(record: FSDPParam) -> Any:
-    """Set the extensions on a shard, which stays a plain tensor for optimizers and checkpoints."""
+    """Set the hooks on a shard. For optimizers and checkpoints it remains a plain tensor."""
     layer: Any = record._module_info.module
     shard, dtype = record._sharded_local_tensor, layer.config.cast_config_weight.target_dtype
     weight = float8().fsdp_utils.WeightWithDynamicFloat8CastTensor(shard.detach(), layer.linear_mm_config, dtype)
 
-    # As bytes, which every process group gathers.
+    # Every process group can gather bytes.
     def before(mesh: DeviceMesh) -> tuple[_One, _One]:
         (data,), scale = weight.fsdp_pre_all_gather(mesh)
         return (data.view(torch.uint8),), scale

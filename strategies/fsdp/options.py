@@ -1,4 +1,4 @@
-"""Options of sharding, in this framework's names and in others'. A wrong one raises a ConfigurationError."""
+"""Options of sharding, with the names of this framework and of others. Invalid ones raise a ConfigurationError."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SH
 RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")
 AFTER_STAGE = ("all", "main", "none")
 
-_ORIGINAL = "FSDP2 always keeps the original parameters, frozen and trainable ones side by side"
-_ONE_LAYOUT = "checkpoints have one layout under every strategy, which every number of ranks reads"
-_BY_ITSELF = "FSDP2 gathers the next unit while backward runs, by itself"
+_ORIGINAL = "FSDP2 always keeps the original parameters, so a unit may have frozen and trainable ones"
+_ONE_LAYOUT = "checkpoints have the same layout under every strategy and number of ranks"
+_BY_ITSELF = "FSDP2 always gathers the next unit while backward runs"
 REMOVED = {
     "use_orig_params": _ORIGINAL,
-    "limit_all_gathers": "FSDP2 frees memory without having to hold gathers back",
-    "sync_module_states": "rank 0's weights always go to all ranks",
+    "limit_all_gathers": "FSDP2 does not need to delay all-gathers to free memory",
+    "sync_module_states": "rank 0's weights are always broadcast to all ranks",
     "state_dict_config": _ONE_LAYOUT,
     "optim_state_dict_config": _ONE_LAYOUT,
-    "device_id": "Trainer(devices=…) says it",
+    "device_id": "use Trainer(devices=…)",
     "param_init_fn": "define reset_parameters in the modules that are built on the device 'meta'",
-    "ignored_modules": "every parameter of the task is sharded; keep a module that shall not be outside of the task",
-    "ignored_states": "every parameter of the task is sharded; keep one that shall not be outside of the task",
+    "ignored_modules": "every parameter of the task is sharded; store a module that must not be sharded elsewhere",
+    "ignored_states": "every parameter of the task is sharded; store a parameter that must not be sharded elsewhere",
     "backward_prefetch": _BY_ITSELF,
     "backward_prefetch_policy": _BY_ITSELF,
-    "process_group": "Trainer(devices=…) and device_mesh say which ranks take part",
-    "activation_checkpointing_offload": "what checkpointing keeps stays on the device",
-    "version": "FSDP2 is what there is, and it reads the options of version 1",
+    "process_group": "Trainer(devices=…) and device_mesh select the ranks",
+    "activation_checkpointing_offload": "activations that checkpointing stores stay on the device",
+    "version": "only FSDP2 is available, which also reads the options of version 1",
     **OF_LIGHTNING,
 }
-# Options whose one usable value asks for what happens anyway, by their names without `fsdp_`.
+# Options by name without `fsdp_`, with the values that are accepted because FSDP2 always behaves so.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_orig_params": ("true",),
     "sync_module_states": ("true",),
@@ -59,11 +59,10 @@ _CLASSES_TO_WRAP = ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_w
 
 
 def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read Hugging Face Accelerate's `fsdp_config` into FSDPStrategy's arguments.
+    """Convert Hugging Face Accelerate's `fsdp_config` to FSDPStrategy's arguments.
 
     Args:
-        config: its names with or without `fsdp_`, and the fields of `FullyShardedDataParallelPlugin`. What is None is
-            left to the default.
+        config: Names with or without `fsdp_`, and fields of `FullyShardedDataParallelPlugin`. None selects the default.
     """
     given = {name.removeprefix("fsdp_"): (name, value) for name, value in config.items() if value is not None}
     found: dict[str, Any] = {}
@@ -88,12 +87,12 @@ def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "mixed_precision_policy":
             found["mixed_precision"] = _named_policy(written, value)
         else:
-            raise ConfigurationError(f"{written}={value!r}: {REMOVED.get(name, 'it is not known here')}. Leave it out.")
+            raise ConfigurationError(f"{written}={value!r}: {REMOVED.get(name, 'the option is unknown')}. Remove it.")
     return found | _units(given)
 
 
 def _units(given: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """Read which modules are units."""
+    """Return the arguments that select the units."""
     if "auto_wrap_policy" not in given:
         return {}
     written, policy = given["auto_wrap_policy"]
@@ -108,7 +107,7 @@ def _units(given: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     value = next((given[name][1] for name in needed if name in given), None)
     if needed and value is None:
         raise ConfigurationError(
-            f"{written}={policy!r} needs fsdp_{needed[0]}. Say it, or leave both out and define the task's shard_units."
+            f"{written}={policy!r} needs fsdp_{needed[0]}. Add it, or remove both and define the task's shard_units."
         )
     if needed is _CLASSES_TO_WRAP:
         names = value.split(",") if isinstance(value, str) else value
@@ -140,12 +139,12 @@ def _flag(name: str, value: Any) -> bool:
     flags = {"true": True, "1": True, "false": False, "0": False, "none": False}
     found = flags.get(str(value).lower())
     if found is None:
-        raise ConfigurationError(f"{name}={value!r}: write true or false.")
+        raise ConfigurationError(f"{name}={value!r}: use true or false.")
     return found
 
 
 def sharding_strategy_name(value: Any) -> str:
-    """Return the name of a sharding strategy, also of torch's `ShardingStrategy`."""
+    """Return the name of a sharding strategy, given as a name or as torch's `ShardingStrategy`."""
     name = str(getattr(value, "name", value)).upper().lstrip("_")
     if name not in SHARDING_STRATEGIES:
         raise ConfigurationError(
@@ -156,52 +155,52 @@ def sharding_strategy_name(value: Any) -> str:
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
-    """Return an argument's value."""
+    """Return an argument's value after checking that it is known."""
     if value not in known:
         raise ConfigurationError(f"{name}={value!r} is unknown.{nearest(str(value), known)} Known: {', '.join(known)}.")
     return str(value)
 
 
 def recomputed_modules(own: Any, lightnings: Any) -> Any:
-    """Return which modules are checkpointed, from the two names of the argument."""
+    """Return the modules to recompute, from the two names of the argument."""
     if lightnings is not None and own not in (None, False):
         raise ConfigurationError(
-            "activation_checkpointing and activation_checkpointing_policy both say what is checkpointed. Leave one out."
+            "activation_checkpointing and activation_checkpointing_policy both select modules. Remove one of them."
         )
     return lightnings if lightnings is not None else own if own is not None else False
 
 
 def offload_flag(value: Any) -> bool:
-    """Return whether pieces stay on the host; reads torch's `CPUOffload` and offload policies too."""
+    """Return whether shards stay on the host. Accepts torch's `CPUOffload` and offload policies."""
     if isinstance(value, CPUOffload):
         return value.offload_params
     if isinstance(value, CPUOffloadPolicy):
         if not value.pin_memory:
             raise ConfigurationError(
-                "cpu_offload=CPUOffloadPolicy(pin_memory=False): memory is pinned where an accelerator reads it, and "
-                "not on the CPU. Write cpu_offload=True."
+                "cpu_offload=CPUOffloadPolicy(pin_memory=False) is not supported: memory is always pinned for "
+                "accelerators, and never on the CPU. Use cpu_offload=True."
             )
         return True
     if value is None or isinstance(value, OffloadPolicy):
         return False
     if not isinstance(value, bool):
-        raise ConfigurationError(f"cpu_offload={value!r}: write True or False.")
+        raise ConfigurationError(f"cpu_offload={value!r}: use True or False.")
     return value
 
 
 def mixed_precision_policy(value: Any) -> MixedPrecisionPolicy | None:
-    """Return the policy of FSDP2 that says the same; reads FSDP1's `MixedPrecision` too."""
+    """Return FSDP2's policy. Converts FSDP1's `MixedPrecision`."""
     if value is None or isinstance(value, MixedPrecisionPolicy):
         return value
     if not isinstance(value, MixedPrecision):
         raise ConfigurationError(
-            f"mixed_precision={value!r}: write a torch.distributed.fsdp.MixedPrecisionPolicy, or leave it out and say "
+            f"mixed_precision={value!r}: pass a torch.distributed.fsdp.MixedPrecisionPolicy, or remove it and use "
             "Trainer(precision='bf16-mixed')."
         )
     if value.buffer_dtype is not None or value.keep_low_precision_grads:
         raise ConfigurationError(
-            f"mixed_precision={value!r}: FSDP2 leaves buffers in their dtype, and gradients are those of the pieces. "
-            "Leave buffer_dtype and keep_low_precision_grads out."
+            f"mixed_precision={value!r}: FSDP2 does not cast buffers, and gradients have the dtype of the shards. "
+            "Remove buffer_dtype and keep_low_precision_grads."
         )
     return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype)
 
@@ -214,31 +213,31 @@ def check_arguments(
     reshard_after_forward: Any,
     forward_prefetch: Any,
 ) -> None:
-    """Check arguments of FSDPStrategy (see there) that need nothing else to be judged."""
+    """Check the arguments of FSDPStrategy that depend on nothing else."""
     if device_mesh is not None and (
         not isinstance(device_mesh, (tuple, list))
         or len(device_mesh) != 2
         or not all(isinstance(n, int) and n > 0 for n in device_mesh)
     ):
         raise ConfigurationError(
-            f"device_mesh={device_mesh!r}: write (replicas, ranks that share one), such as (2, 4)."
+            f"device_mesh={device_mesh!r}: use (number of replicas, ranks per replica), such as (2, 4)."
         )
     if auto_wrap_policy is not None and min_num_params is not None:
-        raise ConfigurationError("auto_wrap_policy and min_num_params both say what is a unit. Leave one out.")
+        raise ConfigurationError("auto_wrap_policy and min_num_params both select the units. Remove one of them.")
     if min_num_params is not None and (not isinstance(min_num_params, int) or min_num_params < 1):
-        raise ConfigurationError(f"min_num_params={min_num_params!r}: write a whole number, such as 1_000_000.")
+        raise ConfigurationError(f"min_num_params={min_num_params!r}: use an integer, such as 1_000_000.")
     if sharding_strategy not in RESHARDING and reshard_after_forward not in (None, False):
         raise ConfigurationError(
-            f"sharding_strategy={sharding_strategy!r} keeps parameters whole after the forward, and "
-            f"reshard_after_forward={reshard_after_forward!r} cuts them. Leave one out."
+            f"sharding_strategy={sharding_strategy!r} keeps full parameters after the forward, and "
+            f"reshard_after_forward={reshard_after_forward!r} reshards them. Remove one of them."
         )
     if not isinstance(forward_prefetch, int) or forward_prefetch < 0:
-        raise ConfigurationError(f"forward_prefetch={forward_prefetch!r}: write a number of units, such as 1.")
+        raise ConfigurationError(f"forward_prefetch={forward_prefetch!r}: use a number of units, such as 1.")
 
 
 _FULL_ONLY = ("bitsandbytes.", "trainwright.optimizers.")  # modules whose optimizers step full tensors only
-_SMALLEST_QUANTIZED = 4096  # elements on a rank; torchao quantizes no smaller states
-_IN_PLACE = (torch.optim.Adafactor, torch.optim.Rprop)  # steps that torch 2.13 has no form of for pieces
+_SMALLEST_QUANTIZED = 4096  # elements per rank; torchao does not quantize smaller states
+_IN_PLACE = (torch.optim.Adafactor, torch.optim.Rprop)  # torch 2.13 cannot step DTensors with these
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> None:
@@ -246,8 +245,8 @@ def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> N
     for optimizer in optimizers:
         if isinstance(optimizer, _IN_PLACE):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} of torch cannot step weights that lie in pieces. Use another optimizer, "
-                "such as AdamW, or strategy='ddp'."
+                f"torch's {type(optimizer).__name__} cannot step sharded weights. Use another optimizer, such as "
+                "AdamW, or strategy='ddp'."
             )
         _check_quantized(optimizer)
     if need_closure(optimizers, precision):
@@ -256,20 +255,20 @@ def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> N
 
 
 def _check_quantized(optimizer: Optimizer) -> None:
-    """Check an optimizer whose states need full parameters, or blocks that lie on one rank."""
+    """Check an optimizer that needs full parameters, or blocks of states that are on one rank."""
     name, modules = type(optimizer).__name__, [kind.__module__ for kind in type(optimizer).__mro__]
     sharded = [p for group in optimizer.param_groups for p in group["params"] if is_cut(p)]
     if any(module.startswith(_FULL_ONLY) for module in modules):
         raise ConfigurationError(
-            f"{name} steps full parameters, and a sharded strategy divides them between ranks. Use an "
+            f"{name} needs full parameters, and a sharded strategy divides them between ranks. Use an "
             "optimizer of torchao, such as create_optimizer('adamw_8bit', …), or strategy='ddp'."
         )
     for parameter in sharded if any(module.startswith("torchao.") for module in modules) else ():
         if not is_even(parameter) and parameter.numel() >= _SMALLEST_QUANTIZED:
             raise ConfigurationError(
-                f"{name} of torchao quantizes blocks of what a rank holds, and a parameter of shape "
-                f"{tuple(parameter.shape)} is not divided into as many rows for every rank. Use a number of rows "
-                "that the number of ranks divides, torch.optim.AdamW, or strategy='ddp'."
+                f"torchao's {name} needs the same number of rows on every rank, and the rows of a parameter of shape "
+                f"{tuple(parameter.shape)} are not divisible by the number of ranks. Use a divisible number of rows, "
+                "torch.optim.AdamW, or strategy='ddp'."
             )
 
 
@@ -282,7 +281,7 @@ def mesh_shape(
     num_nodes: int,
     devices_per_node: int,
 ) -> MeshShape:
-    """Return the mesh of a run; not collective."""
+    """Return the mesh of a run. Not collective."""
     world = check_tp(tp, devices_per_node * num_nodes)
     if world % cp:
         near = {size * cp * tp for size in (world // cp, world // cp + 1) if size}
@@ -300,9 +299,8 @@ def mesh_shape(
             )
             best = (replicas, world // replicas) if world % replicas == 0 else (1, world)
             raise ConfigurationError(
-                f"device_mesh={(replicas, shards)} has {replicas * shards} places, and the run has {world} "
-                f"{groups}. Use "
-                f"device_mesh={best}, or as many processes."
+                f"device_mesh={(replicas, shards)} has {replicas * shards} ranks, and the run has {world} {groups}. "
+                f"Use device_mesh={best}, or change the number of processes."
             )
         return MeshShape(dp_replicate=replicas, dp_shard=shards, cp=cp, tp=tp)
     if sharding_strategy == "NO_SHARD":
@@ -310,22 +308,22 @@ def mesh_shape(
     if sharding_strategy == "HYBRID_SHARD":
         if num_nodes == 1:
             raise ConfigurationError(
-                "sharding_strategy='HYBRID_SHARD' keeps a replica on each node, and there is one node. Say how "
-                f"many replicas there are and over how many ranks each is cut, such as device_mesh=(1, {world})."
+                "sharding_strategy='HYBRID_SHARD' keeps a replica on each node, and there is one node. Pass the number "
+                f"of replicas and the ranks per replica, such as device_mesh=(1, {world})."
             )
         return MeshShape(dp_replicate=num_nodes, dp_shard=world // num_nodes, cp=cp, tp=tp)
     return MeshShape(dp_shard=world, cp=cp, tp=tp)
 
 
 def check_sizes(**sizes: int | None) -> None:
-    """Check that arguments are whole numbers of at least 1, or None."""
+    """Check that arguments are integers of at least 1, or None."""
     for name, size in sizes.items():
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ConfigurationError(f"{name}={size!r}: write a whole number of at least 1.")
+            raise ConfigurationError(f"{name}={size!r}: use an integer of at least 1.")
 
 
 def check_sequence_ranks(cp: int, sp: int) -> tuple[int, int]:
-    """Return the numbers of ranks that split sequences."""
+    """Return `cp` and `sp` after checking them."""
     check_sizes(cp=cp, sp=sp)
     if cp > 1 and sp > 1:
         raise ConfigurationError(f"cp={cp} and sp={sp} split sequences in two ways. Use one of them.")
@@ -333,7 +331,7 @@ def check_sequence_ranks(cp: int, sp: int) -> tuple[int, int]:
 
 
 def check_tp(tp: int, world: int) -> int:
-    """Return how many groups of `tp` processes there are."""
+    """Return the number of groups of `tp` processes."""
     if world % tp:
         fitting = [size for size in range(1, world + 1) if world % size == 0]
         raise ConfigurationError(

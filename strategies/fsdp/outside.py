@@ -1,4 +1,4 @@
-"""Calls of a task's modules outside of its steps, as of hooks that sample from the model when an epoch is over."""
+"""Calls of a task's modules outside of its steps, such as from a hook that samples from the model after an epoch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainwright.strategies.fsdp.unit_state import parameter_groups
 
 
 class OutsideSteps:
-    """Gathers what lies in no unit where a module that needs it is called, and no step has gathered it.
+    """Gathers the root's parameters, which are in no unit, when a module that needs them is called outside of a step.
 
-    Without gradients: nobody would average them. Every rank has to make such a call, as it gathers.
+    Such calls run without gradients, because no step would average them. Every rank must make them.
     """
 
     def __init__(
@@ -26,14 +26,14 @@ class OutsideSteps:
         self._state = root._get_fsdp_state()
 
     @contextmanager
-    def served(self, task: nn.Module) -> Iterator[None]:
-        """Serve calls of the task, and of those of its modules that hold parameters of no unit. Not collective."""
+    def gathered(self, task: nn.Module) -> Iterator[None]:
+        """Gather for calls of the task, and of its modules that hold parameters outside of units. Not collective."""
         inside = {id(module) for unit in self._units for module in unit.modules()}
         state, gather = self._state, self._gather
         groups = parameter_groups(self._root)
 
-        # A function and no method, which a copy of the task would copy with all that is here. One call in each forward.
-        def lend(module: nn.Module, _: Any) -> None:
+        # A function: a copy of the task would copy a bound method together with its object.
+        def gather_outside(module: nn.Module, _: Any) -> None:
             if state._is_root is not None:
                 for group in groups:
                     if group._sharded_state is not ShardedState.UNSHARDED:
@@ -44,7 +44,7 @@ class OutsideSteps:
                 gather(module)
 
         handles = [
-            module.register_forward_pre_hook(lend)
+            module.register_forward_pre_hook(gather_outside)
             for module in task.modules()
             if module is task or (id(module) not in inside and any(True for _ in module.parameters(recurse=False)))
         ]
@@ -55,16 +55,16 @@ class OutsideSteps:
                 handle.remove()
 
     def _gather(self, module: nn.Module) -> None:
-        """Gather until the call of a module, which has just begun, is over. Collective."""
-        lent = ExitStack()
-        handle = module.register_forward_hook(lambda *_: lent.close(), always_call=True)
-        lent.callback(handle.remove)
-        lent.enter_context(torch.no_grad())
+        """Keep the parameters gathered until the current call of a module returns. Collective."""
+        call = ExitStack()
+        handle = module.register_forward_hook(lambda *_: call.close(), always_call=True)
+        call.callback(handle.remove)
+        call.enter_context(torch.no_grad())
         context = self._context()
         if context is not None:
-            lent.enter_context(context)
-        self._state._lazy_init()  # or the unit that is called first would be taken for the root
-        lent.callback(self._free)
+            call.enter_context(context)
+        self._state._lazy_init()  # otherwise torch would treat the first unit that is called as the root
+        call.callback(self._free)
         self._root.unshard()
 
     def _free(self) -> None:

@@ -1,4 +1,4 @@
-"""From a model to the shards that this rank trains: one ordered function, and its result."""
+"""Turn a model into the shards that this rank trains: `parallelize`, and the `ParallelModel` that it returns."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from trainwright.strategies.data_ranks import DataRanks, metrics_over
 from trainwright.strategies.experts.layers import DividedExperts
 from trainwright.strategies.fsdp.build import MetaBuilding, materialize
 from trainwright.strategies.fsdp.float8_gather import Float8Gather
+from trainwright.strategies.fsdp.layers.known_models import find_plan
 from trainwright.strategies.fsdp.layers.plan import GivenPlan, SplitLayers
-from trainwright.strategies.fsdp.layers.ready import find_plan
 from trainwright.strategies.fsdp.outside import OutsideSteps
 from trainwright.strategies.fsdp.recompute import Recomputed
 from trainwright.strategies.fsdp.unit_state import parameter_groups, reset_iteration
@@ -43,12 +43,12 @@ from trainwright.strategies.units import ModuleTraces, check_compilable
 
 
 class ShardTraces(ModuleTraces):
-    """Remembers modules as they were before `fully_shard`, which adds hooks in the first step too."""
+    """Records modules before `fully_shard`, and removes its hooks, some of which it adds in the first step."""
 
     def remove(self) -> None:
         super().remove()
         for module in self.modules():
-            _module_state_mapping.pop(module, None)  # or it could not be sharded again, in the next stage
+            _module_state_mapping.pop(module, None)  # otherwise the next stage could not shard it again
             tables = [t for name, t in vars(module).items() if "_hooks" in name and isinstance(t, dict)]
             added = {key for table in tables for key, hook in table.items() if _is_of_fsdp(hook)}
             for table in tables:
@@ -57,44 +57,44 @@ class ShardTraces(ModuleTraces):
 
 
 def _is_of_fsdp(hook: Any) -> bool:
-    for wrapper in ("hook", "func"):  # torch's own around hooks that take the module, and partials
+    for wrapper in ("hook", "func"):  # attributes of torch's hook wrappers and of partials
         hook = getattr(hook, wrapper, hook)
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
-_FIRST = 3  # steps that are all compared
-_PERIOD = 64  # of those after them
+_FIRST = 3  # steps that are always compared
+_PERIOD = 64  # steps between later comparisons
 
 
 class Usage:
-    """Keeps one number of which parameters have had a gradient in each step, and compares it with the other ranks'.
+    """Keeps a checksum of the parameters that had a gradient in each step, and compares it between ranks.
 
-    `fully_shard` sums the gradients of a unit as one vector of those that there are. A rank that has left one out adds
-    the others to places where they do not belong, and torch 2.13 does not notice.
+    `fully_shard` reduces the gradients of a unit as one flat vector of the existing gradients. If a rank lacks one, the
+    vectors of the ranks do not match, and torch 2.13 does not report it.
     """
 
     def __init__(self, model: nn.Module, processes: Processes, peers: Sequence[int]) -> None:
         self._model, self._processes, self._peers = model, processes, peers
         self._parameters = dict(model.named_parameters())
-        self._mark = self._steps = 0
+        self._checksum = self._steps = 0
 
-    def note(self) -> None:
-        """Take note of a step whose gradients are there. Collective, on the host, in some steps."""
-        self._mark = zlib.crc32(bytes([p.grad is None for p in self._parameters.values()]), self._mark)
+    def record(self) -> None:
+        """Record a step after its last backward. Collective, on the host, in some steps."""
+        self._checksum = zlib.crc32(bytes([p.grad is None for p in self._parameters.values()]), self._checksum)
         self._steps += 1
         if self._steps <= _FIRST or self._steps % _PERIOD == 0:
             self.check()
 
     def check(self) -> None:
-        """Compare with the other ranks; if any differ, all raise a TaskError. Collective, on the host."""
-        marks = [mark for (mark,) in self._processes.gather_integers([self._mark])]
-        if len({marks[rank] for rank in self._peers}) > 1:
+        """Compare with the other ranks. If any differ, every rank raises a TaskError. Collective, on the host."""
+        checksums = [checksum for (checksum,) in self._processes.gather_integers([self._checksum])]
+        if len({checksums[rank] for rank in self._peers}) > 1:
             unused = self._processes.gather_object([n for n, p in self._parameters.items() if p.grad is None])
             raise TaskError(
-                f"{type(self._model).__name__} used other parameters on one rank than on another{_example(unused)}, "
-                "so that their gradients were mixed up when the ranks were summed. Under FSDP each step must use the "
-                "same ones on every rank: call the same units, and add 0 * parameter.sum() to the loss for what a "
-                "batch has no use for; or use strategy='ddp_find_unused_parameters_true'."
+                f"{type(self._model).__name__} used different parameters on different ranks{_example(unused)}. This "
+                "makes the reduced gradients wrong: under FSDP, each step must use the same parameters on every rank. "
+                "Call the same units, and add 0 * parameter.sum() to the loss for parameters that a batch does not "
+                "use. Or use strategy='ddp_find_unused_parameters_true'."
             )
 
 
@@ -110,15 +110,15 @@ def _example(unused: list[Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How units, and what is around them, are cut over the ranks that see different data.
+    """Options of `fully_shard` for units and for the root, which holds the other parameters.
 
     Attributes:
-        reshard: of a unit after its forward; see `FSDPStrategy`.
-        reshard_root: of what is in no unit.
-        precision: of the run.
-        mixed_precision: torch's own policy instead; None: what the precision says.
-        cpu_offload: pieces stay on the host.
-        prefetch: how many of the next units are gathered ahead.
+        reshard: `reshard_after_forward` of units; see `FSDPStrategy`.
+        reshard_root: `reshard_after_forward` of the root.
+        precision: Precision of the run.
+        mixed_precision: A torch policy. None: derived from `precision`.
+        cpu_offload: Keep shards on the host.
+        prefetch: Number of following units that are gathered early.
     """
 
     reshard: bool | int
@@ -130,7 +130,7 @@ class Sharding:
 
     @property
     def parameter_dtype(self) -> torch.dtype | None:
-        """The data type of gathered parameters; None: their own."""
+        """The data type of gathered parameters. None: that of the shards."""
         policy = self.mixed_precision
         return self.precision.autocast_dtype if policy is None else policy.param_dtype
 
@@ -146,7 +146,7 @@ class Sharding:
         """Shard the full parameters of a unit or of the root, except for those in `ignored`. Collective."""
         policy = self.mixed_precision
         if policy is None:
-            # Autocast decides about inputs: a step's targets keep their precision. Units get what autocast made.
+            # The root does not cast inputs, so that targets keep their precision. Autocast casts where needed.
             narrow = self.precision.autocast_dtype
             wide = None if narrow is None else torch.float32
             policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide, cast_forward_inputs=not is_root)
@@ -164,7 +164,7 @@ class Sharding:
         )
 
     def prefetch_units(self, units: list[Any]) -> None:
-        """Have each unit gather those that follow it."""
+        """Set up each unit to gather the following ones early."""
         for i, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + self.prefetch])
 
@@ -187,23 +187,23 @@ def parallelize(
 ) -> ParallelModel:
     """Turn a model into this rank's shards, with rank 0's values. Collective.
 
-    The order matters. The model is built, maybe on the device `meta`. Layers to be split are found; modules whose
-    activations are recomputed are wrapped; units are compiled; then each part, one after the other, gets memory and
-    values, is split, and sharded. No device ever holds more than its shards and one full part.
+    The order matters. The model is already built, possibly on the device `meta`. This function finds the layers to
+    split, wraps modules for activation checkpointing, and compiles units. Then it initializes, splits and shards one
+    part after the other. No device ever holds more than its shards and one full part.
 
     Args:
-        roots: The outermost modules whose forwards are called: the model or a module around it, or several around parts
-            of it.
-        units: The parts that are gathered one by one, inner ones first.
-        mesh: All the axes of the run, by name.
-        plan: The strategy's argument; used if the mesh has the axis `tp`.
-        compile_options: None: units are not compiled.
-        building: None: `roots` are built and initialized.
+        roots: The outermost modules whose forwards are called: the model or a module around it, or several modules
+            around parts of it.
+        units: The parts that are gathered separately, inner ones first.
+        mesh: All axes of the run, by name.
+        plan: The strategy's argument, used if the mesh has the axis `tp`.
+        compile_options: Arguments of `torch.compile`. None: units are not compiled.
+        building: Initializes `roots`. None: `roots` have values.
         sharding: None: nothing is sharded over the data-parallel `ranks`.
-        experts: Divides the experts of the model; `sharding` shards the other parameters. None: there are none.
+        experts: Divides the experts of the model; `sharding` shards the other parameters. None: no experts.
         context: Creates the context of a forward outside of a step.
     """
-    with ExitStack() as undo:  # whatever a later part cannot follow is taken off again
+    with ExitStack() as undo:  # undoes the steps below if a later one raises
         layers = gather = None
         if "tp" in (mesh.mesh_dim_names or ()):
             layers = SplitLayers(model, find_plan(model, plan, mesh), mesh["tp"], nn.ModuleList(roots))
@@ -211,7 +211,7 @@ def parallelize(
         units = recomputed.wrap(model, units)
         if compile_options is not None:
             check_compilable(units)
-            undo.callback(_take_compiled_off, units)
+            undo.callback(_remove_compiled, units)
             for unit in units:
                 unit.compile(**compile_options)
         traces = ShardTraces(nn.ModuleList(roots))
@@ -242,25 +242,25 @@ def parallelize(
             if splits_loss:
                 undo.enter_context(loss_parallel())
         if sharding is not None and building is not None:
-            undo.enter_context(OutsideSteps(roots[0], units, context).served(model))
+            undo.enter_context(OutsideSteps(roots[0], units, context).gathered(model))
         outputs_split = None if layers is None else splits_loss
         return ParallelModel(
             model, roots, units, mesh, ranks, undo.pop_all(), gather, experts, outputs_split=outputs_split
         )
 
 
-def _take_compiled_off(units: list[nn.Module]) -> None:
+def _remove_compiled(units: list[nn.Module]) -> None:
     for unit in units:
         vars(unit).pop("_compiled_call_impl", None)
 
 
 class ParallelModel:
-    """A sharded model: runs its forwards, and removes everything but the shards from it again.
+    """A sharded model. Runs its forwards, and removes everything but the shards from it at the end.
 
     Attributes:
-        is_together: False once `take_apart` was called.
-        usage: compares which parameters ranks have used; None where all see the same data.
-        counted: id of a parameter → its shard on this rank is counted in a sum over all ranks.
+        is_wrapped: False once `unwrap` was called.
+        usage: Checks that ranks use the same parameters. None if all ranks see the same data.
+        counted: id of a parameter → its shard on this rank is included in a sum over all ranks.
     """
 
     def __init__(
@@ -281,13 +281,13 @@ class ParallelModel:
         self.mesh: DeviceMesh | None = mesh
         peers = range(ranks.processes.world_size) if ranks.group is None else get_process_group_ranks(ranks.group)
         self.usage = Usage(model, ranks.processes, peers) if ranks.size > 1 else None
-        self.is_together = True
+        self.is_wrapped = True
         self._units: list[Any] = units
         self._undo, self._gather, self._experts, self._outputs_split = undo, gather, experts, outputs_split
         self.counted = {id(p): counts_here(p, mesh) for p in model.parameters()}
         self._is_sharded = isinstance(self.root, FSDPModule)
         self._syncs, self._sums = True, False
-        # FSDP lays the gradients of its own parameters out.
+        # fully_shard itself gives gradients the placements of its parameters.
         self._split = (
             []
             if self._is_sharded
@@ -298,7 +298,7 @@ class ParallelModel:
 
     @property
     def training_call(self) -> Any:
-        """What runs a training step: `call(name, *args)`."""
+        """Function that runs a training step: `call(name, *args)`."""
         return self._run_unsharded if self._outputs_split else self.root
 
     def _run_unsharded(self, *args: Any, **kwargs: Any) -> Any:
@@ -307,13 +307,13 @@ class ParallelModel:
         return output if self._outputs_split is None else map_tensors(whole_output, output)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward that no backward follows, and free the gathered parameters: readers see the true ones."""
+        """Run a forward without a backward, and free the gathered parameters."""
         output = self._run_unsharded(*args, **kwargs)
         self.reshard()
         return output
 
     def reshard(self) -> None:
-        """Free the gathered parameters after a forward that no backward follows. Not collective."""
+        """Free the gathered parameters after a forward without a backward. Not collective."""
         for module in (*self._roots, *self._units) if self._is_sharded else ():
             module.reshard()
 
@@ -322,7 +322,7 @@ class ParallelModel:
         return self._run_unsharded(*args, **kwargs) if torch.is_grad_enabled() else self.evaluate(*args, **kwargs)
 
     def synchronize(self, last: bool) -> None:
-        """Say whether gradients are averaged and cut in the backward to come. Not collective."""
+        """Set whether the next backward averages and shards gradients. Not collective."""
         if last is not self._syncs and self._is_sharded:
             self._syncs = last
             for root in self._roots:
@@ -332,23 +332,23 @@ class ParallelModel:
 
     @property
     def holds_sums(self) -> bool:
-        """Whether a group of several micro-batches was left before its last backward was over."""
+        """True if gradients have accumulated that no backward has averaged yet."""
         return self._sums or not self._syncs
 
     def end_group(self) -> None:
-        """Complete the gradients of a group of micro-batches. Collective, on the host, in some steps."""
+        """Complete the gradients after the last backward of a step. Collective, on the host, in some steps."""
         self._sums = False
         if self._gather is not None:
             self._gather.forget_scales()
         if self._experts is not None:
             self._experts.average_replicas()
-        self._lay_out_gradients()
+        self._redistribute_gradients()
         if self.usage is not None:
-            self.usage.note()
+            self.usage.record()
 
     def sums(self) -> Iterator[tuple[set[int], torch.Tensor]]:
-        """Yield the gradients that have accumulated since the last average, each with the ids of its parameter, sharded
-        and gathered. Not collective.
+        """Yield the gradients accumulated since the last average, with the ids of the sharded and of the gathered
+        parameter. Not collective.
         """
         for sharded in self._sharded_parameters():
             gathered = getattr(sharded, "_unsharded_param", None)
@@ -357,9 +357,9 @@ class ParallelModel:
                     yield {id(sharded.sharded_param), id(gathered)}, summed
 
     def forget_sums(self) -> None:
-        """Drop the gradients that have accumulated since the last average. Not collective.
+        """Discard the gradients accumulated since the last average. Not collective.
 
-        `FSDPModule.reset_iter_state` promises it; in torch 2.13 it keeps the gradients of gathered parameters.
+        In torch 2.13, `FSDPModule.reset_iter_state` keeps the gradients of gathered parameters, against its docstring.
         """
         for root in self._roots if self._is_sharded else ():
             reset_iteration(root)
@@ -371,16 +371,16 @@ class ParallelModel:
         self._sums = False
 
     def _sharded_parameters(self) -> Iterator[Any]:
-        """Yield torch's own records of the sharded parameters."""
+        """Yield torch's records of the sharded parameters."""
         for module in (*self._roots, *self._units) if self._is_sharded else ():
             for group in parameter_groups(module):
                 yield from group.fsdp_params
 
-    def _lay_out_gradients(self) -> None:
-        """Distribute each gradient over the ranks as its parameter is, if nothing else is sharded.
+    def _redistribute_gradients(self) -> None:
+        """Give each gradient the placements of its parameter, without FSDP.
 
-        Some are partial sums on each rank, as those of norms over a split sequence: they are summed in one exchange.
-        That of torch's split embedding is full on every rank, where it would be counted several times.
+        Gradients of norms over a split sequence are partial sums. One all-reduce sums them. The gradient of torch's
+        split embedding is full on every rank and would be counted several times.
         """
         by_dtype: dict[torch.dtype, list[Any]] = {}
         for parameter, placements in self._split:
@@ -403,15 +403,15 @@ class ParallelModel:
 
     # The end
 
-    def until_taken_apart(self, context: AbstractContextManager[object]) -> None:
-        """Enter a context, which `take_apart` leaves. Not collective."""
+    def until_unwrapped(self, context: AbstractContextManager[object]) -> None:
+        """Enter a context, which `unwrap` exits. Not collective."""
         self._undo.enter_context(context)
 
-    def take_apart(self) -> None:
-        """Take everything but the pieces themselves off the task. Not collective."""
-        if not self.is_together:
+    def unwrap(self) -> None:
+        """Remove everything but the shards from the model. Not collective."""
+        if not self.is_wrapped:
             return
-        self.is_together = False
+        self.is_wrapped = False
         self.reshard()
         self._undo.close()
         self.root = self.mesh = self.usage = self._gather = self._experts = None

@@ -1,4 +1,4 @@
-"""FullyShardedDataParallelPlugin and TorchTensorParallelPlugin: sharding in the names of Hugging Face Accelerate."""
+"""FullyShardedDataParallelPlugin and TorchTensorParallelPlugin: options with Hugging Face Accelerate's names."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from trainwright.strategies.units import WrapPolicy
 class FullyShardedDataParallelPlugin(VariableFields):
     """Options of `FSDPStrategy`, with the names of Hugging Face Accelerate.
 
-    A field that is None takes the value of its environment variable (`FSDP_SHARDING_STRATEGY`, …), and otherwise the
-    default of the strategy. The fields that select units, precision, prefetching and recomputation may be set until a
-    model is prepared; the others are read when the Accelerator is constructed.
+    A field that is None takes the value of its environment variable (`FSDP_SHARDING_STRATEGY`, …). If the variable is
+    not set, the default of the strategy applies. The fields that select units, precision, prefetching and recomputation
+    may be set until a model is prepared. The others are read when the Accelerator is constructed.
 
     Attributes:
-        fsdp_version: Options of both versions are read. Training uses FSDP2.
+        fsdp_version: 1 or 2. Options of both versions are read. Training always uses FSDP2.
         sharding_strategy: A name, its number from 1 to 5, or torch's `ShardingStrategy`.
-        reshard_after_forward: Free gathered parameters after the forward. Version 1 keeps the sharding strategy here.
-        backward_prefetch: `"BACKWARD_PRE"`, which is what FSDP2 does, or `"NO_PREFETCH"`, which makes no difference.
-        mixed_precision_policy: A policy of torch, its arguments as a dict, or `"bf16"`, `"fp16"`, `"fp32"`. Default:
+        reshard_after_forward: Free gathered parameters after the forward. With version 1, the sharding strategy.
+        backward_prefetch: `"BACKWARD_PRE"`, which FSDP2 always does, or `"NO_PREFETCH"`, which is ignored.
+        mixed_precision_policy: A torch policy, its arguments as a dict, or `"bf16"`, `"fp16"`, `"fp32"`. Default:
             the Accelerator's `mixed_precision`.
         auto_wrap_policy: `"TRANSFORMER_BASED_WRAP"`, `"SIZE_BASED_WRAP"`, `"NO_WRAP"`, or a function that selects
             modules. `"TRANSFORMER_BASED_WRAP"` without class names shards the modules that `shard_units` of the model
             returns, or those of its `_no_split_modules`.
-        cpu_offload: Keep shards on the host; a flag or a policy of torch.
+        cpu_offload: Keep shards on the host. A flag or a torch policy.
         ignored_modules, param_init_fn: Not supported; only None.
-        state_dict_type: `"FULL_STATE_DICT"` or `"SHARDED_STATE_DICT"`. Default: that of the configurations, or the
-            latter.
-        state_dict_config, optim_state_dict_config: Configurations of torch for `state_dict_type`. Their other options
-            say where torch keeps gathered tensors; here those are on the host of rank 0 while files are written.
-        limit_all_gathers, use_orig_params, sync_module_states: Only True, which is what FSDP2 does.
+        state_dict_type: `"FULL_STATE_DICT"` or `"SHARDED_STATE_DICT"`. Default: the type of the configurations below,
+            or `"SHARDED_STATE_DICT"`.
+        state_dict_config, optim_state_dict_config: Torch configurations, which select `state_dict_type`. Their other
+            options have no effect: gathered tensors are on the host of rank 0 while files are written.
+        limit_all_gathers, use_orig_params, sync_module_states: Only True, which FSDP2 always does.
         forward_prefetch: Gather the next unit during the forward of the current one.
         activation_checkpointing: Recompute the activations of each unit in backward.
         cpu_ram_efficient_loading: See `FSDPStrategy`.
@@ -81,12 +81,12 @@ class FullyShardedDataParallelPlugin(VariableFields):
     def set_mixed_precision(
         self, mixed_precision: str | torch.dtype, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Set the policy by the data type of gathered parameters and of reductions.
+        """Set the data type of gathered parameters and of gradient reductions.
 
         Args:
-            mixed_precision: `"bf16"`, `"fp16"`, `"fp32"` or a type of torch.
-            buffer_autocast: Accepted; makes no difference. FSDP2 does not cast buffers.
-            override: Replace a policy that is set. Default: False, which keeps it.
+            mixed_precision: `"bf16"`, `"fp16"`, `"fp32"` or a torch dtype.
+            buffer_autocast: Accepted without effect: FSDP2 does not cast buffers.
+            override: Replace an existing policy. Default: False.
         """
         del buffer_autocast
         if self.mixed_precision_policy is None or override:
@@ -108,7 +108,7 @@ class FullyShardedDataParallelPlugin(VariableFields):
             if kind is not None and state_dict_type_name(config["state_dict_type"] or kind) != kind:
                 raise ConfigurationError(
                     f"{name}={type(getattr(self, name)).__name__} and state_dict_type={self.state_dict_type!r} differ. "
-                    "Leave one of them out."
+                    "Remove one of them."
                 )
             config["state_dict_type"] = config["state_dict_type"] or kind
         if str(self.backward_prefetch).upper() == "NO_PREFETCH":
@@ -122,7 +122,7 @@ class FullyShardedDataParallelPlugin(VariableFields):
 
 
 def _kind(name: str, config: object) -> str | None:
-    """Return the `state_dict_type` that a configuration of torch belongs to."""
+    """Return the `state_dict_type` of a torch configuration."""
     if config is None:
         return None
     if isinstance(config, (FullStateDictConfig, FullOptimStateDictConfig)):
@@ -131,7 +131,7 @@ def _kind(name: str, config: object) -> str | None:
         return "sharded"
     raise ConfigurationError(
         f"{name} is a {type(config).__name__}. Use torch's configuration for FULL_STATE_DICT or SHARDED_STATE_DICT, "
-        "such as FullStateDictConfig, or leave it out."
+        "such as FullStateDictConfig, or remove it."
     )
 
 
@@ -140,9 +140,10 @@ class TorchTensorParallelPlugin(KwargsHandler):
     """Options of tensor parallelism, with the names of Hugging Face Accelerate.
 
     Attributes:
-        tp_size: Ranks that split the layers of one model. With more processes, the others shard parameters and read
-            other data, as with `FSDPStrategy(tp=…)`. Default: the variable `TP_SIZE`, or 1.
-        torch_device_mesh: Not supported; only None. The mesh follows from the number of processes.
+        tp_size: Number of ranks that split the layers of one model. With more processes, groups of `tp_size` ranks
+            shard parameters and read different data, as with `FSDPStrategy(tp=…)`. Default: the environment variable
+            `TP_SIZE`, or 1.
+        torch_device_mesh: Not supported; only None. The mesh is computed from the number of processes.
     """
 
     tp_size: int | None = from_variable("TP_SIZE", int)
@@ -156,8 +157,8 @@ class TorchTensorParallelPlugin(KwargsHandler):
         """
         if self.torch_device_mesh is not None:
             raise ConfigurationError(
-                "torch_device_mesh is not supported: the mesh follows from tp_size and the number of processes. Remove "
-                "it."
+                "torch_device_mesh is not supported: the mesh is computed from tp_size and the number of processes. "
+                "Remove it."
             )
         size = 1 if self.tp_size is None else self.tp_size
         return TensorParallelStrategy(tp=size) if size == num_processes else FSDPStrategy(tp=size)

@@ -1,6 +1,6 @@
-"""Activation checkpointing: parts of a model whose activations are computed anew in backward instead of kept.
+"""Activation checkpointing: recompute the activations of modules in backward instead of storing them.
 
-Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); by operator: torch's
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). For the selection by operator: torch's
 `create_selective_checkpoint_contexts`.
 """
 
@@ -21,22 +21,22 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.units import WrapPolicy, matching, replace_module
 
 SavePolicy = Collection[Any] | Callable[..., CheckpointPolicy]
-"""Operators whose results are kept, as objects (`torch.ops.aten.mm`) or names (`"aten.mm"`); or torch's policy
+"""Operators whose results are stored, as objects (`torch.ops.aten.mm`) or names (`"aten.mm"`), or torch's policy
 function `(context, operator, *args, **kwargs) -> CheckpointPolicy`."""
 
 
 class Recomputed:
-    """Wraps parts of a task so that their activations are computed anew, and takes the wrappers off again."""
+    """Wraps modules of a task in torch's checkpoint wrappers, and removes the wrappers again."""
 
     def __init__(self, choice: bool | int | WrapPolicy, save: SavePolicy | None = None) -> None:
         if isinstance(choice, int) and not isinstance(choice, bool) and choice < 1:
             raise ConfigurationError(
-                f"activation_checkpointing={choice!r}: write True, False, a number n for every n-th unit, or classes."
+                f"activation_checkpointing={choice!r}: use True, False, a number n for every n-th unit, or classes."
             )
         if save is not None and choice is False:
             raise ConfigurationError(
-                "activation_checkpointing_save says what is kept of activations that are computed anew, and none are. "
-                "Pass activation_checkpointing=True, or leave it out."
+                "activation_checkpointing_save has no effect without activation checkpointing. Pass "
+                "activation_checkpointing=True, or remove it."
             )
         self._choice = choice
         self._policy = save if save is None or callable(save) else _operators(save)
@@ -45,7 +45,7 @@ class Recomputed:
         self._hooks: list[RemovableHandle] = []
 
     def wrap(self, task: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-        """Return the units with the wrappers in the places of those that are wrapped. Not collective."""
+        """Wrap the selected modules, and return the units with wrapped ones replaced. Not collective."""
         if self._choice is False:
             return units
         options: dict[str, Any] = {}
@@ -65,20 +65,20 @@ class Recomputed:
         choice = self._choice
         if not isinstance(choice, int):
             found = matching(task, choice, "activation_checkpointing")
-            return list({id(module): module for module in found}.values())  # one may be of several of the classes
+            return list({id(module): module for module in found}.values())  # a module may match several classes
         if len(units) < choice:
             each = "each unit" if choice is True else f"one in {choice} units"
             raise ConfigurationError(
-                f"activation_checkpointing={choice!r} computes the activations of {each} anew, and the task has "
-                f"{len(units) or 'none'}. Define shard_units in it, or pass auto_wrap_policy or the classes to "
+                f"activation_checkpointing={choice!r} recomputes the activations of {each}, and the task has "
+                f"{len(units) or 'no'} unit(s). Define shard_units in it, or pass auto_wrap_policy or the classes to "
                 "checkpoint."
             )
         return units[choice - 1 :: choice]
 
     def unwrap(self) -> None:
-        """Put the parts back into their places. Not collective."""
+        """Replace the wrappers by the original modules. Not collective."""
         for module, wrapper in self._wrapped:
-            assert self._task is not None  # what was wrapped belongs to it
+            assert self._task is not None  # set by `wrap`
             replace_module(self._task, wrapper, module)
         for hook in self._hooks:
             hook.remove()
@@ -86,18 +86,18 @@ class Recomputed:
 
 
 def _caching(task: nn.Module) -> list[nn.Module]:
-    """Return the models of transformers whose layers append to a cache of keys and values, unless `use_cache=False`."""
+    """Return the transformers models that fill a cache of keys and values unless `use_cache=False`."""
     found = [m for m in task.modules() if getattr(getattr(m, "config", None), "use_cache", None) is not None]
     return [m for m in found if "use_cache" in inspect.signature(m.forward).parameters]
 
 
 def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pass `use_cache=False` before a backward, in which layers would append to the cache again."""
+    """Pass `use_cache=False` if a backward follows: recomputed layers would append to the cache again."""
     return args, {**kwargs, "use_cache": False} if torch.is_grad_enabled() else kwargs
 
 
 def _operators(wanted: Collection[Any]) -> list[Any]:
-    """Return the overloads that are meant."""
+    """Return the operator overloads for a list of names and objects."""
     found: list[Any] = []
     for entry in [wanted] if isinstance(wanted, str) else wanted:
         operator = _named_operator(entry) if isinstance(entry, str) else entry
@@ -108,7 +108,7 @@ def _operators(wanted: Collection[Any]) -> list[Any]:
             found.append(operator)
         else:
             raise ConfigurationError(
-                f"activation_checkpointing_save holds {entry!r}. Write operators such as torch.ops.aten.mm or "
+                f"activation_checkpointing_save contains {entry!r}. Use operators such as torch.ops.aten.mm or "
                 "'aten.mm', or a function that returns torch's CheckpointPolicy."
             )
     return found

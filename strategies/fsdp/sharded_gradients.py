@@ -1,4 +1,4 @@
-"""Sharded gradients: norms, clipping, accumulated sums and the loss scale."""
+"""Sharded gradients: norms, clipping, accumulation and the loss scale."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from trainwright.strategies.steps.gradients import GradientClip, Gradients, clip
 class ShardedGradients(Gradients):
     """The gradients of models that are sharded or whose layers are split.
 
-    A unit's gradients are averaged over ranks and sharded while backward runs. Within a group of micro-batches they are
-    full sums on each rank, beside the parameters.
+    The last backward of a step averages a unit's gradients over the ranks and shards them. Until then, each rank
+    accumulates full gradients outside of `parameter.grad`.
 
     Attributes:
-        models: all that the engine has prepared.
+        models: All models that the engine has prepared.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,14 +38,14 @@ class ShardedGradients(Gradients):
     @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
         counts = {key: counts for model in self.models for key, counts in model.counted.items()}
-        main = not dist.is_initialized() or dist.get_rank() == 0  # counts what every rank holds, such as a temperature
+        main = not dist.is_initialized() or dist.get_rank() == 0  # counts parameters that every rank holds
         held = [(p.grad, counts.get(id(p), main)) for p in parameters if p.grad is not None]
         return clip_shards([(local_piece(grad), is_counted) for grad, is_counted in held], clip, self.device)
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         wanted = list(parameters)
         grads = [parameter.grad for parameter in wanted if parameter.grad is not None]
-        # Between forward and backward some modules have gathered parameters, whose gradients are the sums themselves.
+        # Between forward and backward some parameters are gathered; their gradients are the accumulated ones.
         for grad in {id(grad): grad for grad in (*grads, *self._sums(wanted))}.values():
             local_piece(grad).mul_(factor)
 
@@ -66,12 +66,12 @@ class ShardedGradients(Gradients):
 
 
 class ShardScaler(torch.amp.GradScaler):
-    """Leaves a step out on all ranks when a gradient has overflowed in the piece of any."""
+    """Skips a step on all ranks if a gradient has overflowed in the shard of any rank."""
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        # Torch's own takes all gradients at once, which cannot be of several meshes, nor in pieces and whole.
+        # Torch's method passes all gradients to one operator, which does not accept tensors of several meshes.
         flags: dict[torch.device, torch.Tensor] = {}
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for group in optimizer.param_groups:
@@ -87,13 +87,13 @@ class ShardScaler(torch.amp.GradScaler):
         return flags
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale this rank's pieces and agree on whether any overflowed. Collective.
+        """Unscale this rank's shards, and find on all ranks whether any overflowed. Collective.
 
-        Waits for the device where gradients are on the host (`cpu_offload`): ranks meet on the device.
+        With gradients on the host (`cpu_offload`), blocks on the device, where the flags are exchanged.
         """
         super().unscale_(optimizer)
         found: dict[Any, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        assert self._scale is not None  # torch has checked it
+        assert self._scale is not None  # checked by torch
         for flag in found.values():
             shared = flag.to(self._scale.device)
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""The state of a model in pieces, as checkpoints and callbacks see it."""
+"""State of a sharded model for checkpoints and callbacks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trainwright.checkpoint.format.quantized_state import is_flat, shard_quantiz
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import map_tensors
-from trainwright.strategies.fsdp.build import MetaBuilding, check_not_given_up
+from trainwright.strategies.fsdp.build import MetaBuilding, check_has_weights
 from trainwright.strategies.fsdp.parallelize import ParallelModel
 from trainwright.strategies.shards import pieces_of
 from trainwright.strategies.state import FullState
 
 
 class ShardedState(FullState):
-    """Reads and writes DTensors, by the task's own names. With `writes_pieces` each rank saves its own pieces."""
+    """Reads and writes DTensors by the names in the task. With `writes_shards`, each rank saves its own shards."""
 
     def __init__(
         self,
@@ -33,28 +33,26 @@ class ShardedState(FullState):
         is_main: bool,
         model: ParallelModel,
         building: MetaBuilding,
-        writes_pieces: bool,
+        writes_shards: bool,
         names: Mapping[torch.Tensor, str] | None = None,
     ) -> None:
         super().__init__(task, optimizers, device, is_main=is_main, names=names)
-        self._model, self._building, self._writes_pieces = model, building, writes_pieces
+        self._model, self._building, self._writes_shards = model, building, writes_shards
 
     @property
     def saves_pieces(self) -> bool:
-        return self._writes_pieces and self._model.is_together
+        return self._writes_shards and self._model.is_wrapped
 
     def in_pieces(self, tree: Any) -> Any:
-        assert self._model.mesh is not None  # `saves_pieces` was asked
+        assert self._model.mesh is not None  # `saves_pieces` is True
         return pieces_of(tree, self._model.mesh)
 
     def _to_save(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.saves_pieces else self.full_tensor(tensor)
 
     def model_state(self) -> dict[str, Any]:
-        check_not_given_up(self._task)
-        convert = cache(
-            lambda tensor: self._to_save(tensor).detach()
-        )  # tied weights are one tensor, also in a checkpoint
+        check_has_weights(self._task)
+        convert = cache(lambda tensor: self._to_save(tensor).detach())  # tied weights stay one tensor in a checkpoint
         found = self._task.state_dict(keep_vars=True)
         return {name: convert(v) if isinstance(v, torch.Tensor) else v for name, v in found.items()}
 
@@ -69,21 +67,21 @@ class ShardedState(FullState):
     def optimizer_states(self) -> list[dict[str, Any]]:
         states = super().optimizer_states()
         for optimizer, state in zip(self._optimizers, states, strict=True):
-            forget_one_by_one(optimizer, state)
+            restore_foreach(optimizer, state)
             self._check_sharded(
                 optimizer,
                 state["state"],
-                "which is sharded. Each rank has another one, and only that of rank 0 would be saved. Build it from "
-                "the parameter (torch.zeros_like(parameter)), or use strategy='ddp'.",
+                "which is sharded. The state differs between ranks, and only rank 0 would save it. Create it with "
+                "torch.zeros_like(parameter), or use strategy='ddp'.",
             )
         return [map_tensors(self._to_save, state) for state in states]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         own = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
-        pieces = {}
+        shards = {}
         for name, values in state.get("state", {}).items():
             like = own.get(plain_name(name))
-            pieces[name] = {
+            shards[name] = {
                 key: shard_quantized(value, like, self.shard_like)
                 if like is not None and is_flat(value)
                 else self.shard_like(value, like)
@@ -91,12 +89,12 @@ class ShardedState(FullState):
             }
         self._check_sharded(
             optimizer,
-            pieces,
-            "which has another shape, so that it cannot be cut into pieces. Use strategy='ddp', or start the optimizer "
-            "anew with allow_missing=['optimizer'].",
+            shards,
+            "which has another shape, and therefore cannot be sharded. Use strategy='ddp', or start with a new "
+            "optimizer state by allow_missing=['optimizer'].",
         )
-        super().load_optimizer_state(optimizer, {**state, "state": pieces})
-        step_one_by_one([optimizer])
+        super().load_optimizer_state(optimizer, {**state, "state": shards})
+        disable_foreach([optimizer])
 
     def _check_sharded(self, optimizer: Optimizer, states: Mapping[str, Mapping[str, Any]], problem: str) -> None:
         """Check that the states of sharded parameters are sharded; only scalars may be full."""
@@ -108,10 +106,10 @@ class ShardedState(FullState):
                     raise CheckpointError(f"{type(optimizer).__name__} keeps {kept} for {name!r}, {problem}")
 
 
-def step_one_by_one(optimizers: Iterable[Optimizer]) -> None:
-    """Let optimizers step parameters of several kinds one after the other: torch 2.13 takes no two kinds at once.
+def disable_foreach(optimizers: Iterable[Optimizer]) -> None:
+    """Set `foreach=False` in parameter groups with tensors of several meshes, which torch 2.13 cannot step together.
 
-    Changes `foreach`, which torch sets to True by itself on accelerators, in the groups that need it.
+    By default torch uses `foreach` on accelerators.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -120,21 +118,21 @@ def step_one_by_one(optimizers: Iterable[Optimizer]) -> None:
             for name in ("foreach", "fused"):
                 if group.get(name):
                     raise ConfigurationError(
-                        f"{type(optimizer).__name__}({name}=True), and a parameter group holds layers that are split "
-                        "by the tensor-parallel plan beside some that are not, which torch cannot step together. Leave "
-                        f"{name} out, or give the two kinds groups of their own."
+                        f"{type(optimizer).__name__}({name}=True) cannot step a parameter group with both layers that "
+                        f"the tensor-parallel plan splits and layers that it does not. Remove {name}, or use separate "
+                        "groups for the two."
                     )
             if "foreach" in group:
                 group["foreach"] = False
 
 
-def forget_one_by_one(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
-    """Take what `step_one_by_one` has changed out of a saved state, which may be loaded where nothing is split."""
+def restore_foreach(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
+    """Undo `disable_foreach` in a saved state, which may be loaded into a model without split layers."""
     for group, saved in zip(optimizer.param_groups, tree["groups"], strict=True):
         if _is_mixed(group) and saved.get("foreach") is False:
             saved["foreach"] = None
 
 
 def _is_mixed(group: Mapping[str, Any]) -> bool:
-    here = [p for p in group["params"] if not p.is_meta]  # what other stages of a pipeline hold is not stepped here
+    here = [p for p in group["params"] if not p.is_meta]  # parameters of other pipeline stages are on `meta`
     return len({p.device_mesh if isinstance(p, DTensor) else None for p in here}) > 1

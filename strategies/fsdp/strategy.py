@@ -1,8 +1,8 @@
-"""Fully sharded data parallelism with torch's `fully_shard` (FSDP2): every rank keeps a piece of each tensor.
+"""Fully sharded data parallelism with torch's `fully_shard` (FSDP2).
 
-Parameters, gradients and the optimizers' states lie in pieces on the ranks. A unit of the model (see
-`TaskModule.shard_units`) is gathered when it is called and freed again; its gradients are averaged over the ranks and
-cut while backward runs. Source: Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2020).
+Each rank stores one shard of every parameter, gradient and optimizer state. The parameters of a unit of the model (see
+`TaskModule.shard_units`) are gathered for its forward and backward and then freed. Backward averages the gradients of a
+unit over the ranks and shards them. Source: Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2020).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from trainwright.strategies.context.sequences import SplitSequences, check_heads
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.experts.layers import DividedExperts, check_ep_size, check_experts, check_mesh
-from trainwright.strategies.fsdp.build import MetaBuilding, check_full, end_pieces, widen
+from trainwright.strategies.fsdp.build import MetaBuilding, check_full, unshard_task, widen
+from trainwright.strategies.fsdp.layers.known_models import check_plan
 from trainwright.strategies.fsdp.layers.plan import GivenPlan, check_tp_size
-from trainwright.strategies.fsdp.layers.ready import check_plan
 from trainwright.strategies.fsdp.options import (
     AFTER_STAGE,
     REMOVED,
@@ -65,7 +65,7 @@ from trainwright.strategies.fsdp.options import (
 from trainwright.strategies.fsdp.parallelize import ParallelModel, Sharding, parallelize
 from trainwright.strategies.fsdp.recompute import Recomputed, SavePolicy
 from trainwright.strategies.fsdp.sharded_gradients import ShardedGradients
-from trainwright.strategies.fsdp.state import ShardedState, step_one_by_one
+from trainwright.strategies.fsdp.state import ShardedState, disable_foreach
 from trainwright.strategies.mesh import MeshShape, data_group, forget_groups
 from trainwright.strategies.shards import local_piece
 from trainwright.strategies.state import FullState, shard_like, state_dict_type_name
@@ -82,49 +82,51 @@ from trainwright.strategies.units import (
 
 
 class FSDPStrategy(DataParallel):
-    """Trains one model that lies in pieces on all processes.
+    """Trains one model whose parameters, gradients and optimizer states are sharded over all processes.
 
     Args:
-        sharding_strategy: `"FULL_SHARD"`; `"SHARD_GRAD_OP"`: what a forward has gathered stays until its backward;
-            `"HYBRID_SHARD"`: cut within groups of ranks, replicated over them; `"HYBRID_SHARD_ZERO2"`: both;
-            `"NO_SHARD"`: replicated. Also torch's `ShardingStrategy`.
-        device_mesh: (replicas, ranks that share one model); by default a replica on each node for `"HYBRID_SHARD"`,
-            and one over all ranks for `"FULL_SHARD"` and `"SHARD_GRAD_OP"`.
-        auto_wrap_policy: which modules are units: classes or their names, a function of a module, or a policy of
-            `torch.distributed.fsdp.wrap`; what the task's `shard_units` returns unless told.
-        min_num_params: instead: every part with so many parameters that lie in no unit within it.
-        reshard_after_forward: True, False, or into how many pieces a unit is cut between its forward and its backward;
-            None: as `sharding_strategy` says.
-        mixed_precision: torch's policy, or FSDP1's; with the precisions `"16-mixed"` and `"bf16-mixed"`, by default,
-            parameters are gathered in that dtype and gradients averaged in float32.
-        cpu_offload: pieces, and with them the optimizers' steps and states, stay on the host.
-        activation_checkpointing: units whose activations are computed anew in backward: True for all of them, a number
-            n for every n-th, or classes, names or a function, as in `auto_wrap_policy`.
-        activation_checkpointing_policy: the same under Lightning's name.
-        activation_checkpointing_save: operators whose results are kept within them, such as `["aten.mm"]`, or torch's
-            policy function `(context, operator, *args, **kwargs) -> CheckpointPolicy`.
-        forward_prefetch: how many of the next units are gathered ahead, for models that call them in their order.
-        sync_each_batch: gradients are averaged and cut after every micro-batch, not after a step's last one alone: more
-            is communicated, and no rank keeps whole gradients in between.
-        meta_init: `TaskModule.configure_model` runs on the device `meta`, so that no rank holds the whole model; each
-            module's `reset_parameters` says how it begins, and a checkpoint is read piece by piece.
-        cpu_ram_efficient_loading: it runs there on all ranks but rank 0, whose values everybody gets unit by unit.
-        weights_after_stage: Which ranks have full weights on the host after a stage: `"main"`, rank 0 only; `"all"`,
+        sharding_strategy: `"FULL_SHARD"`, or `"SHARD_GRAD_OP"`, which keeps gathered parameters from the forward until
+            the backward. `"HYBRID_SHARD"` and `"HYBRID_SHARD_ZERO2"` do the same within groups of ranks, and replicate
+            the model over the groups. `"NO_SHARD"` replicates only. Also torch's `ShardingStrategy`.
+        device_mesh: (number of replicas, ranks per replica). Default: one replica per node for `"HYBRID_SHARD"`, and
+            one replica for `"FULL_SHARD"` and `"SHARD_GRAD_OP"`.
+        auto_wrap_policy: The modules that are units: classes or their names, a function of a module, or a policy of
+            `torch.distributed.fsdp.wrap`. Default: the result of the task's `shard_units`.
+        min_num_params: Instead of `auto_wrap_policy`: make a unit of every module with at least this many parameters
+            that are not in a unit within it.
+        reshard_after_forward: True, False, or the number of ranks over which a unit is sharded between its forward and
+            its backward. Default: None, which follows `sharding_strategy`.
+        mixed_precision: Torch's policy for FSDP2 or FSDP1. Default: with the precisions `"16-mixed"` and
+            `"bf16-mixed"`, parameters are gathered in that dtype and gradients are averaged in float32.
+        cpu_offload: Keep shards on the host, and step the optimizers there.
+        activation_checkpointing: The units whose activations are recomputed in backward: True for all units, a number
+            n for every n-th unit, or classes, names or a function, as in `auto_wrap_policy`.
+        activation_checkpointing_policy: Lightning's name of the same argument.
+        activation_checkpointing_save: Operators whose results are stored in recomputed units, such as `["aten.mm"]`, or
+            torch's policy function `(context, operator, *args, **kwargs) -> CheckpointPolicy`.
+        forward_prefetch: Number of following units that are gathered early, for models that call units in order.
+        sync_each_batch: Average and shard gradients after every micro-batch, not only after the last one of a step.
+            This takes more communication, but no rank keeps full gradients between micro-batches.
+        meta_init: Run `TaskModule.configure_model` on the device `meta`, so that no rank holds the full model. The
+            `reset_parameters` of each module initializes it, and ranks read only their shards of a checkpoint.
+        cpu_ram_efficient_loading: Run `configure_model` on `meta` on all ranks except rank 0, which broadcasts its
+            values one unit at a time.
+        weights_after_stage: Ranks that have full weights on the host after a stage: `"main"`, rank 0 only; `"all"`,
             every rank, which needs host memory for a copy per rank; `"none"`: only checkpoints have them.
-        state_dict_type: `"sharded"`: each rank writes its pieces of a checkpoint; `"full"`: rank 0 gathers the whole on
-            its host and writes it.
-        tp: over how many ranks, next to each other, layers are split (see `TensorParallelStrategy`); the others see
-            different data.
-        cp, sp: over how many ranks, next to each other, the sequences of each batch are split: attention sends keys and
-            values around a ring (`cp`), or exchanges its heads (`sp`, as in DeepSpeed Ulysses). One of them must be 1.
-            These ranks hold shards, too. See `TaskModule.split_sequences`.
-        tensor_parallel_plan: which layers; what the task's `tensor_parallel_plan` returns unless told.
-        ep: Ranks over which the experts of a mixture are divided. They see different data and exchange tokens. A
-            divisor of the number of ranks that shard a replica. Default: 1.
-        timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
+        state_dict_type: `"sharded"`: each rank writes its shards of a checkpoint. `"full"`: rank 0 gathers full tensors
+            on its host and writes them.
+        tp: Number of consecutive ranks that split layers (see `TensorParallelStrategy`). Each such group sees different
+            data.
+        cp, sp: Number of consecutive ranks that split the sequences of each batch. Attention sends keys and values
+            around a ring (`cp`), or exchanges its heads (`sp`, as in DeepSpeed Ulysses). One of them must be 1. These
+            ranks hold shards, too. See `TaskModule.split_sequences`.
+        tensor_parallel_plan: The layers to split. Default: the result of the task's `tensor_parallel_plan`.
+        ep: Number of ranks over which the experts of a mixture are divided. They see different data and exchange
+            tokens. Must divide the number of ranks that shard a replica. Default: 1.
+        timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
 
     Raises:
-        ConfigurationError: a value or an argument that is unknown, or two that exclude each other.
+        ConfigurationError: An argument is unknown or invalid, or two arguments exclude each other.
     """
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
@@ -135,7 +137,7 @@ class FSDPStrategy(DataParallel):
         whole_weights=False,
         lone_steps=False,
         closures=False,
-        inference_mode=False,  # torch 2.13 keeps the memory of weights that were gathered in it
+        inference_mode=False,  # torch 2.13 does not free weights that were gathered in inference mode
     )
 
     @known_arguments(refuse_removed("FSDPStrategy", REMOVED, of="FSDP2"))
@@ -191,7 +193,7 @@ class FSDPStrategy(DataParallel):
         if meta_init and cpu_ram_efficient_loading:
             raise ConfigurationError(
                 "meta_init=True builds the model without values on every rank, and cpu_ram_efficient_loading=True on "
-                "all but rank 0. Leave one out."
+                "all but rank 0. Remove one of them."
             )
         self.state_dict_type = state_dict_type_name(state_dict_type)
         self.tp, (self.cp, self.sp) = check_tp_size(tp), check_sequence_ranks(cp, sp)
@@ -202,11 +204,7 @@ class FSDPStrategy(DataParallel):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> Self:
-        """Make the strategy from Hugging Face Accelerate's `fsdp_config` and from further arguments of its own.
-
-        Raises:
-            ConfigurationError: see `read_fsdp_config`.
-        """
+        """Create the strategy from Hugging Face Accelerate's `fsdp_config` (see `read_fsdp_config`) and arguments."""
         return cls(**read_fsdp_config(config), **arguments)
 
     # Before a run
@@ -215,7 +213,7 @@ class FSDPStrategy(DataParallel):
         """Return the mesh of a run.
 
         Raises:
-            ConfigurationError: It has not as many ranks as the run has processes.
+            ConfigurationError: Its size differs from the number of processes.
         """
         return check_mesh(self.ep, self._shape(settings, self.tp))
 
@@ -235,22 +233,22 @@ class FSDPStrategy(DataParallel):
         if self.cp * self.sp > 1 and settings.compile_options is not None:
             raise ConfigurationError(
                 f"compile=True is not supported with cp={self.cp}, sp={self.sp}: ranks communicate within attention. "
-                "Leave it out."
+                "Remove compile."
             )
         if self.ep > 1 and self.cpu_offload:
             raise ConfigurationError(
-                f"ep={self.ep} with cpu_offload=True: divided experts stay on the device. Leave one of the two out."
+                f"ep={self.ep} with cpu_offload=True: divided experts stay on the device. Remove one of them."
             )
         if settings.precision.fp8_all_gather and (self.cpu_offload or type(self.reshard_after_forward) is int):
             name = "cpu_offload" if self.cpu_offload else "reshard_after_forward"
             raise ConfigurationError(
                 f"fp8_all_gather=True with {name}={getattr(self, name)!r}: weights are not gathered in float8 with it. "
-                "Leave one of the two out."
+                "Remove one of them."
             )
 
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
         if overrides(task, "configure_model", TaskModule):
-            return  # what it builds is not there yet
+            return  # the layers do not exist yet
         check_can_be_cut(task)
         units = find_units(task, self.auto_wrap_policy, self.min_num_params)
         if settings.compile_options is not None:
@@ -268,7 +266,7 @@ class FSDPStrategy(DataParallel):
 
 
 class FSDPEngine(ParallelEngine):
-    """Shards models over the data-parallel ranks, and splits their layers over others."""
+    """Shards models over the data-parallel ranks, and splits layers over the tensor-parallel ranks."""
 
     strategy: FSDPStrategy
     gradients: ShardedGradients
@@ -278,7 +276,7 @@ class FSDPEngine(ParallelEngine):
         super().__init__(strategy, settings)
         self._building = MetaBuilding(everywhere=strategy.meta_init, others=strategy.cpu_ram_efficient_loading)
         self.gradients = ShardedGradients(self.device)
-        self._replaced: Any = WeakIdKeyDictionary()  # a parameter of a loop's model → the sharded one
+        self._replaced: Any = WeakIdKeyDictionary()  # parameter of a user-written loop's model → sharded parameter
 
     def start(self, topology: Topology) -> None:
         super().start(topology)
@@ -297,7 +295,7 @@ class FSDPEngine(ParallelEngine):
         check_full(task)
         optimizers = super().prepare(task, make_optimizers, plan)
         check_optimizers(optimizers, self.precision)
-        step_one_by_one(optimizers)
+        disable_foreach(optimizers)
         (model,) = self.gradients.models
         self._training_call, self._eval_call = model.training_call, model.evaluate
         self.state = self._state_of(task, optimizers)
@@ -317,12 +315,12 @@ class FSDPEngine(ParallelEngine):
             is_main=self.is_main,
             model=self.gradients.models[0],
             building=self._building,
-            writes_pieces=self.strategy.state_dict_type == "sharded" and self.processes.world_size > 1,
+            writes_shards=self.strategy.state_dict_type == "sharded" and self.processes.world_size > 1,
             names=names,
         )
 
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
-        return module  # units are compiled one by one, before they are cut
+        return module  # `parallelize` compiles each unit before it shards it
 
     def _build(self, task: TaskModule) -> None:
         with self._building.context(task, self.processes):
@@ -337,7 +335,7 @@ class FSDPEngine(ParallelEngine):
         """Shard a model, or the parts of it within `roots`. Collective.
 
         Args:
-            building: None: `roots` are initialized, and layers that are recomputed in backward are wrapped.
+            building: Initializes `roots`. None: `roots` have values, and activation checkpointing is set up already.
         """
         check_can_be_cut(model)
         assert self.mesh is not None  # made in `start`
@@ -364,7 +362,7 @@ class FSDPEngine(ParallelEngine):
             context=lambda: self.precision.forward_context(self.device.type),
         )
         if self.sequences is not None:
-            found.until_taken_apart(self.sequences.models(model))
+            found.until_unwrapped(self.sequences.models(model))
         self.gradients.models.append(found)
         return found
 
@@ -373,10 +371,10 @@ class FSDPEngine(ParallelEngine):
 
     def _sharding(self) -> Sharding | None:
         given = self.strategy
-        told = given.reshard_after_forward
+        reshard = given.reshard_after_forward
         return Sharding(
-            reshard=given.sharding_strategy in RESHARDING if told is None else told,
-            reshard_root=told,
+            reshard=given.sharding_strategy in RESHARDING if reshard is None else reshard,
+            reshard_root=reshard,
             precision=self.precision,
             mixed_precision=given.mixed_precision,
             cpu_offload=given.cpu_offload,
@@ -396,7 +394,7 @@ class FSDPEngine(ParallelEngine):
         return super().make_step(parts)
 
     def _over_sequences(self, parts: StepParts) -> StepParts:
-        if self.sequences is None or parts.run.stage == "predict":  # whose outputs are whole
+        if self.sequences is None or parts.run.stage == "predict":  # predictions are for full sequences
             return parts
         return self.sequences.step_parts(parts)
 
@@ -407,7 +405,7 @@ class FSDPEngine(ParallelEngine):
     ) -> list[Callable[..., Any]]:
         """Shard models. Collective.
 
-        In a mixed precision, trained parameters in bfloat16 or float16 become float32 first: optimizers step those.
+        With mixed precision, trained parameters in bfloat16 or float16 are first converted to float32.
         """
         check_optimizers(optimizers, self.precision)
         for model in models:
@@ -437,7 +435,7 @@ class FSDPEngine(ParallelEngine):
         for old in [p for p in optimizer.state if p in self._replaced]:
             new, state = self._replaced[old], optimizer.state.pop(old)
             optimizer.state[new] = {key: shard_like(value, new) for key, value in state.items()}
-        step_one_by_one([optimizer])
+        disable_foreach([optimizer])
         return optimizer
 
     @contextmanager
@@ -477,24 +475,24 @@ class FSDPEngine(ParallelEngine):
 
     def unshard(self) -> None:
         self.begin_save()
-        self._take_apart()
+        self._unwrap()
         weights, is_main = self.strategy.weights_after_stage, self.is_main
-        end_pieces(self.task, self.optimizers, self.device, weights=weights, is_main=is_main)
+        unshard_task(self.task, self.optimizers, self.device, weights=weights, is_main=is_main)
 
-    def _take_apart(self) -> None:
-        """Take everything but the pieces themselves off the task. Not collective."""
+    def _unwrap(self) -> None:
+        """Remove everything but the shards from the task. Not collective."""
         self._drop_step()
         for model in self.gradients.models:
-            model.take_apart()
+            model.unwrap()
         self._training_call = self._eval_call = None
 
     def close(self) -> None:
-        self._take_apart()
+        self._unwrap()
         mesh, self.mesh = self.mesh, None
         self.gradients.models.clear()
         if mesh is not None:
             self.data_ranks = replace(self.data_ranks, group=None)
             forget_groups(mesh)
             del mesh
-            gc.collect()  # what held the pieces are reference cycles, which must not be the last to hold a group
+            gc.collect()  # reference cycles around the shards must not hold the last reference to a process group
         super().close()

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the layers of one model are split over ranks that work on the same batch."""
+"""Tensor parallelism: ranks that process the same batch split the layers of one model."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from trainwright.strategies.units import WrapPolicy
 class TensorParallelStrategy(FSDPStrategy):
     """Trains one model whose layers are split over all processes, which see the same batches.
 
-    To split layers over some ranks and data over the others, use `FSDPStrategy(tp=…)`.
+    To combine tensor parallelism with data parallelism, use `FSDPStrategy(tp=…)`.
 
     Args:
-        tp: over how many ranks; all that there are unless told.
-        tensor_parallel_plan: which layers and how; what the task's `tensor_parallel_plan` returns unless told.
-        auto_wrap_policy: which modules are compiled, or computed anew in backward; what the task's `shard_units`
-            returns unless told.
-        activation_checkpointing, meta_init, cpu_ram_efficient_loading, weights_after_stage, state_dict_type: see
+        tp: Number of ranks that split the layers. Default: all ranks.
+        tensor_parallel_plan: The layers to split, and how. Default: the result of the task's `tensor_parallel_plan`.
+        auto_wrap_policy: The modules that are compiled, or recomputed in backward. Default: the result of the task's
+            `shard_units`.
+        activation_checkpointing, meta_init, cpu_ram_efficient_loading, weights_after_stage, state_dict_type: See
             `FSDPStrategy`.
-        timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
+        timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
 
     Raises:
-        ConfigurationError: a value that means nothing.
+        ConfigurationError: An argument is invalid.
     """
 
     distributed_type = None
@@ -70,7 +70,7 @@ class TensorParallelStrategy(FSDPStrategy):
         world, wanted = settings.num_processes, self.wanted_tp
         if wanted not in (None, world):
             raise ConfigurationError(
-                f"tp={wanted} with {world} process(es), over all of which {type(self).__name__} splits layers. Use "
+                f"tp={wanted} with {world} process(es): {type(self).__name__} splits layers over all of them. Use "
                 f"tp={world}"
                 + (
                     f", or FSDPStrategy(tp={wanted}) to split data over the others"
@@ -89,22 +89,23 @@ class TensorParallelEngine(FSDPEngine):
     """Splits the layers of a model over all ranks, which see the same data."""
 
     def _sharding(self) -> None:
-        """Shard nothing over data-parallel ranks: there is one."""
+        """Return None: there is only one data-parallel rank."""
 
 
 class ModelParallelStrategy(FSDPStrategy):
-    """`FSDPStrategy(tp=…)` by Lightning's arguments; layers are split by `TaskModule.tensor_parallel_plan`.
+    """`FSDPStrategy(tp=…)` with Lightning's arguments. `TaskModule.tensor_parallel_plan` selects the layers to split.
 
     Args:
-        data_parallel_size: Groups of ranks between which data and parameters are sharded; `"auto"`: what
-            `tensor_parallel_size` leaves, or else one for each node.
-        tensor_parallel_size: Ranks over which layers are split; `"auto"`: what `data_parallel_size` leaves.
-        save_distributed_checkpoint: Each rank writes its shards; False: rank 0 gathers full tensors and writes them.
+        data_parallel_size: Number of groups that read different data and shard the parameters. `"auto"` divides the
+            number of processes by `tensor_parallel_size`, or uses one group per node if both are `"auto"`.
+        tensor_parallel_size: Number of ranks that split the layers. `"auto"` divides the number of processes by
+            `data_parallel_size`.
+        save_distributed_checkpoint: Each rank writes its shards. False: rank 0 gathers full tensors and writes them.
             Default: True.
         process_group_backend, timeout: See `DDPStrategy`.
 
     Raises:
-        ConfigurationError: A size is no number; when the run is configured, sizes do not match the number of processes.
+        ConfigurationError: A size is invalid. At the start of a run: the sizes do not match the number of processes.
     """
 
     @known_arguments(refuse_removed("ModelParallelStrategy", OF_LIGHTNING))
@@ -123,7 +124,7 @@ class ModelParallelStrategy(FSDPStrategy):
         )
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ConfigurationError(f"{name}={size!r}: write a number of ranks, such as 2, or 'auto'.")
+                raise ConfigurationError(f"{name}={size!r}: use a number of ranks, such as 2, or 'auto'.")
         self.data_parallel_size = data_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
 
@@ -136,6 +137,6 @@ class ModelParallelStrategy(FSDPStrategy):
             fitting = " or ".join(f"{n} × {world // n}" for n in range(1, world + 1) if world % n == 0)
             raise ConfigurationError(
                 f"data_parallel_size={self.data_parallel_size!r} × tensor_parallel_size={self.tensor_parallel_size!r} "
-                f"do not make up the run's {world} process(es). Use {fitting}."
+                f"does not equal the run's {world} process(es). Use {fitting}."
             )
         return self._shape(settings, tp)

@@ -1,4 +1,4 @@
-"""State of the units of FSDP, for each supported version of torch."""
+"""State of FSDP units, for all supported versions of torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def reset_iteration(root: FSDPModule) -> None:
     """Reset the units after an interrupted forward or backward, as `FSDPModule.reset_iter_state` does. Not collective.
 
     Args:
-        root: the root unit.
+        root: The root unit.
     """
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the layers of one model are divided into stages over ranks."""
+"""Pipeline parallelism: ranks hold different layers of one model."""

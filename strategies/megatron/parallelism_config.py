@@ -1,4 +1,4 @@
-"""ParallelismConfig: the axes of the mesh in the names of Hugging Face Accelerate."""
+"""ParallelismConfig: sizes of the mesh axes with Hugging Face Accelerate's names."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")  # outermost first
 
 @dataclass(frozen=True)
 class ParallelismConfig(KwargsHandler):
-    """Numbers of ranks along each axis, whose product is the number of processes.
+    """Number of ranks along each axis. The product is the number of processes.
 
-    A field that is None takes the value of its environment variable (`PARALLELISM_CONFIG_TP_SIZE`, …), and otherwise 1.
+    A field that is None takes the value of its environment variable (`PARALLELISM_CONFIG_TP_SIZE`, …), or 1 if it is
+    not set.
 
     Attributes:
-        dp_replicate_size: Replicas of the model, which see different data.
-        dp_shard_size: Ranks that shard a replica and see different data.
-        tp_size: Ranks that split the layers of a model.
-        pp_size: Stages of a pipeline (see `MegatronStrategy`), which divides the batches of a step into as many
-            micro-batches; Accelerate has no such field.
-        ep_size: Ranks over which the experts of a mixture are divided (see `FSDPStrategy`). It divides `dp_shard_size`
-            and is not a factor of the number of processes. Accelerate has no such field.
-        cp_size, sp_size: Ranks that split the sequences of a batch (see `FSDPStrategy` and
-            `Accelerator.maybe_context_parallel`). They hold shards, too. One of the two can be above 1.
-        cp_backend, sp_backend: Accepted: `"torch"` and `"deepspeed"`. Trainwright's own attention is used.
+        dp_replicate_size: Number of replicas of the model, which see different data.
+        dp_shard_size: Number of ranks that shard a replica and see different data.
+        tp_size: Number of ranks that split the layers of a model.
+        pp_size: Number of pipeline stages (see `MegatronStrategy`), and of micro-batches per batch. Not in Accelerate.
+        ep_size: Number of ranks over which the experts of a mixture are divided (see `FSDPStrategy`). Must divide
+            `dp_shard_size`. It does not count in the product. Not in Accelerate.
+        cp_size, sp_size: Number of ranks that split the sequences of a batch (see `FSDPStrategy` and
+            `Accelerator.maybe_context_parallel`). They hold shards, too. Only one of the two can be above 1.
+        cp_backend, sp_backend: Accepted without effect. Trainwright's own attention is used.
         tp_handler, cp_handler, sp_handler: Not supported; only None.
     """
 
@@ -64,7 +64,7 @@ class ParallelismConfig(KwargsHandler):
             if size is None:
                 object.__setattr__(self, name, 1)
             elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigurationError(f"{name}={size!r}: write a whole number of at least 1.")
+                raise ConfigurationError(f"{name}={size!r}: use an integer of at least 1.")
         check_sequence_ranks(self._size("cp"), self._size("sp"))
         for name in ("tp_handler", "cp_handler", "sp_handler"):
             if getattr(self, name) is not None:
@@ -72,14 +72,14 @@ class ParallelismConfig(KwargsHandler):
         ep, shards = self._size("ep"), self._size("dp_shard")
         if ep > 1 and self.pp_enabled:
             raise ConfigurationError(
-                f"ep_size={ep} and pp_size={self.pp_size}: experts cannot be divided within the stages of a pipeline. "
-                "Use pp_size=1."
+                f"ep_size={ep} and pp_size={self.pp_size}: experts cannot be divided within pipeline stages. Use "
+                "pp_size=1."
             )
         check_ep_size(ep, self._size("tp"))
         if shards % ep:
             raise ConfigurationError(
-                f"ep_size={ep} divides the ranks that shard a replica, and dp_shard_size={shards} is not divisible by "
-                f"it. Use a divisor of {shards}, or dp_shard_size={-(-shards // ep) * ep}."
+                f"dp_shard_size={shards} is not divisible by ep_size={ep}. Use a divisor of {shards} for ep_size, or "
+                f"dp_shard_size={-(-shards // ep) * ep}."
             )
 
     def _size(self, axis: str) -> int:
@@ -162,10 +162,10 @@ class ParallelismConfig(KwargsHandler):
         return MeshShape(**sizes)
 
     def strategy(self, num_processes: int) -> Strategy:
-        """Return the strategy of a model that no other plugin describes.
+        """Return the strategy if no other plugin selects one.
 
         Raises:
-            ConfigurationError: The product of the sizes is not the number of processes, or sharding has no plugin.
+            ConfigurationError: The product of the sizes is not the number of processes, or sharding needs a plugin.
         """
         if self.pp_enabled:
             sizes: dict[str, Any] = {axis: self._size(axis) for axis in _AXES}
@@ -189,15 +189,15 @@ class ParallelismConfig(KwargsHandler):
         if self.total_size != num_processes:
             sizes = " × ".join(f"{axis}_size={self._size(axis)}" for axis in _AXES if axis != "sp" or self.sp_enabled)
             raise ConfigurationError(
-                f"ParallelismConfig has {sizes} = {self.total_size} ranks, and there are {num_processes} processes. "
+                f"ParallelismConfig has {sizes} = {self.total_size} ranks, but there are {num_processes} processes. "
                 f"Start {self.total_size} processes, or change the sizes."
             )
         if isinstance(strategy, MegatronStrategy) or not isinstance(strategy, FSDPStrategy):
             return strategy
         if self.pp_enabled:
             raise ConfigurationError(
-                f"pp_size={self.pp_size} divides a model into stages, which FSDPStrategy does not. Leave "
-                "fsdp_plugin out: dp_shard_size shards the stages."
+                f"pp_size={self.pp_size} is not supported with fsdp_plugin. Remove fsdp_plugin: dp_shard_size shards "
+                "the stages."
             )
         options: dict[str, Any] = {axis: self._size(axis) for axis in ("tp", "cp", "sp", "ep")}
         if self.dp_replicate_enabled:

@@ -1,4 +1,4 @@
-"""A pipeline in a user-written loop: a call of the model in training runs forward and backward."""
+"""Pipelines in user-written training loops, where a call of the model in training runs forward and backward."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from trainwright.strategies.shards import whole_output
 
 
 class PipelineOutput(dict[str, Any]):
-    """What a call of a model returns in training; its entries are attributes, too.
+    """Result of a call of a model in training. Entries can also be read as attributes.
 
     Attributes:
-        loss: Mean over the batches of all data-parallel ranks. Its `backward` has no effect: gradients are there.
+        loss: Mean over the batches of all data-parallel ranks. Its `backward` has no effect, because the call has
+            already computed the gradients.
     """
 
     loss: torch.Tensor
@@ -32,24 +33,24 @@ class PipelineOutput(dict[str, Any]):
         if name in self:
             return self[name]
         raise AttributeError(
-            f"{name!r}: a model that is divided into the stages of a pipeline returns its loss alone in training. Call "
-            "it under torch.no_grad() for its whole output."
+            f"{name!r}: a model that is divided into pipeline stages returns only its loss in training. Call it under "
+            "torch.no_grad() for its full output."
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLoop:
-    """Runs the forward and backward of one optimizer step of a loop.
+    """Runs the forward and backward of one optimizer step of a user-written loop.
 
     Attributes:
         model: The user's model.
-        pipeline, runner: Of the model.
-        precision: Of forwards.
-        processes, ranks: Of the run.
-        source: The global rank whose losses count in this rank's pipeline.
-        base_seed: The same on every rank of the pipeline.
-        num_parts: Micro-batches into which a call divides its arguments.
-        sum_shared: Completes the gradients of what is not one stage's alone.
+        pipeline, runner: Pipeline of the model, and its runner.
+        precision: Precision of forwards.
+        processes, ranks: Processes and data-parallel ranks of the run.
+        source: Global rank that provides losses in this rank's pipeline.
+        base_seed: A seed, equal on every rank of the pipeline.
+        num_parts: Number of micro-batches into which a call divides its arguments.
+        sum_shared: Completes the gradients of parameters that do not belong to exactly one stage.
     """
 
     model: nn.Module
@@ -64,10 +65,10 @@ class PipelineLoop:
     sum_shared: Callable[[], None]
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Return the model's output; in training its loss, once forward and backward are done. Collective.
+        """Return the model's output. In training, run forward and backward and return the loss. Collective.
 
         In training, arguments are divided into micro-batches along the first dimension of their tensors. The loss is
-        the mean over all labels if the model is one of transformers, otherwise over all rows.
+        the mean over all labels for transformers models, otherwise over all rows.
         """
         if self.pipeline.is_computing:
             return self.model(*args, **kwargs)
@@ -86,20 +87,20 @@ class PipelineLoop:
     def forward_backward(
         self, step: Callable[[Any], torch.Tensor], batches: Sequence[Any], shares: Sequence[float] | None = None
     ) -> torch.Tensor:
-        """Run micro-batches forward and backward; gradients accumulate. Collective.
+        """Run micro-batches forward and backward, and accumulate gradients. Collective.
 
         Args:
-            step: Returns the loss of a micro-batch; calls the model once.
+            step: Calls the model once and returns the loss of a micro-batch.
             batches: Micro-batches.
-            shares: Weights of the losses. Default: None, which gives each the same weight.
+            shares: Weights of the losses. Default: None, equal weights.
 
         Returns:
             The mean of the weighted loss over the data-parallel ranks (0-dim). Its `backward` has no effect.
         """
         losses: list[torch.Tensor] = []
         weights = [1 / len(batches)] * len(batches) if shares is None else shares
-        kind = self.pipeline.wire.device.type
-        drawn = int(torch.randint(2**62, ()))  # so that each call draws other numbers
+        kind = self.pipeline.links.device.type
+        drawn = int(torch.randint(2**62, ()))  # makes random numbers differ between calls
 
         def compute(stage: int, carry: torch.Tensor | None, i: int) -> torch.Tensor:
             def call() -> Any:
@@ -117,14 +118,14 @@ class PipelineLoop:
             losses.append(loss.detach())
             return torch.stack([loss])
 
-        with torch.autocast(kind, enabled=False):  # of backward; a forward has its own
+        with torch.autocast(kind, enabled=False):  # for backward; forwards enter their own context
             self.runner.run([shape_of(batch) for batch in batches], compute)
         self.sum_shared()
         mine = float(torch.stack(losses).sum()) if self.processes.rank == self.source else 0.0
         of_ranks = self.processes.gather_object((self.source, mine))
         sources = {source for source, _ in of_ranks}
         mean = sum(of_ranks[source][1] for source in sources) / len(sources)
-        return torch.tensor(mean, device=self.pipeline.wire.device).requires_grad_()
+        return torch.tensor(mean, device=self.pipeline.links.device).requires_grad_()
 
 
 def loss_of_output(output: Any, name: str) -> torch.Tensor:
@@ -140,8 +141,8 @@ def loss_of_output(output: Any, name: str) -> torch.Tensor:
         found = output[0]
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         raise TaskError(
-            f"{name} returned no loss, and a call of a model that is divided into the stages of a pipeline runs "
-            "backward, too. Pass it labels so that it returns its loss, or call accelerator.forward_backward with a "
-            "function that computes the loss of a micro-batch."
+            f"{name} returned no loss. A call of a model that is divided into pipeline stages also runs backward. Pass "
+            "labels, so that the model returns its loss, or call accelerator.forward_backward with a function that "
+            "computes the loss of a micro-batch."
         )
     return found.reshape(())

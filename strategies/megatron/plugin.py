@@ -1,4 +1,4 @@
-"""MegatronLMPlugin: pipelines and split layers in the names of Hugging Face Accelerate."""
+"""MegatronLMPlugin: pipeline and tensor parallelism with Hugging Face Accelerate's option names."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from trainwright.strategies.fsdp.options import one_of
 from trainwright.strategies.megatron.stages import layers_of
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 
-# What to write instead of options of Megatron-LM itself.
+# Replacements of options of Megatron-LM.
 _SEQUENCES = "Accelerator(parallelism_config=ParallelismConfig(cp_size=…)) splits sequences; remove it"
 _EXPERTS = "Accelerator(fsdp_plugin=…, parallelism_config=ParallelismConfig(ep_size=…)) divides experts; remove it"
 _DROPOUT = "the model's own configuration sets it, such as GPT2Config(attn_pdrop=…, resid_pdrop=…); remove it"
-_STAGES = "write Accelerator(strategy=MegatronStrategy(split_points=…)), which names the first layer of each stage"
+_STAGES = "use Accelerator(strategy=MegatronStrategy(split_points=…)), which names the first layer of each stage"
 _SAMPLES = "schedules count optimizer steps; use train_iters, lr_decay_iters or lr_warmup_iters"
-_GROUPS = "pass the optimizer parameter groups with lr and weight_decay of their own, and remove it"
+_GROUPS = "pass the optimizer parameter groups with lr and weight_decay, and remove it"
 _MODEL = "prepare() trains the model that it receives; build it in the script, and remove it"
 _DATA = "prepare a DataLoader or a MegatronLMDummyDataLoader, and remove it"
 _TRACKERS = "pass Accelerator(log_with='tensorboard', project_dir=…), and remove it"
 _LATER = "save_state and load_state always include the optimizer; remove it"
-_HOST = "the optimizer stays on the device; write Accelerator(fsdp_plugin=…) with cpu_offload=True for one on the host"
-_ENCODER = "a pipeline has one stack of layers; use tp_degree for an encoder and a decoder"
+_HOST = "the optimizer stays on the device; use Accelerator(fsdp_plugin=…) with cpu_offload=True for one on the host"
+_ENCODER = "encoder-decoder models cannot be divided into pipeline stages; use tp_degree"
 _CONSUMED = "load_state restores the position in the data; remove it"
-_ITSELF = "choose position embeddings and kinds of attention by the model; Megatron-LM itself does not run"
+_ITSELF = "Megatron-LM itself does not run; configure position embeddings and attention in the model"
 
 
 def _variable(read: Callable[[str], Any] = str, refusal: str = "", *harmless: object) -> Any:
     """Return a field whose default is its environment variable.
 
     Args:
-        refusal: What to write instead of another value than the `harmless` ones; empty: all are supported.
+        refusal: Message for values that are not `harmless`, which says what to use instead. Empty: no value is refused.
     """
     return from_variable("MEGATRON_LM_{}", read, **_refused(refusal, *harmless))
 
 
 def _refused(refusal: str, *harmless: object) -> dict[str, object]:
-    """Return the metadata of a field that is refused with other values than None and the `harmless` ones."""
+    """Return the metadata of a field that accepts only None and the `harmless` values."""
     return {"refusal": refusal, "harmless": harmless}
 
 
@@ -49,30 +49,33 @@ def _refused(refusal: str, *harmless: object) -> dict[str, object]:
 class MegatronLMPlugin(VariableFields):
     """Options of `MegatronStrategy`, with the names of Hugging Face Accelerate.
 
-    A field that is None takes the value of its environment variable (`MEGATRON_LM_TP_DEGREE`, …), and otherwise the
-    default. A call of the prepared model in training runs forward and backward of all micro-batches.
+    A field that is None takes the value of its environment variable (`MEGATRON_LM_TP_DEGREE`, …), or the default if the
+    variable is not set. In training, a call of the prepared model runs forward and backward of all micro-batches.
 
     Attributes:
-        tp_degree, pp_degree: Ranks that split layers, and stages of the pipeline. Default: 1.
-        num_micro_batches: Micro-batches of one optimizer step. A batch of a prepared DataLoader has `batch_size` rows
+        tp_degree, pp_degree: Number of ranks that split layers, and of pipeline stages. Default: 1.
+        num_micro_batches: Micro-batches per optimizer step. A batch of a prepared DataLoader has `batch_size` rows
             for each of them. Default: 1.
-        gradient_clipping: Largest norm of the gradients at a step; 0: they are not clipped. Default: 1.0.
-        sequence_parallelism: Shard sequences between split layers, for models that can (see `MegatronStrategy`).
-        recompute_activations: Recompute all but matrix products in backward.
-        recompute_granularity: `"full"` or `"selective"`; takes precedence over `recompute_activations`.
-        use_distributed_optimizer: Shard parameters, gradients and the optimizer's state over data-parallel ranks.
-        num_layers_per_virtual_pipeline_stage: Layers of each of several stages on a rank, which are interleaved.
-        train_iters, lr_decay_iters, lr_warmup_iters, lr_warmup_fraction: Steps of the schedule; they take precedence
-            over those of `MegatronLMDummyScheduler`. The fraction is that of the decay's steps.
-        lr_decay_style, min_lr: `"linear"`, `"cosine"` or `"constant"`, and the learning rate at the end.
-        weight_decay_incr_style, start_weight_decay, end_weight_decay: `"constant"`, or how the weight decay changes.
-        return_logits: Outputs in evaluation have the logits beside the loss.
+        gradient_clipping: Maximum norm of the gradients. 0 disables clipping. Default: 1.0.
+        sequence_parallelism: Shard sequences between split layers, for models that support it (see
+            `MegatronStrategy`).
+        recompute_activations: Recompute all operations except matrix products in backward.
+        recompute_granularity: `"full"` or `"selective"`. Takes precedence over `recompute_activations`.
+        use_distributed_optimizer: Shard parameters, gradients and optimizer state over data-parallel ranks.
+        num_layers_per_virtual_pipeline_stage: Number of layers per stage if a rank holds several interleaved stages.
+        train_iters, lr_decay_iters, lr_warmup_iters, lr_warmup_fraction: Steps of the schedule, and the warmup as a
+            fraction of the decay steps. They take precedence over `MegatronLMDummyScheduler`.
+        lr_decay_style, min_lr: `"linear"`, `"cosine"` or `"constant"`, and the final learning rate.
+        weight_decay_incr_style, start_weight_decay, end_weight_decay: `"constant"`, `"linear"` or `"cosine"`, and the
+            first and last weight decay.
+        return_logits: Return the logits in addition to the loss in evaluation.
         custom_train_step_class, custom_train_step_kwargs: A subclass of `AbstractTrainStep`, and its arguments.
-        custom_get_batch_function, custom_loss_function: Replace those of `GPTTrainStep` and others.
+        custom_get_batch_function, custom_loss_function: Replace the functions of `GPTTrainStep` and others.
         is_train_batch_min, attention_backend, attention_softmax_in_fp32, seq_length, encoder_seq_length,
-            decoder_seq_length, eval_iters, eval_interval: Accepted; make no difference.
+            decoder_seq_length, eval_iters, eval_interval: Accepted without effect.
 
-    Other fields are options of Megatron-LM. A value that requests something is an error, which says what to write.
+    Other fields are unsupported options of Megatron-LM. A value that has an effect there raises an error that says what
+    to use instead.
     """
 
     tp_degree: int | None = _variable(int)
@@ -87,7 +90,7 @@ class MegatronLMPlugin(VariableFields):
     decoder_last_pipeline_num_layers: int | None = _variable(int, _STAGES)
     recompute_granularity: str | None = _variable()
     recompute_method: str | None = _variable(str, "all layers are recomputed; use 'uniform'", "uniform")
-    recompute_num_layers: int | None = _variable(int, "each layer is recomputed by itself; use 1", 1)
+    recompute_num_layers: int | None = _variable(int, "each layer is recomputed separately; use 1", 1)
     attention_backend: bool | str | None = _variable()
     expert_model_parallel_size: int | None = _variable(int, _EXPERTS, 1)
     context_parallel_size: int | None = _variable(int, _SEQUENCES, 1)
@@ -161,8 +164,8 @@ class MegatronLMPlugin(VariableFields):
         """Return the strategy with the same options.
 
         Args:
-            num_processes: Of the run.
-            model: That is trained; its layers determine the number of virtual stages. Default: None, which takes two.
+            num_processes: Number of processes of the run.
+            model: The trained model, whose layers determine the number of virtual stages. None: two virtual stages.
 
         Raises:
             ConfigurationError: An option is unknown, or the strategy does not support it.

@@ -1,4 +1,4 @@
-"""Micro-batches through the stages of a pipeline, forward and backward, in the order of one of torch's schedules."""
+"""Run micro-batches through the stages of a pipeline, forward and backward, by one of torch's schedules."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SCHEDULES = {
     "zbvzerobubble": 2,
     "dualpipev": 2,
 }
-"""Torch's name of a schedule → the number of stages on each rank; None: 2 or more."""
+"""Torch's name of a schedule → the number of stages on each rank. None: 2 or more."""
 
 IN_A_V = ("zbvzerobubble", "dualpipev")
-"""Schedules whose first and last stage are on one rank."""
+"""Schedules with the first and the last stage on one rank."""
 
-_MOST_SCHEDULES = 8  # that are kept: each has buffers for its activations
+_MOST_SCHEDULES = 8  # cached schedules, each of which holds activation buffers
 
 
 def shape_of(batch: object) -> Shape:
@@ -40,7 +40,7 @@ def shape_of(batch: object) -> Shape:
 
 
 def ranks_of_stages(schedule: str, num_ranks: int, num_each: int) -> list[int]:
-    """Return the rank of each stage in a pipeline's group."""
+    """Return the rank of each stage in the process group of a pipeline."""
     rounds = [list(range(num_ranks)) for _ in range(num_each)]
     if schedule in IN_A_V:
         rounds[1].reverse()
@@ -50,14 +50,14 @@ def ranks_of_stages(schedule: str, num_ranks: int, num_each: int) -> list[int]:
 class PipelineRunner:
     """Runs micro-batches through the stages of a pipeline.
 
-    The first micro-batches of a shape run one after the other, which finds the shapes of the activations. So do those
-    of several shapes, and those whose number the schedule does not take.
+    The schedule needs the shapes of activations. The first micro-batches of each shape therefore run one after the
+    other. So do micro-batches of different shapes, and numbers of micro-batches that the schedule does not support.
 
     Args:
         schedule: One of `SCHEDULES`.
         pipeline: Computes the stages.
-        synchronize: Told before each backward whether gradients are averaged over ranks in it.
-        processes: Of the run, if ranks see different data. Default: None, if they do not.
+        synchronize: Called before each backward with True if it must average gradients over ranks.
+        processes: Processes of the run if ranks see different data. Default: None.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class PipelineRunner:
         """Run micro-batches forward and backward. Collective over the pipeline.
 
         Args:
-            shapes: Of each micro-batch.
-            compute: From a stage, its input (None in the first one) and the index of a micro-batch to the stage's
-                output, or in the last stage to its weighted loss, of shape (1,).
+            shapes: Shape of each micro-batch.
+            compute: Called with a stage, its input (None in the first stage) and the index of a micro-batch. Returns
+                the stage's output, or in the last stage the weighted loss of shape (1,).
         """
         pipeline, before = self._pipeline, self._pipeline.run
         pipeline.run = compute
         try:
             schedule = self._find(len(shapes), shapes[0]) if len(set(shapes)) == 1 else None
-            # Collectives of ranks with other data are in the same order only if all of them run by a schedule.
+            # Data-parallel ranks call collectives in the same order only if all of them use the schedule.
             without = schedule is None if self._processes is None else self._processes.any(schedule is None)
             if without:
                 self._run_one_by_one(shapes)
@@ -94,7 +94,7 @@ class PipelineRunner:
             pipeline.run = before
 
     def _run_schedule(self, schedule: Any, num: int) -> None:
-        indices, own = torch.arange(num), self._pipeline.wire.own
+        indices, own = torch.arange(num), self._pipeline.links.own
         self._synchronize(False)  # the schedule averages at its end
         options: dict[str, Any] = {"micro_batch": indices}
         if self._pipeline.last in own:
@@ -102,13 +102,13 @@ class PipelineRunner:
         try:
             schedule.step(*((indices,) if 0 in own else ()), return_outputs=False, **options)
         except RuntimeError as error:
-            # Torch describes an error of a stage in one of its own.
+            # Torch wraps the error of a stage.
             if isinstance(error.__cause__, Exception) and "failed to run forward" in str(error):
                 raise error.__cause__ from None
             raise
 
     def _find(self, num: int, shape: Shape) -> Any:
-        """Return torch's schedule for `num` micro-batches of a shape; None if it takes none. Not collective."""
+        """Return torch's schedule for `num` micro-batches of a shape, or None if unsupported. Not collective."""
         if shape not in self._known:
             return None
         made = self._made.pop((num, shape), None) or self._make(num, self._known[shape])
@@ -119,30 +119,30 @@ class PipelineRunner:
         return made
 
     def _make(self, num: int, found: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        pipeline, wire = self._pipeline, self._pipeline.wire
+        pipeline, links = self._pipeline, self._pipeline.links
         stages = [
             PipelineStage(
                 pipeline.modules[i],
                 i,
                 pipeline.last + 1,
-                wire.device,
+                links.device,
                 input_args=found[i][0],
                 output_args=found[i][1],
-                group=wire.group,
+                group=links.group,
             )
-            for i in wire.own
+            for i in links.own
         ]
         make: Any = get_schedule_class(self._name)
-        if num < (wire.group.size() if self._name == "1f1b" else len(stages) if self._name == "dualpipev" else 1):
+        if num < (links.group.size() if self._name == "1f1b" else len(stages) if self._name == "dualpipev" else 1):
             return None
         try:
             of_stages = stages[0] if SCHEDULES[self._name] == 1 else stages
             return make(of_stages, num, loss_fn=lambda output, target: output, scale_grads=False)
-        except ValueError:  # a number of micro-batches that it does not take
+        except ValueError:  # unsupported number of micro-batches
             return None
 
     def _run_one_by_one(self, shapes: Sequence[Shape]) -> None:
-        pipeline, wire = self._pipeline, self._pipeline.wire
+        pipeline, links = self._pipeline, self._pipeline.links
         held: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = []
         inputs: dict[int, torch.Tensor] = {}
 
@@ -157,18 +157,18 @@ class PipelineRunner:
         for i in range(len(shapes)):
             gradient: torch.Tensor | None = None
             for stage, carry, output in reversed(held[i]):
-                if stage < pipeline.last and wire.ranks[stage + 1] != wire.rank:
-                    gradient = wire.receive(stage + 1)
+                if stage < pipeline.last and links.ranks[stage + 1] != links.rank:
+                    gradient = links.receive(stage + 1)
                 self._synchronize(i == len(shapes) - 1)
                 torch.autograd.backward(output, None if stage == pipeline.last else gradient)
                 gradient = carry.grad
-                if stage and wire.ranks[stage - 1] != wire.rank:
-                    wire.send(torch.zeros_like(carry) if gradient is None else gradient, stage - 1)
+                if stage and links.ranks[stage - 1] != links.rank:
+                    links.send(torch.zeros_like(carry) if gradient is None else gradient, stage - 1)
             held[i] = []
 
 
 def _like(tensor: torch.Tensor, num_inputs: int = 1) -> torch.Tensor:
-    """Return a tensor on the device `meta` as torch's schedules describe an activation."""
+    """Return a tensor on the device `meta` that describes an activation for torch's schedules."""
     if not num_inputs:
         return torch.empty(1, dtype=torch.int64, device="meta")  # the index of a micro-batch
     return torch.empty_like(local_piece(tensor.detach()), device="meta").requires_grad_(tensor.is_floating_point())

@@ -1,8 +1,8 @@
-"""One stage at a time of a model whose forward is written for the whole.
+"""Compute one stage of a model at a time, with the model's unchanged forward.
 
-Every rank calls the model's own forward. Modules of earlier stages are skipped: they return values of the right shapes,
-all of them NaN, but the last one of the stage before returns what the rank before has sent. After the last module of a
-stage the forward is left.
+Every rank calls the model's forward. Modules of earlier stages are skipped and return NaN tensors of the right shapes.
+The last module of the previous stage instead returns the tensor that the previous rank has sent. An exception exits the
+forward after the last module of the stage.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Kwargs = dict[str, object]
 
 
 class StageModule(nn.Module):
-    """One stage as a module: what is sharded, and what a schedule calls.
+    """One stage as a module, which FSDP shards and a schedule calls.
 
     Args:
-        index: Of the stage.
-        parts: Its modules, which the task holds too.
-        run: Runs the stage: `run(index, carry, micro_batch)`, the second None in the first stage.
+        index: Index of the stage.
+        parts: Modules of the stage, which are also in the task.
+        run: Runs the stage: `run(index, carry, micro_batch)`. `carry` is None in the first stage.
     """
 
     def __init__(self, index: int, parts: Sequence[nn.Module], run: Callable[[int, Any, int], torch.Tensor]) -> None:
@@ -39,12 +39,12 @@ class StageModule(nn.Module):
         self.index, self.run = index, run
 
     def forward(self, carry: torch.Tensor, micro_batch: torch.Tensor) -> torch.Tensor:
-        """Run the stage on one micro-batch; `micro_batch` is its index, of shape (1,), on the host."""
+        """Run the stage on one micro-batch. `micro_batch` is its index, of shape (1,), on the host."""
         return self.run(self.index, carry if self.index else None, int(micro_batch))
 
 
 class _StageDone(BaseException):
-    """Leaves the forward of a model after the last module of a stage; no user's `except Exception` catches it."""
+    """Exits the forward of a model after the last module of a stage. `except Exception` does not catch it."""
 
     def __init__(self, output: torch.Tensor) -> None:
         self.output = output
@@ -52,21 +52,21 @@ class _StageDone(BaseException):
 
 @dataclass
 class _Run:
-    """A forward in which one stage is computed."""
+    """State of a forward that computes one stage."""
 
     stage: int
     carry: torch.Tensor | None
-    seed: int | None = None  # of what is drawn in the stage's modules
+    seed: int | None = None  # for the modules of the stage
     entered: bool = False
 
 
-class Wire:
-    """The connections between the ranks of one pipeline.
+class StageLinks:
+    """Communication between the ranks of one pipeline.
 
     Args:
-        group: Of the ranks, in the order of the mesh.
-        ranks: Stage → its rank in the group.
-        device: Where tensors are.
+        group: Process group of the pipeline, in the order of the mesh.
+        ranks: Rank in the group of each stage.
+        device: Device of the tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
@@ -89,7 +89,7 @@ class Wire:
         dist.send(tensor.detach().contiguous(), peer, self.group)
 
     def receive(self, stage: int) -> torch.Tensor:
-        """Receive what the rank of a stage sends. Blocks."""
+        """Receive a tensor from the rank of a stage. Blocks until it is there."""
         peer, header = self.global_rank(stage), [None]
         dist.recv_object_list(header, peer, self.group, self.device)
         shape, dtype = header[0] or ((), None)
@@ -98,10 +98,10 @@ class Wire:
         return found
 
     def broadcast(self, tree: object, stage: int) -> Any:
-        """Return on every rank of the pipeline what the rank of a stage has: tensors and picklable values. Collective.
+        """Return the tensors and picklable values of a stage's rank on every rank of the pipeline. Collective.
 
         Args:
-            tree: What the others pass is not read.
+            tree: The values to send. Ignored on other ranks.
         """
         src, is_source = self.global_rank(stage), self.rank == self.ranks[stage]
         shown = [map_tensors(lambda t: t.detach().to("meta"), tree) if is_source else None]
@@ -123,18 +123,18 @@ class Pipeline:
     """A model of which this rank computes some stages.
 
     Args:
-        task: Holds the modules. They are whole, on any device, and keep their names.
+        task: Contains the modules, with full tensors on any device.
         stages: See `find_stages`.
-        wire: To the other ranks.
+        links: Communication with the other ranks.
 
     Attributes:
-        modules: Of each stage; those of this rank are called as a whole (see `StageModule`).
-        run: Runs a stage when its module is called; a schedule sets it.
-        release: Called after a forward that no backward follows; the engine sets it.
+        modules: One `StageModule` for each stage.
+        run: Runs a stage when its module is called. Set by a schedule.
+        release: Called after a forward without a backward. Set by the engine.
     """
 
-    def __init__(self, task: nn.Module, stages: Stages, wire: Wire) -> None:
-        self.wire, self.stages = wire, stages
+    def __init__(self, task: nn.Module, stages: Stages, links: StageLinks) -> None:
+        self.links, self.stages = links, stages
         self.run: Callable[[int, Any, int], torch.Tensor] | None = None
         self.release: Callable[[], None] = lambda: None
         self._cast: list[tuple[nn.Module, str, torch.dtype]] = []
@@ -147,38 +147,38 @@ class Pipeline:
                 self._stage_of.setdefault(id(part), []).append(i)
         self._entry = _entry(task, stages)
         self._task, self._name = task, type(task).__name__
-        skipped = [m for i, parts in enumerate(stages) for m in parts if wire.own != [i]]
-        self._twins = {id(module): _on_meta(module) for module in skipped}
+        skipped = [m for i, parts in enumerate(stages) for m in parts if links.own != [i]]
+        self._meta_copies = {id(module): _on_meta(module) for module in skipped}
         self._shapes: dict[Any, Any] = {}
-        self._checked: set[int] = set()  # modules whose arguments have been looked at
+        self._checked: set[int] = set()  # modules whose arguments have been checked
         self._now: _Run | None = None
 
     @property
     def is_computing(self) -> bool:
-        """Whether a stage is being computed now."""
+        """True while a stage is being computed."""
         return self._now is not None
 
     def _run_module(self, stage: int, carry: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
-        assert self.run is not None  # set by whoever calls a stage
+        assert self.run is not None  # set before a stage is called
         return self.run(stage, carry, micro_batch)
 
     def narrow(self, dtype: torch.dtype, places: Iterable[tuple[nn.Module, str]]) -> None:
-        """Have forwards see all parameters in a dtype, as those of stages are gathered in it.
+        """Cast parameters that are in no stage to a dtype in forwards, as FSDP does for parameters of stages.
 
         Args:
-            dtype: Of 16 bits.
-            places: Modules with names of parameters there that belong to no stage.
+            dtype: A 16-bit dtype.
+            places: Modules, with the names of their parameters that are in no stage.
         """
         self._cast = [(module, key, dtype) for module, key in places]
-        for twin in self._twins.values():
-            twin.to(dtype)
+        for meta_copy in self._meta_copies.values():
+            meta_copy.to(dtype)
 
     def install(self) -> Callable[[], None]:
-        """Have modules called by stages from now on; returns what undoes it."""
+        """Replace the calls of modules by calls that compute stages. Return a function that undoes it."""
         modules = {id(m): m for parts in self.stages for m in parts}.values()
         before = [(module, vars(module).get("_compiled_call_impl")) for module in modules]
         for module in modules:
-            # In place of the whole call, as `nn.Module.compile` does it: a skipped module runs no hooks.
+            # Replaces the full call, like `nn.Module.compile`, so that a skipped module runs no hooks.
             module._compiled_call_impl = _Call(self, module, module._compiled_call_impl or module._call_impl)
         absent = [(m, key, name) for name, m, key in self._absent()]
         for module, key, name in absent:
@@ -200,7 +200,7 @@ class Pipeline:
         return undo
 
     def _absent(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """Yield the whole name, the module and the key of each parameter that only other ranks hold."""
+        """Yield the full name, the module and the key of each parameter that only other ranks hold."""
         for prefix, module in self._task.named_modules():
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:
@@ -212,20 +212,20 @@ class Pipeline:
         """Compute a stage within `call`, which calls the model. Not collective.
 
         Args:
-            carry: What the stage before has computed; None in the first one.
-            seed: Of what is drawn in this call, the same on every rank of the pipeline. What is drawn before the first
-                module of the stage is the same in each stage, what is drawn after it is not. Torch's generators then
-                have the states from before the call: they do not depend on the stage, or on the order of stages and
-                micro-batches. Default: None, which draws from torch's generators.
+            carry: Output of the previous stage. None in the first stage.
+            seed: Seed of the random numbers in this call, equal on every rank of the pipeline. Numbers that are drawn
+                before the first module of the stage are the same in every stage; later ones differ. Torch's generators
+                are restored after the call, so that they do not depend on the order of stages and micro-batches.
+                Default: None, which uses torch's generators.
 
         Returns:
-            The output of the stage, or that of `call` in the last one.
+            The output of the stage. In the last stage, the result of `call`.
 
         Raises:
             TaskError: `call` did not call the model, or called it twice.
         """
         before, now = self._now, _Run(stage, carry, seed)
-        generators = _generators(self.wire.device) if seed is not None else None
+        generators = _generators(self.links.device) if seed is not None else None
         if seed is not None:
             torch.manual_seed(seed)
         self._now = now
@@ -240,32 +240,32 @@ class Pipeline:
             for module, key, _ in self._cast:
                 vars(module).pop(key, None)
             if generators is not None:
-                _set_generators(self.wire.device, generators)
+                _set_generators(self.links.device, generators)
         if stage < self.last or not now.entered:
             raise TaskError(
-                f"a step of {self._name} returned without calling the layers of the pipeline's stage {stage}. Under a "
-                "pipeline each step calls the model once."
+                f"a step of {self._name} returned without calling the layers of pipeline stage {stage}. With a "
+                "pipeline, each step must call the model once."
             )
         return output
 
     # Calls of modules
 
     def called(self, module: nn.Module, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Do what a module of a stage does when the model calls it."""
+        """Compute or skip a module when the model calls it."""
         now, stages = self._now, self._stage_of[id(module)]
         if now is None:
-            if set(stages) & set(self.wire.own):
+            if set(stages) & set(self.links.own):
                 return call(*args, **kwargs)
             raise TaskError(
-                f"{self._name} calls {type(module).__name__}, which another rank of the pipeline holds, outside of the "
-                f"forward of {type(self._entry).__name__}. Call the model as a whole."
+                f"{self._name} calls {type(module).__name__}, which is on another rank of the pipeline, outside of the "
+                f"forward of {type(self._entry).__name__}. Call {type(self._entry).__name__} instead."
             )
         if now.stage not in stages:
             skipped = self._skipped(module, args, kwargs)
             return _with_carry(now.carry, skipped) if module is self._last_before[now.stage] else skipped
         parts = self.stages[now.stage]
         if now.stage and module is parts[0] and now.entered:
-            raise TaskError(f"a step of {self._name} called the model twice. A pipeline runs it once in a step.")
+            raise TaskError(f"a step of {self._name} called the model twice. With a pipeline, call it once per step.")
         if now.stage and id(module) not in self._checked:
             self._check_arguments(module, args, kwargs)
         if not now.entered and now.seed is not None:
@@ -277,43 +277,43 @@ class Pipeline:
         return output
 
     def _check_arguments(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Refuse, in a module's first call, what a skipped module has returned. Waits for the device."""
+        """Raise an error if arguments of a module's first call come from a skipped module. Blocks on the device."""
         self._checked.add(id(module))
         for name, value in [*enumerate(args), *kwargs.items()]:
             tensors = [t for t in iterate_tensors(value) if t.is_floating_point() and t.numel()]
             if any(bool(t.isnan().all()) for t in tensors):
                 raise TaskError(
-                    f"argument {name} of {type(module).__name__} in {self._name} comes from another stage of the "
-                    "pipeline, or is NaN. Only the first output of a stage's last layer is sent to the next stage. "
-                    "Compute the others from the batch, or choose other stages."
+                    f"argument {name} of {type(module).__name__} in {self._name} comes from another pipeline stage, or "
+                    "is NaN. Only the first output of a stage's last layer is sent to the next stage. Compute the "
+                    "other values from the batch, or choose other stages."
                 )
 
     def _skipped(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-        """Return what a module of another stage would: of the same shapes, with NaN in place of values."""
+        """Return tensors of NaN with the shapes of the output of a module of another stage."""
         key = (id(module), module.training, tuple((t.shape, t.dtype) for t in iterate_tensors((args, kwargs))))
         if key not in self._shapes:
             on_meta = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
-            twin = self._twins[id(module)].train(module.training)
+            meta_copy = self._meta_copies[id(module)].train(module.training)
             with torch.no_grad():
-                self._shapes[key] = twin(*on_meta[0], **on_meta[1])
+                self._shapes[key] = meta_copy(*on_meta[0], **on_meta[1])
         return map_tensors(self._empty, self._shapes[key])
 
     def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
         value = float("nan") if tensor.is_floating_point() else 0
-        return torch.full(tensor.shape, value, dtype=tensor.dtype, device=self.wire.device)
+        return torch.full(tensor.shape, value, dtype=tensor.dtype, device=self.links.device)
 
     # Outside of training steps
 
     def forward(self, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Run the model's forward over all stages; every rank of the pipeline gets its output. Collective.
+        """Run the model's forward over all stages, and return its output on every rank of the pipeline. Collective.
 
         Raises:
             TaskError: Gradients are recorded.
         """
         if torch.is_grad_enabled():
             raise TaskError(
-                f"{type(self._entry).__name__} was called with gradients enabled outside of a training step. Its "
-                "stages are on several ranks: call it under torch.no_grad()."
+                f"{type(self._entry).__name__} was called with gradients enabled outside of a training step, which "
+                "pipelines do not support. Call it under torch.no_grad()."
             )
         before = self.run
         self.run = lambda stage, carry, _: self.compute_stage(stage, carry, lambda: call(*args, **kwargs))
@@ -322,34 +322,34 @@ class Pipeline:
         finally:
             self.run = before
         self.release()
-        return self.wire.broadcast(outputs[-1], self.last)
+        return self.links.broadcast(outputs[-1], self.last)
 
     def through(self, compute: Callable[[int, torch.Tensor], Any]) -> Iterator[tuple[int, Any]]:
-        """Compute this rank's stages one after the other, and send each output on; yields each stage with its output.
+        """Compute this rank's stages in order, send outputs to the next rank, and yield each stage with its output.
 
         Args:
-            compute: From a stage and its input, an empty tensor in the first one, to its output.
+            compute: Called with a stage and its input, an empty tensor in the first stage. Returns the output.
         """
         carry = torch.empty(0)
-        for stage in self.wire.own:
-            here_before = stage and self.wire.ranks[stage - 1] == self.wire.rank
+        for stage in self.links.own:
+            here_before = stage and self.links.ranks[stage - 1] == self.links.rank
             if stage and not here_before:
-                carry = self.wire.receive(stage - 1)
+                carry = self.links.receive(stage - 1)
             output = compute(stage, carry)
-            if stage < self.last and self.wire.ranks[stage + 1] != self.wire.rank:
-                self.wire.send(output, stage + 1)
+            if stage < self.last and self.links.ranks[stage + 1] != self.links.rank:
+                self.links.send(output, stage + 1)
             carry = output
             yield stage, output
 
 
 class _Absent:
-    """Stands in for a parameter that another rank holds: torch 2.13 multiplies by tensors on `meta` without error."""
+    """Placeholder for a parameter on another rank. With a tensor on `meta`, torch 2.13 would not raise an error."""
 
     def __init__(self, name: str, model: str) -> None:
         self._message = (
-            f"{model} reads {name}, which another stage of the pipeline holds, without a call of its module. If "
-            "the forward does, define pipeline_stages() in the task, and name the module in each stage that uses its "
-            "weights. A callback or a hook sees only weights of its rank's stages."
+            f"{model} reads {name}, which is in another pipeline stage, without calling its module. If the forward "
+            "reads it, define pipeline_stages() in the task, and include the module in each stage that uses its "
+            "weights. A callback or hook can read only the weights of its rank's stages."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -366,7 +366,7 @@ class _Absent:
 
 
 class _Call:
-    """Stands in for the call of a module of a stage."""
+    """Replaces the call of a module of a stage."""
 
     def __init__(self, pipeline: Pipeline, module: nn.Module, call: Callable[..., Any]) -> None:
         self._pipeline, self._module, self._call = pipeline, module, call
@@ -376,7 +376,7 @@ class _Call:
 
 
 class _EntryCall:
-    """Stands in for the forward of the model as a whole."""
+    """Replaces the forward of the model."""
 
     def __init__(self, pipeline: Pipeline, forward: Callable[..., Any]) -> None:
         self._pipeline, self._forward = pipeline, forward
@@ -388,7 +388,7 @@ class _EntryCall:
 
 
 def _entry(task: nn.Module, stages: Stages) -> nn.Module:
-    """Return the outermost child of a task that holds all stages and can be called; the task itself if none does."""
+    """Return the child of a task that contains all stages and can be called. The task itself if there is none."""
     wanted = {id(module) for parts in stages for module in parts}
     for child in task.children():
         if wanted <= {id(m) for m in child.modules() if m is not child}:
@@ -397,7 +397,7 @@ def _entry(task: nn.Module, stages: Stages) -> nn.Module:
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parameters and buffers have no memory."""
+    """Return a copy of a module on the device `meta`."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         made = torch.empty_like(tensor, device="meta")
@@ -406,7 +406,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 
 def _with_carry(carry: torch.Tensor | None, output: Any) -> Any:
-    """Return the output of a skipped layer with the tensor that the rank before has sent in its first place."""
+    """Return the output of a skipped layer with its first tensor replaced by the one that the previous rank sent."""
     return type(output)([carry, *output[1:]]) if isinstance(output, (tuple, list)) and output else carry
 
 
@@ -414,8 +414,8 @@ def _carried(output: object, module: nn.Module) -> torch.Tensor:
     found = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(found, torch.Tensor):
         raise TaskError(
-            f"{type(module).__name__}, the last layer of a pipeline's stage, returned {type(output).__name__}. It must "
-            "return a tensor, or a tuple that begins with it, which is the first argument of the next layer."
+            f"{type(module).__name__}, the last layer of a pipeline stage, returned {type(output).__name__}. It must "
+            "return a tensor, or a tuple whose first element is a tensor: the first argument of the next layer."
         )
     return found
 

@@ -1,4 +1,4 @@
-"""The division of a model into the stages of a pipeline."""
+"""Division of a model into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Stages = list[list[nn.Module]]
 def find_stages(task: nn.Module, num_stages: int, split_points: Sequence[str] | None) -> Stages:
     """Return the modules of each stage, in the order of their calls. Not collective.
 
-    The task's `pipeline_stages` determines them, or `split_points`. Otherwise the layers, which are the children of the
-    largest ModuleList or Sequential, are divided so that the largest stage has as few parameters as possible. What is
-    registered before the layers belongs to the first stage, and what is registered after them to the last one.
+    `split_points` or the task's `pipeline_stages` determines the stages. By default, the layers are the children of the
+    largest ModuleList or Sequential, and are divided so that the largest stage has as few parameters as possible.
+    Modules that are registered before the layers belong to the first stage, and those after them to the last stage.
 
     Args:
-        task: A task or a model, built.
+        task: A task or model, whose layers exist.
         num_stages: At least 2.
-        split_points: Names of the layers with which the second and each further stage begin.
+        split_points: Names of the first layers of all stages except the first stage.
 
     Raises:
-        ConfigurationError: The model has too few layers, or stages are described wrongly.
+        ConfigurationError: The model has too few layers, or the description of the stages is invalid.
     """
     own = task.pipeline_stages() if isinstance(task, TaskModule) and split_points is None else None
     if own is not None:
@@ -60,7 +60,7 @@ def _checked(task: nn.Module, stages: Stages, num_stages: int) -> Stages:
     name = f"{type(task).__name__}.pipeline_stages"
     if len(stages) != num_stages or not all(stages):
         raise ConfigurationError(
-            f"{name} returned {len(stages)} stage(s), {sum(map(bool, stages))} of them with modules, and the pipeline "
+            f"{name} returned {len(stages)} stage(s), {sum(map(bool, stages))} of them with modules, but the pipeline "
             f"has {num_stages}. Return a list of modules for each stage."
         )
     known = {id(module) for module in task.modules()}
@@ -76,24 +76,24 @@ def _checked(task: nn.Module, stages: Stages, num_stages: int) -> Stages:
         if id(parameter) not in held
     ]
     if loose:
-        raise ConfigurationError(f"{name} leaves out {', '.join(loose[:5])}. Put each module into a stage.")
+        raise ConfigurationError(f"{name} does not include {', '.join(loose[:5])}. Add each module to a stage.")
     return stages
 
 
 def layers_of(task: nn.Module, num_stages: int) -> list[nn.Module]:
-    """Return the layers of a model of which there are at least as many as stages."""
+    """Return the layers of a model, of which there must be at least `num_stages`."""
     return _layers(task, num_stages)[0]
 
 
 def _refuse_two_stacks(task: nn.Module, num_stages: int) -> None:
-    """Refuse an encoder-decoder of transformers, each of whose decoder layers reads the output of the encoder."""
+    """Raise an error for encoder-decoder models of transformers."""
     for module in task.modules():
         config = getattr(module, "config", None)
         if getattr(config, "is_encoder_decoder", False) is True and hasattr(module, "decoder"):
             raise ConfigurationError(
-                f"{type(module).__name__} has two stacks of layers, an encoder and a decoder, and every layer of the "
-                f"decoder reads the encoder's output. A pipeline of pp={num_stages} stages sends only the output of "
-                f"one layer to the next. Use pp=1 with tp={num_stages}, or dp_shard={num_stages}."
+                f"{type(module).__name__} has an encoder and a decoder, and every layer of the decoder reads the "
+                f"encoder's output. A pipeline of pp={num_stages} stages sends only the output of one layer to the "
+                f"next. Use pp=1 with tp={num_stages}, or dp_shard={num_stages}."
             )
 
 
@@ -104,7 +104,7 @@ def _layers(task: nn.Module, num_stages: int) -> tuple[list[nn.Module], list[str
     for name, module in task.named_modules():
         children = list(module.children())
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(name.startswith(f"{s}.") for s in short):
-            continue  # what is inside of a layer is no stack of layers
+            continue  # a container inside of a layer
         same_class = len(set(map(type, children))) == 1
         if len(children) >= num_stages:
             size = sum(p.numel() for p in module.parameters())
@@ -125,8 +125,8 @@ def _layers(task: nn.Module, num_stages: int) -> tuple[list[nn.Module], list[str
 def _starts(split_points: Sequence[str], names: list[str], num_stages: int) -> list[int]:
     if len(split_points) != num_stages - 1:
         raise ConfigurationError(
-            f"split_points={list(split_points)!r} divide a model into {len(split_points) + 1} stages, and the pipeline "
-            f"has {num_stages}. Name the first layer of each stage but the first: {num_stages - 1} name(s)."
+            f"split_points={list(split_points)!r} divide a model into {len(split_points) + 1} stages, but the pipeline "
+            f"has {num_stages}. Pass {num_stages - 1} name(s): the first layer of every stage except the first stage."
         )
     for name in split_points:
         if name not in names:
@@ -136,13 +136,14 @@ def _starts(split_points: Sequence[str], names: list[str], num_stages: int) -> l
     starts = [names.index(name) for name in split_points]
     if starts != sorted(set(starts)) or starts[0] == 0:
         raise ConfigurationError(
-            f"split_points={list(split_points)!r} are not in the order of the layers, or leave a stage without layers."
+            f"split_points={list(split_points)!r} are not in the order of the layers, or a stage has no layers. Use "
+            "distinct names in order, without the first layer."
         )
     return starts
 
 
 def _weight(modules: Iterable[nn.Module]) -> int:
-    """Return the number of parameters that are multiplied: an embedding only looks its rows up."""
+    """Return the number of parameters without embeddings, whose lookup is cheap."""
     parts = {id(part): part for module in modules for part in module.modules()}
     return sum(
         p.numel()
@@ -153,12 +154,12 @@ def _weight(modules: Iterable[nn.Module]) -> int:
 
 
 def _balanced(weights: list[int], before: int, after: int, num_stages: int) -> list[int]:
-    """Return the index of the first layer of each stage but the first, so that the heaviest stage is light."""
+    """Return the first layers of all stages except the first stage, minimizing the weight of the heaviest stage."""
     totals = [0]
     for weight in weights:
         totals.append(totals[-1] + weight)
     num = len(weights)
-    # best[s][i]: the heaviest of s stages over the first i layers, and where the last of them begins
+    # best[s][i]: weight of the heaviest of s stages over the first i layers, and the first layer of the last of them
     best: list[dict[int, tuple[int, int]]] = [{i: (before + totals[i], 0) for i in range(1, num + 1)}]
     for stage in range(1, num_stages):
         extra = after if stage == num_stages - 1 else 0
@@ -179,14 +180,14 @@ def _balanced(weights: list[int], before: int, after: int, num_stages: int) -> l
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield each parameter within a module with the module that holds it and its name there."""
+    """Yield each parameter within a module: the submodule that holds it, its name there, and the parameter."""
     for owner in module.modules():
         for key, parameter in owner.named_parameters(recurse=False):
             yield owner, key, parameter
 
 
-def drop(task: nn.Module, module: nn.Module, kept: set[int]) -> None:
-    """Put the parameters and buffers of a module on the device `meta`, but for some parameters."""
+def free_module(task: nn.Module, module: nn.Module, kept: set[int]) -> None:
+    """Move the parameters and buffers of a module to the device `meta`, except parameters with ids in `kept`."""
     new = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in module.parameters()

@@ -1,4 +1,4 @@
-"""The state of a model whose stages are on several ranks, as checkpoints and callbacks see it."""
+"""State of a model whose stages are on several ranks, for checkpoints and callbacks."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from trainwright.checkpoint.format.regions import Pieces, full_region
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import iterate_tensors, map_tensors
 from trainwright.processes.process_group import Processes
-from trainwright.strategies.fsdp.state import ShardedState, forget_one_by_one
-from trainwright.strategies.megatron.staged_model import Wire
+from trainwright.strategies.fsdp.state import ShardedState, restore_foreach
+from trainwright.strategies.megatron.staged_model import StageLinks
 from trainwright.strategies.state import FullState
 
 
 class PipelineState(ShardedState):
-    """Reads and writes the stages by the task's own names. Tensors of other ranks' stages are on the device `meta`.
+    """Reads and writes the stages by the names in the task. Tensors of other ranks' stages are on the device `meta`.
 
     Args:
-        wire: To the other ranks of the pipeline.
-        owners: Stage that owns a tensor, by plain name.
+        links: Communication with the other ranks of the pipeline.
+        owners: Plain name of a tensor → the stage that owns it.
         mesh: All axes of the run.
-        processes: Of the run.
+        processes: Processes of the run.
     """
 
     def __init__(
         self,
         *args: Any,
-        wire: Wire,
+        links: StageLinks,
         owners: Mapping[str, int],
         mesh: DeviceMesh,
         processes: Processes,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._wire, self._owners, self._processes = wire, owners, processes
+        self._links, self._owners, self._processes = links, owners, processes
         others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
         self._is_first = all(mesh.get_local_rank(name) == 0 for name in others)
         named = [*self._task.named_parameters(), *self._task.named_buffers()]
@@ -48,32 +48,32 @@ class PipelineState(ShardedState):
 
     def _is_elsewhere(self, name: str) -> bool:
         stage = self._owners.get(plain_name(name))
-        return stage is not None and stage not in self._wire.own
+        return stage is not None and stage not in self._links.own
 
     def _collected(self, tensor: torch.Tensor, stage: int | None, *, keep: bool) -> torch.Tensor:
-        """Return a tensor of a stage whole, on the host. Collective.
+        """Return the full tensor of a stage, on the host. Collective.
 
         Args:
-            tensor: On other ranks than the stage's one like it, on any device.
-            stage: None: every rank has it.
+            tensor: The tensor. Ranks of other stages pass one of the same shape and dtype, on any device.
+            stage: The stage that owns the tensor. None: every rank has it.
             keep: False: this rank gets a tensor on the device `meta`.
         """
         if stage is None:
             return super()._whole(tensor, keep=keep)
-        is_source = self._wire.ranks[stage] == self._wire.rank
+        is_source = self._links.ranks[stage] == self._links.rank
         full = super()._whole(tensor, keep=True) if is_source else None
-        full = self._wire.broadcast(full, stage)
+        full = self._links.broadcast(full, stage)
         return full.cpu() if keep else torch.empty_like(full, device="meta")
 
     def _whole(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
         return self._collected(tensor, self._stages.get(id(tensor)), keep=keep)
 
-    # What a checkpoint holds
+    # Contents of a checkpoint
 
     def in_pieces(self, tree: Any) -> Any:
         model, optimizers = tree
         named = [*model.items(), *(item for one in optimizers for item in one["state"].items())]
-        # Of a tied weight, one stage saves its parts.
+        # Only the owner of a tied weight saves its shards.
         here = [
             tensor
             for name, held in named
@@ -82,24 +82,24 @@ class PipelineState(ShardedState):
         ]
         known = dict(zip(map(id, here), super().in_pieces(here), strict=True))
         states = [
-            {**one, "state": {name: self._piece(held, name, known) for name, held in one["state"].items()}}
+            {**one, "state": {name: self._shards_of(held, name, known) for name, held in one["state"].items()}}
             for one in optimizers
         ]
-        return {name: self._piece(value, name, known) for name, value in model.items()}, states
+        return {name: self._shards_of(value, name, known) for name, value in model.items()}, states
 
-    def _piece(self, tree: object, name: str, known: dict[int, Any]) -> Any:
+    def _shards_of(self, tree: object, name: str, known: dict[int, Any]) -> Any:
         if plain_name(name) not in self._owners:
             return tree
         is_ours = self._is_first and not self._is_elsewhere(name)
 
-        def piece(tensor: torch.Tensor) -> Any:
-            if id(tensor) not in known:  # names of a tied weight have the same `Pieces`, on every rank
+        def own_shard(tensor: torch.Tensor) -> Any:
+            if id(tensor) not in known:  # all names of a tied weight have the same object, on every rank
                 shape = tuple(tensor.shape)
                 held = ((full_region(shape), tensor.detach()),) if is_ours else ()
                 known[id(tensor)] = Pieces(shape, tensor.dtype, held)
             return known[id(tensor)]
 
-        return map_tensors(piece, tree)
+        return map_tensors(own_shard, tree)
 
     def model_state(self) -> dict[str, Any]:
         if self.saves_pieces:
@@ -130,13 +130,13 @@ class PipelineState(ShardedState):
         )
         found = []
         for k, (optimizer, state) in enumerate(zip(self._optimizers, states, strict=True)):
-            forget_one_by_one(optimizer, state)
+            restore_foreach(optimizer, state)
             self._check_sharded(optimizer, state["state"], "which is sharded. Build it from the parameter.")
             held = {}
             for name, own in state["state"].items():
                 stage = self._owners.get(plain_name(name))
                 if self._is_elsewhere(name):
-                    own = shapes[self._wire.global_rank(stage or 0)][k][name]
+                    own = shapes[self._links.global_rank(stage or 0)][k][name]
                 held[name] = own if self.saves_pieces else self._tree(own, stage)
             found.append({**state, "state": held})
         return found
@@ -152,7 +152,7 @@ class PipelineState(ShardedState):
     # Single tensors
 
     def missing_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if id(tensor) in self._stages:  # its stage needs the others to hand it out
+        if id(tensor) in self._stages:  # only a collective call can read it
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return super().missing_like(tensor)
 
@@ -164,19 +164,19 @@ class PipelineState(ShardedState):
         found = {}
         for name, parameter in parameters.items():
             stage = self._owners.get(name)
-            owner = self._processes.rank if stage is None else self._wire.global_rank(stage)
+            owner = self._processes.rank if stage is None else self._links.global_rank(stage)
             if name in there[owner]:
                 grad = parameter if parameter.grad is None else parameter.grad
                 found[name] = self._collected(grad, stage, keep=keep).detach()
         return found
 
     def collect(self, name: str, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
-        """Return a parameter or buffer whole, on the host (see `full_tensor`). Collective."""
+        """Return the full parameter or buffer on the host (see `full_tensor`). Collective."""
         return self._collected(tensor, self._owners.get(plain_name(name)), keep=keep).detach()
 
 
 def is_on_meta(value: object) -> bool:
-    """Return whether a value is a tensor without memory."""
+    """Return whether a value is a tensor on the device `meta`."""
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
@@ -187,15 +187,15 @@ def _empty(tensor: object) -> Any:
 
 
 def owners_of(task: nn.Module, modules: Sequence[nn.Module]) -> tuple[dict[str, int], set[str]]:
-    """Return the stage that owns each parameter and buffer of a task, by plain name, and the names that every rank has.
+    """Return the owner stage of each parameter and buffer by plain name, and the names of tensors that every rank has.
 
-    The owner is the first stage that holds it. Parameters and buffers of a module that contains the stages belong to
-    none, and every rank has them. The first stage owns such parameters, because it trains them. The last stage owns
-    such buffers, because it runs the whole step, which may change them.
+    The owner is the first stage that holds the tensor. Every rank has the tensors that are in no stage. The first stage
+    owns such parameters, because it trains them. The last stage owns such buffers, because it runs the full step, which
+    may change them.
 
     Args:
-        task: Its stages' modules are in it.
-        modules: For each stage a module that holds its parts.
+        task: The task, which contains the modules of the stages.
+        modules: For each stage, a module with its parts.
     """
     first: dict[int, int] = {}
     for stage, module in reversed(list(enumerate(modules))):

@@ -1,4 +1,4 @@
-"""One optimizer step of a pipeline: a schedule runs all micro-batches of a group through the stages."""
+"""One optimizer step of a pipeline: a schedule runs all micro-batches through the stages."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from trainwright.strategies.steps.step import AutomaticStep, StepParts
 
 
 class PipelineStep(AutomaticStep):
-    """Runs the micro-batches of a group through the stages, forward and backward.
+    """Runs the micro-batches of a step through the stages, forward and backward.
 
     Args:
-        parts: Of the engine.
-        pipeline: Of the task.
-        runner: Of the pipeline.
-        processes: Of the run.
-        source: The global rank whose losses and logged values count: the last stage of this rank's pipeline.
-        base_seed: Returns a seed that ranks with the same data share. Collective; called in the first step, when the
-            generators of a resumed run have their states again.
-        num_parts: Micro-batches into which each batch is divided along its first dimension.
-        sum_shared: Completes the gradients of what is not one stage's alone.
+        parts: Parts of the engine.
+        pipeline: Pipeline of the task.
+        runner: Runner of the pipeline.
+        processes: Processes of the run.
+        source: Global rank that provides losses and logged values, from the last stage of this rank's pipeline.
+        base_seed: Returns a seed that ranks with the same data share. Collective. Called in the first step, after a
+            resumed run has restored its generators.
+        num_parts: Number of micro-batches into which each batch is divided along its first dimension.
+        sum_shared: Completes the gradients of parameters that do not belong to exactly one stage.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class PipelineStep(AutomaticStep):
         super().__init__(parts)
         if parts.hooks.on_before_backward or self._backward is not None:
             raise ConfigurationError(
-                f"{type(self.task).__name__} or a callback has on_before_backward or a backward of its own, and a "
-                "pipeline's schedule runs backward. Remove it, or use strategy='fsdp'."
+                f"{type(self.task).__name__} or a callback defines on_before_backward or backward, but the schedule "
+                "of a pipeline runs backward. Remove it, or use strategy='fsdp'."
             )
         self._pipeline, self._runner, self._processes = pipeline, runner, processes
         self._source, self._num_parts, self._sum_shared = source, num_parts, sum_shared
         self._find_base_seed = base_seed
         self._count = self._items or target_counter(self.task)
         self._base_seed: int | None = None
-        self._places: list[int] = []  # of each micro-batch: the index of its batch in the group
+        self._batch_indices: list[int] = []  # for each micro-batch: the index of its batch in the step
         self._batches: list[Any] = []
         self._weights: Sequence[Any] = ()
-        self._shares: list[float] = []  # of each: how much a row of it counts in the mean of a logged value
+        self._shares: list[float] = []  # for each micro-batch: the weight of a row in the mean of a logged value
         self._first_idx = 0
         self._logged: list[list[DivertedCall]] = []
         self._outputs: dict[int, Any] = {}
@@ -99,7 +99,7 @@ class PipelineStep(AutomaticStep):
             self._complete()
         for hook in hooks.on_after_backward:
             hook(self.run, self.task)
-        total = self._tell_all(group, batches)
+        total = self._share_results(group, batches)
         if self.scaler is not None:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
@@ -107,27 +107,27 @@ class PipelineStep(AutomaticStep):
         return total
 
     def _divide(self, group: Group, batches: list[Any]) -> None:
-        """Divide batches into micro-batches, and weigh those."""
-        self._batches, self._places, self._shares, whole, weights, of_ranks = [], [], [], [], [], []
+        """Divide batches into micro-batches, and compute their weights."""
+        self._batches, self._batch_indices, self._shares, full, weights, of_ranks = [], [], [], [], [], []
         for i, batch in enumerate(batches):
             weight = 1 / len(batches) if group.weights is None else group.weights[i]
             for part, share, of_row in divide(batch, self._num_parts, self._count):
-                whole.append(part)
+                full.append(part)
                 weights.append(weight * share)
                 part, of_rank = (part, 1.0) if self.parts.split is None else self.parts.split(part)
                 self._batches.append(part)
-                self._places.append(i)
+                self._batch_indices.append(i)
                 of_ranks.append(of_rank)
                 self._shares.append(of_row * of_rank)
         self._weights = weights
         if self._items is not None:
-            self._weights = self._weigh_items(Group(whole, group.first_idx, weights=weights))
+            self._weights = self._weigh_items(Group(full, group.first_idx, weights=weights))
         if self.parts.split is not None:
             self._weights = [each * share for each, share in zip(self._weights, of_ranks, strict=True)]
 
     def _run_stage(self, stage: int, carry: torch.Tensor | None, i: int) -> torch.Tensor:
-        """Compute a stage for one micro-batch: its output, or in the last stage its weighted loss, of shape (1,)."""
-        batch, idx, is_last = self._batches[i], self._first_idx + self._places[i], stage == self._pipeline.last
+        """Return a stage's output for one micro-batch, or in the last stage the weighted loss of shape (1,)."""
+        batch, idx, is_last = self._batches[i], self._first_idx + self._batch_indices[i], stage == self._pipeline.last
         self.sink.batch = batch
         self.sink.diverted = self._logged[i] if is_last else []
         seed = hash((self._base_seed, self.run.state.step, i))
@@ -150,15 +150,15 @@ class PipelineStep(AutomaticStep):
         self._outputs[i], self._losses[i] = outputs_of(output), loss.detach()
         return torch.stack([loss if self.scaler is None else self.scaler.scale(loss)])
 
-    def _tell_all(self, group: Group, batches: list[Any]) -> torch.Tensor:
-        """Give every rank of the pipeline the losses and the logged values of the last stage. Collective."""
+    def _share_results(self, group: Group, batches: list[Any]) -> torch.Tensor:
+        """Send the losses and logged values of the last stage to every rank of the pipeline. Collective."""
         mine = None
         if self.parts.rank == self._source:
             mine = ([self._losses[i].item() for i in range(len(self._batches))], _on_host(self._logged))
         losses, logged = self._processes.gather_object(mine)[self._source]
         device, last = self.parts.device, len(group.batches) - 1
-        for place in range(len(group.batches)):
-            parts = [i for i, other in enumerate(self._places) if other == place]
+        for index in range(len(group.batches)):
+            parts = [i for i, other in enumerate(self._batch_indices) if other == index]
             for i in parts:
                 self.sink.batch, self.sink.share = self._batches[i], self._shares[i]
                 for call in logged[i]:
@@ -167,9 +167,9 @@ class PipelineStep(AutomaticStep):
                 weight = float(sum(self._weights[i] for i in parts))
                 mean = sum(losses[i] for i in parts) / weight if weight else 0.0
                 own = self._outputs.get(parts[0]) if len(parts) == 1 else None
-                group.index, group.last_batch = place, batches[place]
+                group.index, group.last_batch = index, batches[index]
                 group.last_output = {"loss": torch.as_tensor(mean, device=device)} if own is None else own
-                if place < last:
+                if index < last:
                     self.end_batch(group)
         self.sink.batch = None
         self._batches, self._outputs = [], {}
@@ -177,7 +177,7 @@ class PipelineStep(AutomaticStep):
 
 
 def target_counter(model: nn.Module) -> Callable[[Any], torch.Tensor | None] | None:
-    """Return what counts the targets of a batch, if a model of transformers computes the loss; otherwise None."""
+    """Return a function that counts the targets of a batch. None if no transformers model computes the loss."""
     shifts = next((found for module in model.modules() if (found := shifts_labels(module)) is not None), None)
     return None if shifts is None else partial(count_targets, shifts=shifts)
 
@@ -185,14 +185,14 @@ def target_counter(model: nn.Module) -> Callable[[Any], torch.Tensor | None] | N
 def divide(batch: Any, num: int, count: Callable[[Any], Any] | None = None) -> list[tuple[Any, float, float]]:
     """Divide a batch into up to `num` parts along the first dimension of its tensors.
 
-    Tensors of another length stay whole in each part.
+    Each part has the full tensors of other lengths.
 
     Args:
-        count: Returns the number of items that the loss of a part is the mean over, or None if it is not known. Waits
-            for the device. Default: None, which counts rows.
+        count: Returns the number of items that the loss of a part averages over, or None if it is unknown. Blocks on
+            the device. Default: None, which counts rows.
 
     Returns:
-        Parts, each with its share of the batch's loss, and that share divided by its share of the rows.
+        For each part: the part, its weight in the batch's loss, and this weight divided by its fraction of the rows.
     """
     if num == 1:
         return [(batch, 1.0, 1.0)]
@@ -213,15 +213,15 @@ def divide(batch: Any, num: int, count: Callable[[Any], Any] | None = None) -> l
 
 
 def _on_host(logged: list[list[DivertedCall]]) -> list[list[DivertedCall]]:
-    """Return logged values as numbers. Waits for the device."""
+    """Return logged values as numbers. Blocks on the device."""
     found: list[list[DivertedCall]] = []
     for calls in logged:
         found.append([])
         for call in calls:
             if is_metric_object(call.value):
                 raise ConfigurationError(
-                    f"log({call.name!r}) in a training step was given a metric object, which only the last stage of "
-                    "the pipeline has updated. Log a number there, and the metric object in validation_step."
+                    f"log({call.name!r}) in a training step received a metric object, which only the last stage of the "
+                    "pipeline has updated. Log a number there, and the metric object in validation_step."
                 )
             found[-1].append(call._replace(value=call.value.item()) if isinstance(call.value, torch.Tensor) else call)
     return found

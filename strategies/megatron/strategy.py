@@ -1,4 +1,4 @@
-"""Megatron-style parallelism: pipeline stages, split layers and shards on one mesh of ranks."""
+"""Megatron-style parallelism: pipeline stages, tensor parallelism and sharding on one mesh of ranks."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp.build import check_full, give_up, materialize, widen
+from trainwright.strategies.fsdp.build import check_full, discard_weights, materialize, widen
+from trainwright.strategies.fsdp.layers.known_models import sequence_parallel_plan
 from trainwright.strategies.fsdp.layers.plan import GivenPlan
-from trainwright.strategies.fsdp.layers.ready import sequence_parallel_plan
 from trainwright.strategies.fsdp.options import check_optimizers, check_sizes, one_of
 from trainwright.strategies.fsdp.parallelize import Sharding
 from trainwright.strategies.fsdp.state import ShardedState
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
 from trainwright.strategies.megatron.runner import SCHEDULES, PipelineRunner, ranks_of_stages
-from trainwright.strategies.megatron.staged_model import Pipeline, StageModule, Wire
-from trainwright.strategies.megatron.stages import drop, find_stages, layers_of, own_parameters
+from trainwright.strategies.megatron.staged_model import Pipeline, StageLinks, StageModule
+from trainwright.strategies.megatron.stages import find_stages, free_module, layers_of, own_parameters
 from trainwright.strategies.megatron.state import PipelineState, owners_of
 from trainwright.strategies.megatron.step import PipelineStep
 from trainwright.strategies.mesh import MeshShape
@@ -55,45 +55,47 @@ _POSSIBLE_PLAN = partial(sequence_parallel_plan, strict=False)
 
 
 class MegatronStrategy(FSDPStrategy):
-    """Trains one model that is divided over ranks in several ways at once.
+    """Trains one model with several kinds of parallelism at once.
 
-    Its layers are divided into `pp` stages of a pipeline, each layer is split over `tp` ranks, and what a rank then
-    holds of the parameters, gradients and states of optimizers is sharded over `dp_shard` ranks. The model is written
-    for one process. The product of all sizes is the number of processes.
+    The model is divided into `pp` pipeline stages. `tp` ranks split each layer. `dp_shard` ranks shard the parameters,
+    gradients and optimizer states that remain. The model is written for one process. The product of all sizes is the
+    number of processes.
 
-    A step calls the model once. Each stage runs the step up to its layers, and the last one runs it to its end: what
-    `training_step` draws from torch's generators before it calls the model is the same in every stage. Ranks that read
-    the same batches start with the generators of the first of them.
+    A step calls the model once. Each stage runs the step up to its layers, and the last stage runs it to the end.
+    Random numbers that `training_step` draws before it calls the model are the same in every stage. Ranks that read the
+    same batches start with equal states of torch's generators.
 
     Args:
-        pp: Stages of the pipeline. Default: 1.
-        tp: Ranks that split each layer (see `FSDPStrategy`). Default: 1.
-        cp, sp: Ranks that split the sequences of a batch (see `FSDPStrategy`). Default: 1.
-        dp_shard: Ranks that shard a stage and see different data; None: as many as the other sizes leave.
-        dp_replicate: Replicas of the model, which see different data. Default: 1.
-        num_micro_batches: Micro-batches into which each batch is divided along its first dimension. Those of all
-            batches of an optimizer step (`accumulate_grad_batches`) run through the pipeline together. Default: 1.
-        schedule: Order in which stages compute micro-batches, one of torch's schedules: `"1f1b"`, `"gpipe"`, and with
-            several stages on each rank `"interleaved1f1b"`, `"loopedbfs"`, `"interleavedzerobubble"`,
+        pp: Number of pipeline stages. Default: 1.
+        tp: Number of ranks that split each layer (see `FSDPStrategy`). Default: 1.
+        cp, sp: Number of ranks that split the sequences of a batch (see `FSDPStrategy`). Default: 1.
+        dp_shard: Number of ranks that shard a stage and see different data. Default: None, the number of processes
+            divided by the other sizes.
+        dp_replicate: Number of replicas of the model, which see different data. Default: 1.
+        num_micro_batches: Number of micro-batches into which each batch is divided along its first dimension. The
+            micro-batches of all batches of an optimizer step (`accumulate_grad_batches`) run through the pipeline
+            together. Default: 1.
+        schedule: One of torch's schedules, which determines the order in which stages compute micro-batches: `"1f1b"`,
+            `"gpipe"`, and with several stages per rank `"interleaved1f1b"`, `"loopedbfs"`, `"interleavedzerobubble"`,
             `"zbvzerobubble"` and `"dualpipev"`. Default: `"1f1b"`.
-        virtual_stages: Stages on each rank, so that the pipeline has `pp * virtual_stages`; None: 1, or 2 if the
-            schedule needs several.
-        recompute: `"full"`: layers keep their inputs only and are computed again in backward; `"selective"`: they keep
-            the results of matrix products, and the rest is computed again; None: nothing is.
-        distributed_optimizer: Shard what ranks with different data hold; False: they hold replicas, unless `dp_shard`
-            is given. Default: True.
-        sequence_parallel: Norms and residuals of split layers work on a part of the sequence on each of the `tp` ranks,
-            in transformers' Llama, Mistral and Qwen models (see `ready_plan`). `"auto"`: in those models; True: another
-            model is an error. Default: False.
-        split_points: Names of the layers with which the second and each further stage begin. Default: None, which asks
-            the task's `pipeline_stages`, and otherwise divides the parameters evenly.
+        virtual_stages: Number of stages per rank. The pipeline has `pp * virtual_stages` stages. Default: None, which
+            is 1, or 2 if the schedule needs several.
+        recompute: `"full"`: layers store only their inputs and are recomputed in backward. `"selective"`: layers also
+            store the results of matrix products. Default: None, which disables it.
+        distributed_optimizer: Shard parameters, gradients and optimizer states over data-parallel ranks. False:
+            replicate them, unless `dp_shard` is given. Default: True.
+        sequence_parallel: The `tp` ranks also split norms and residuals along the sequence. Supported for transformers'
+            Llama, Mistral and Qwen models (see `ready_plan`). True raises an error for other models; `"auto"` ignores
+            them. Default: False.
+        split_points: Names of the first layers of all stages except the first stage. Default: None, which uses the
+            task's `pipeline_stages`, or divides the parameters evenly.
         tensor_parallel_plan: See `FSDPStrategy`.
-        auto_wrap_policy: Units that are sharded one by one; see `FSDPStrategy`.
+        auto_wrap_policy: Units that are sharded separately; see `FSDPStrategy`.
         weights_after_stage, state_dict_type: See `FSDPStrategy`.
         timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
 
     Raises:
-        ConfigurationError: A size or a schedule is unknown; when the run is configured, the product of the sizes is not
+        ConfigurationError: A size or the schedule is invalid. At the start of a run: the product of the sizes is not
             the number of processes.
     """
 
@@ -158,15 +160,15 @@ class MegatronStrategy(FSDPStrategy):
             one_of("recompute", recompute, ("full", "selective"))
         if pp == 1 and (num_micro_batches > 1 or split_points is not None or (virtual_stages or 1) > 1):
             raise ConfigurationError(
-                "num_micro_batches, split_points and virtual_stages are those of a pipeline, and pp=1. Leave them out, "
-                "or use Trainer(accumulate_grad_batches=…)."
+                "num_micro_batches, split_points and virtual_stages need a pipeline, and pp=1. Remove them, or use "
+                "Trainer(accumulate_grad_batches=…)."
             )
         each = SCHEDULES[self.schedule]
         self.virtual_stages = virtual_stages or each or 2
         if self.virtual_stages != (each or max(2, self.virtual_stages)):
             raise ConfigurationError(
-                f"schedule={self.schedule!r} takes {each or 'several'} stage(s) on each rank, and "
-                f"virtual_stages={virtual_stages}. Leave virtual_stages out, or choose another schedule."
+                f"schedule={self.schedule!r} needs {each or 'several'} stage(s) on each rank, and "
+                f"virtual_stages={virtual_stages}. Remove virtual_stages, or choose another schedule."
             )
         self.pp, self.dp_shard, self.dp_replicate = pp, dp_shard, dp_replicate
         self.num_micro_batches, self.distributed_optimizer = num_micro_batches, distributed_optimizer
@@ -183,10 +185,10 @@ class MegatronStrategy(FSDPStrategy):
             below, above = world // product * product, -(-world // product) * product
             nearby = " or ".join(str(size) for size in dict.fromkeys((below, above)) if size)
             raise ConfigurationError(
-                f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) takes {product} process(es) or a multiple, and "
+                f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) needs {product} process(es) or a multiple, and "
                 f"the run has {world}. Start {nearby}, {others}"
                 if self.dp_shard is None
-                else f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) takes {product} processes, and the run has "
+                else f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) needs {product} processes, and the run has "
                 f"{world}. Start {product}, {others}"
             )
         replicas = self.dp_replicate
@@ -195,7 +197,7 @@ class MegatronStrategy(FSDPStrategy):
         return MeshShape(pp=self.pp, dp_replicate=replicas, dp_shard=shards, cp=split, tp=self.tp)
 
     def _nearest(self, world: int) -> list[str]:
-        """Return the sizes of the two meshes of a number of ranks that differ least from this one."""
+        """Return the sizes of the two meshes of `world` ranks that are most similar to this one."""
         given = (self.pp, self.tp, self.cp * self.sp, self.dp_replicate, self.dp_shard or 1)
         divisors = [size for size in range(1, world + 1) if world % size == 0]
         splits = divisors if given[2] > 1 else [1]
@@ -218,7 +220,7 @@ class MegatronStrategy(FSDPStrategy):
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
         if self.pp > 1 and settings.compile_options is not None:
-            raise ConfigurationError("compile=True is not supported with pp > 1. Leave it out, or use pp=1.")
+            raise ConfigurationError("compile=True is not supported with pp > 1. Remove compile, or use pp=1.")
 
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
         super().check_task(task, settings)
@@ -230,7 +232,7 @@ class MegatronStrategy(FSDPStrategy):
 
 
 class PipelineEngine(FSDPEngine):
-    """Trains the stages of a model on several ranks, each of them sharded and split over others."""
+    """Trains the stages of a model on several ranks. Other ranks shard each stage and split its layers."""
 
     strategy: MegatronStrategy
     mesh: DeviceMesh
@@ -240,9 +242,9 @@ class PipelineEngine(FSDPEngine):
         num = plan.accumulate_grad_batches * self.strategy.num_micro_batches
         if make_optimizers is not None and num < self.strategy.pp:
             warnings.warn(
-                f"A step has {num} micro-batch(es), fewer than the pp={self.strategy.pp} stages of the pipeline, which "
-                "wait for each other. Pass MegatronStrategy(num_micro_batches=), or Trainer(accumulate_grad_batches=), "
-                f"so that it has several times {self.strategy.pp}.",
+                f"A step has {num} micro-batch(es), fewer than the pp={self.strategy.pp} pipeline stages, so some "
+                "stages are idle. Increase MegatronStrategy(num_micro_batches=) or Trainer(accumulate_grad_batches=) "
+                f"to a multiple of {self.strategy.pp}.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
@@ -258,27 +260,27 @@ class PipelineEngine(FSDPEngine):
         self._divide(task)
 
     def _divide(self, task: nn.Module) -> None:
-        """Divide a model into stages, and keep this rank's. Collective."""
+        """Divide a model into stages, and keep those of this rank. Collective."""
         self._model = task
         given, group = self.strategy, self.mesh["pp"].get_group()
-        wire = Wire(group, ranks_of_stages(given.schedule, given.pp, given.virtual_stages), self.device)
+        links = StageLinks(group, ranks_of_stages(given.schedule, given.pp, given.virtual_stages), self.device)
         recomputed = self._recomputed()
-        recomputed.wrap(task, layers_of(task, len(wire.ranks)) if given.activation_checkpointing else [])
-        stages = find_stages(task, len(wire.ranks), given.split_points)
-        self.pipeline = pipeline = Pipeline(task, stages, wire)
+        recomputed.wrap(task, layers_of(task, len(links.ranks)) if given.activation_checkpointing else [])
+        stages = find_stages(task, len(links.ranks), given.split_points)
+        self.pipeline = pipeline = Pipeline(task, stages, links)
         self._owners, self._everywhere = owners_of(task, pipeline.modules)
         self._ties = _find_ties(task, pipeline.modules)
-        own = nn.ModuleList(pipeline.modules[i] for i in wire.own)
+        own = nn.ModuleList(pipeline.modules[i] for i in links.own)
         kept = {id(p) for p in own.parameters()}
         built = self._building.names_to_reset(task, self.processes)
         for module in pipeline.modules:
             materialize(task, module, built, self.device)
-            if module.index not in wire.own:
-                drop(task, module, kept)
+            if module.index not in links.own:
+                free_module(task, module, kept)
         _materialize_rest(task, self._everywhere, self.device)
         before = {id(p): (p, module, key) for module, key, p in own_parameters(own)}
         model = self._parallelize(task, list(own), None)
-        # What is sharded is another parameter: tied places outside of this rank's stage get it, too.
+        # Sharding replaces parameters: update tied ones in modules of other stages, too.
         replace_parameters(task, {i: module.get_parameter(key) for i, (_, module, key) in before.items()})
         pipeline.release = model.reshard
         narrow = self.precision.autocast_dtype
@@ -291,7 +293,7 @@ class PipelineEngine(FSDPEngine):
         self._undo_pipeline.callback(pipeline.install())
         parameters = dict(task.named_parameters())
         for name in self._ties:
-            if self._owners[plain_name(name)] not in wire.own:
+            if self._owners[plain_name(name)] not in links.own:
                 model.counted[id(parameters[name])] = False
         _share_generators(self.processes, self.data_ranks, self.device)
 
@@ -327,7 +329,7 @@ class PipelineEngine(FSDPEngine):
                 source=self._source(),
                 base_seed=self._base_seed(),
                 num_parts=self.strategy.num_micro_batches,
-                sum_shared=lambda: self._sum_shared(self.pipeline.wire),
+                sum_shared=lambda: self._sum_shared(self.pipeline.links),
             )
             found.append(loop)
             self.run_group = loop.forward_backward
@@ -337,12 +339,12 @@ class PipelineEngine(FSDPEngine):
 
     @contextmanager
     def no_sync(self, prepared: Callable[..., Any]) -> Iterator[None]:
-        yield  # a call of the model has averaged already
+        yield  # the call of the model has already averaged the gradients
 
     # Parts
 
     def make_step(self, parts: StepParts) -> Step:
-        wire = self.pipeline.wire
+        links = self.pipeline.links
         return PipelineStep(
             self._over_sequences(parts),
             self.pipeline,
@@ -351,7 +353,7 @@ class PipelineEngine(FSDPEngine):
             source=self._source(),
             base_seed=self._base_seed,
             num_parts=self.strategy.num_micro_batches,
-            sum_shared=lambda: self._sum_shared(wire),
+            sum_shared=lambda: self._sum_shared(links),
         )
 
     def _runner(self) -> PipelineRunner:
@@ -365,29 +367,29 @@ class PipelineEngine(FSDPEngine):
         return seed + self.data_ranks.rank
 
     def _source(self) -> int:
-        """Return the global rank whose losses count in this rank's pipeline: of ranks that split layers the first."""
+        """Return the global rank that provides losses: the first tensor-parallel rank of the last stage."""
         shape = self.strategy.mesh_shape(self.settings)
-        place = {**shape.coordinates(self.processes.rank), "pp": self.pipeline.wire.ranks[-1], "tp": 0}
+        place = {**shape.coordinates(self.processes.rank), "pp": self.pipeline.links.ranks[-1], "tp": 0}
         return next(rank for rank in range(shape.size) if shape.coordinates(rank) == place)
 
-    def _sum_shared(self, wire: Wire) -> None:
-        """Complete the gradients of parameters that several stages or no stage holds. Collective."""
+    def _sum_shared(self, links: StageLinks) -> None:
+        """Complete the gradients of parameters that are in several stages or in no stage. Collective."""
         around = [p.grad for n, p in self._model.named_parameters() if n in self._everywhere and p.grad is not None]
         for grad in around if self.data_ranks.group is not None else ():
-            dist.all_reduce(grad, group=self.data_ranks.group)  # no module that is sharded holds them
+            dist.all_reduce(grad, group=self.data_ranks.group)  # they are in no sharded module
             grad /= self.data_ranks.size
         parameters = dict(self._model.named_parameters()) if self._ties else {}
         for name, stages in self._ties.items():
             parameter, first = parameters[name], stages[0]
-            others = {wire.ranks[stage]: stage for stage in stages if wire.ranks[stage] != wire.ranks[first]}
-            if wire.rank == wire.ranks[first]:
+            others = {links.ranks[stage]: stage for stage in stages if links.ranks[stage] != links.ranks[first]}
+            if links.rank == links.ranks[first]:
                 for stage in others.values():
-                    _piece(parameter).add_(wire.receive(stage))
+                    _grad_shard(parameter).add_(links.receive(stage))
                 for stage in others.values():
-                    wire.send(_piece(parameter), stage)
-            elif wire.rank in others:
-                wire.send(_piece(parameter), first)
-                _piece(parameter).copy_(wire.receive(first))
+                    links.send(_grad_shard(parameter), stage)
+            elif links.rank in others:
+                links.send(_grad_shard(parameter), first)
+                _grad_shard(parameter).copy_(links.receive(first))
 
     def _state_of(
         self,
@@ -396,28 +398,28 @@ class PipelineEngine(FSDPEngine):
         names: Mapping[torch.Tensor, str] | None = None,
         make: Callable[..., ShardedState] = PipelineState,
     ) -> ShardedState:
-        wire, owners, processes = self.pipeline.wire, self._owners, self.processes
-        make = partial(make, wire=wire, owners=owners, mesh=self.mesh, processes=processes)
+        links, owners, processes = self.pipeline.links, self._owners, self.processes
+        make = partial(make, links=links, owners=owners, mesh=self.mesh, processes=processes)
         return super()._state_of(module, optimizers, names, make)
 
     def begin_evaluation(self) -> None:
-        """Make all ranks share the buffers of one. Collective."""
+        """Broadcast the buffers of each stage over the data-parallel ranks, and those of no stage. Collective."""
         group = self.data_ranks.group
         if group is not None:
             for buffer in self.task.buffers():
                 if not buffer.is_meta:
                     dist.broadcast(local_piece(buffer), group=group, group_src=0)
-        wire = self.pipeline.wire
+        links = self.pipeline.links
         for name, buffer in self.task.named_buffers():
             if plain_name(name) in self._everywhere:
-                dist.broadcast(buffer, wire.global_rank(-1), group=wire.group)
+                dist.broadcast(buffer, links.global_rank(-1), group=links.group)
 
     def unshard(self) -> None:
         self.begin_save()
-        self._take_apart()
+        self._unwrap()
         task, weights, state = self.task, self.strategy.weights_after_stage, self.state
         if weights == "none":
-            give_up(task)
+            discard_weights(task)
             return
         keep = self.is_main or weights == "all"
         states = state.optimizer_states()
@@ -428,7 +430,7 @@ class PipelineEngine(FSDPEngine):
         old = dict(task.named_parameters())
         new = {id(p): nn.Parameter(values[name], requires_grad=p.requires_grad) for name, p in old.items()}
         replace_parameters(task, new)
-        for owner, key, name in _places(task):
+        for owner, key, name in _named_buffers(task):
             owner._buffers[key] = values[name]
         names: dict[torch.Tensor, str] = {p: name for name, p in task.named_parameters()}
         for optimizer, found in zip(self.optimizers, states, strict=True):
@@ -438,11 +440,11 @@ class PipelineEngine(FSDPEngine):
             if self.is_main:
                 load_named_optimizer_state(optimizer, found, names)
 
-    def _take_apart(self) -> None:
+    def _unwrap(self) -> None:
         undo: ExitStack | None = vars(self).pop("_undo_pipeline", None)
         if undo is not None:
             undo.close()
-        super()._take_apart()
+        super()._unwrap()
 
 
 def _plan(sequence_parallel: bool | str, tp: int, given: GivenPlan | None) -> GivenPlan | None:
@@ -455,7 +457,7 @@ def _plan(sequence_parallel: bool | str, tp: int, given: GivenPlan | None) -> Gi
 
 
 def _find_ties(task: nn.Module, modules: Sequence[StageModule]) -> dict[str, list[int]]:
-    """Return the stages of each parameter that several of them hold, by its first name."""
+    """Return the stages of each parameter that is in several, by its first name."""
     found: dict[str, list[int]] = {}
     for name, parameter in task.named_parameters():
         stages = [module.index for module in modules if any(parameter is other for other in module.parameters())]
@@ -465,7 +467,7 @@ def _find_ties(task: nn.Module, modules: Sequence[StageModule]) -> dict[str, lis
 
 
 def _materialize_rest(task: nn.Module, names: Collection[str], device: torch.device) -> None:
-    """Give what belongs to no stage, which every rank holds, memory and rank 0's values. Collective."""
+    """Allocate the tensors that are in no stage on the device, and broadcast rank 0's values. Collective."""
     for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
         if plain_name(name) in names:
             tensor.data = tensor.data.to(device).contiguous()
@@ -473,23 +475,23 @@ def _materialize_rest(task: nn.Module, names: Collection[str], device: torch.dev
 
 
 def _share_generators(processes: Processes, ranks: DataRanks, device: torch.device) -> None:
-    """Give the generators of ranks that read the same batches the states of the first of them. Collective.
+    """Copy the generator states of the first of the ranks that read the same batches to the others. Collective.
 
-    Otherwise stages would compute different inputs and targets if the ranks have other seeds.
+    Otherwise, with different seeds, stages could compute different inputs and targets.
     """
     states = processes.gather_object(rng_state(device))
     set_rng_state(states[ranks.members[ranks.reader * ranks.parts]], device)
 
 
-def _piece(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's piece of a gradient; of zeros where there is none."""
+def _grad_shard(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a gradient, after setting a missing gradient to zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local_piece(parameter.grad)
 
 
-def _places(task: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield where each buffer is: module, key and whole name."""
+def _named_buffers(task: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield the module, key and full name of each buffer."""
     for prefix, module in task.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
             name = f"{prefix}.{key}" if prefix else key

@@ -1,1 +1,1 @@
-"""Training by XLA's compiler, on TPUs and the other devices of torch_xla."""
+"""Training with the XLA compiler, on TPUs and other devices of torch_xla."""

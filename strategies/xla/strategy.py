@@ -1,4 +1,4 @@
-"""XLAStrategy: XLA's compiler turns each optimizer step into one program of the device."""
+"""XLAStrategy: compile each optimizer step to one device program with XLA."""
 
 from __future__ import annotations
 
@@ -27,24 +27,23 @@ from trainwright.strategies.strategy import Strategy
 
 _WARM_UP = 2  # optimizer steps: the first one creates the optimizer's state
 _MOST_WARNINGS = 5
-_MOST_ALIKE = (
-    5  # compilations for known shapes that are no mistake: what is logged differs in the first step of an epoch
-)
+_MOST_REPEATED = 5  # compilations for known shapes without a warning: the first step of an epoch logs other values
 _SPMD = ("ddp", "fsdp")
 
 
 class XLAStrategy(Strategy):
-    """Trains by XLA's compiler (torch_xla), on a TPU or another device of it, in one process.
+    """Trains with the XLA compiler (torch_xla), on a TPU or another XLA device, in one process.
 
-    What a step computes is recorded, and compiled and run as one program at its end. A batch of another shape is
-    another program, so give the loader `drop_last=True` and pad samples to few lengths; a warning names the batch of
-    each later compilation. Reading a value, with `.item()` or `print`, cuts a step in two: use `self.log`.
+    XLA records the operations of a step, and compiles and runs them as one program at the end of the step. Each shape
+    of batches needs its own program. Use `drop_last=True` in the loader, and pad samples to few lengths. A warning
+    names the batch of each later compilation. Reading a value in a step, with `.item()` or `print`, splits it into two
+    programs. Use `self.log` instead.
 
     Args:
-        spmd: None: one device. `"ddp"`: one process uses all devices of this machine, and batches are divided over
-            them along their first dimension. `"fsdp"`: parameters, gradients and states of optimizers are divided, too.
-            Losses and metrics are those of the whole batch. It cannot be undone in a process. Default: None.
-        downcast_bf16: Tensors of float32 and float64 have bfloat16 on the device. It holds for all later runs of the
+        spmd: `"ddp"`: one process uses all devices of this machine, and batches are divided over them along their first
+            dimension. `"fsdp"`: parameters, gradients and optimizer states are divided, too. Losses and metrics are
+            those of the full batch. This cannot be undone in a process. Default: None, which uses one device.
+        downcast_bf16: Store float32 and float64 tensors as bfloat16 on the device. This affects all later runs of the
             process. Default: False.
     """
 
@@ -62,7 +61,7 @@ class XLAStrategy(Strategy):
         check_versions()
         super().check(settings)
         if settings.compile_options is not None:
-            raise ConfigurationError("XLAStrategy compiles every step by itself. Leave compile=… out.")
+            raise ConfigurationError("XLAStrategy always compiles every step. Remove compile.")
         if torch.float16 in (settings.precision.param_dtype, settings.precision.autocast_dtype):
             raise ConfigurationError(
                 f"precision={settings.precision.name!r} is not supported by {self!r}: XLA devices compute in bfloat16. "
@@ -84,9 +83,9 @@ class XLAEngine(Engine):
             set_variable("XLA_DOWNCAST_BF16", "1")
         self.library = XLALibrary(spmd=self.strategy.spmd is not None)
         self._models: list[nn.Module] = []
-        self._shapes: list[dict[str, tuple[int, ...]]] = []  # of the batches of the present step
-        self._seen: dict[bool, list[Any]] = {True: [], False: []}  # of the different steps of training, of evaluation
-        self._num_alike = self._num_warnings = 0
+        self._shapes: list[dict[str, tuple[int, ...]]] = []  # shapes of the batches of the current step
+        self._seen: dict[bool, list[Any]] = {True: [], False: []}  # shapes of training and of evaluation steps so far
+        self._num_repeated = self._num_warnings = 0
         super().start(topology)
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
@@ -111,7 +110,7 @@ class XLAEngine(Engine):
         return super().make_step(replace(parts, placed=self._placed, finish=self._finish))
 
     def _placed(self, batch: Any) -> Any:
-        """Note the shapes of a batch on the device, and divide it over the devices of this machine."""
+        """Record the shapes of a batch on the device, and divide it over the devices of this machine."""
         self._shapes.append({name: tuple(x.shape) for name, x in named_leaves(batch) if isinstance(x, torch.Tensor)})
         if self.strategy.spmd is not None:
             for tensor in iterate_tensors(batch):
@@ -120,20 +119,21 @@ class XLAEngine(Engine):
         return batch
 
     def _finish(self, batch_idx: int, trains: bool) -> None:
-        """Run what a step has recorded, and warn of a compilation after the first steps."""
+        """Run the recorded operations of a step, and warn if this compiles a program after the first steps."""
         shapes, self._shapes = self._shapes, []
         seen = self._seen[trains]
         before = self.library.num_compilations()
         self.library.sync()
         compiled = len(seen) >= _WARM_UP and self.library.num_compilations() > before
-        self._num_alike += compiled and shapes in seen
-        if compiled and (shapes not in seen or self._num_alike > _MOST_ALIKE) and self._num_warnings < _MOST_WARNINGS:
+        self._num_repeated += compiled and shapes in seen
+        unexpected = compiled and (shapes not in seen or self._num_repeated > _MOST_REPEATED)
+        if unexpected and self._num_warnings < _MOST_WARNINGS:
             self._num_warnings += 1
             reason = (
-                "what it computes changes (a branch or a number in Python)"
+                "its operations changed (a branch or a number in Python)"
                 if shapes in seen
-                else f"its shapes are new: {_text(shapes)}; the batch before had {_text(seen[-1])}. Pad samples to few "
-                "lengths, and give the loader drop_last=True"
+                else f"its shapes are new: {_text(shapes)}, after {_text(seen[-1])}. Pad samples to few lengths, and "
+                "use drop_last=True in the loader"
             )
             kind = "training_step" if trains else "evaluation step"
             warnings.warn(f"XLA compiled the {kind} of batch {batch_idx} again: {reason}.", TrainwrightWarning, 2)
@@ -164,7 +164,7 @@ class XLAEngine(Engine):
         return self._move
 
     def _move(self, batch: Any) -> Any:
-        if not any(model.training for model in self._models):  # no optimizer will end a step of an evaluation
+        if not any(model.training for model in self._models):  # evaluation steps do not end with an optimizer step
             self.library.sync()
         moved = self._placed(move(batch, self.device))
         self._shapes.clear()
@@ -174,12 +174,12 @@ class XLAEngine(Engine):
         if "device_ready_queues_" not in str(error):
             return None
         return ConfigurationError(
-            "torch ran a backward on another device before the first XLA device was used, and cannot run one there any "
-            "more in this process. Train on the XLA device first, or in a process of its own."
+            "torch cannot run backward on an XLA device in this process, because a backward on another device ran "
+            "before the XLA device was first used. Train on the XLA device first, or in a separate process."
         )
 
     def unshard(self) -> None:
-        """Bring the task and the optimizers' states back to the host."""
+        """Copy the task and the optimizer states to the host."""
         move_module(self.task, torch.device("cpu"))
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
@@ -187,7 +187,7 @@ class XLAEngine(Engine):
 
 
 class XLAState(FullState):
-    """The state of a task on XLA devices; what a checkpoint reads of it are copies on the host."""
+    """State of a task on XLA devices. Checkpoints receive copies on the host."""
 
     def model_state(self) -> dict[str, Any]:
         return dict(map_tensors(torch.Tensor.cpu, super().model_state()))
@@ -197,5 +197,5 @@ class XLAState(FullState):
 
 
 def _text(shapes: list[dict[str, tuple[int, ...]]]) -> str:
-    """Return the shapes of the batches of a step as a text: those of the last one, if there are several."""
+    """Return the shapes of the last batch of a step as text."""
     return ", ".join(f"{name or 'batch'} {size}" for name, size in shapes[-1].items()) if shapes else "no tensors"

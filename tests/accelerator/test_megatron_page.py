@@ -192,8 +192,8 @@ def test_the_page_trains_as_one_process_does(way: str, custom: bool, tmp_path: P
 
 def test_advanced_options_of_the_page_are_refused_with_what_to_write() -> None:
     for options, says in (
-        ({"other_megatron_args": {"position_embedding_type": "alibi"}}, "choose position embeddings"),
-        ({"other_megatron_args": {"attention_head_type": "multiquery"}}, "kinds of attention by the model"),
+        ({"other_megatron_args": {"position_embedding_type": "alibi"}}, "configure position embeddings"),
+        ({"other_megatron_args": {"attention_head_type": "multiquery"}}, "attention in the model"),
         ({"context_parallel_size": 2}, "ParallelismConfig.*splits sequences"),
         ({"custom_megatron_datasets_provider_function": print}, "prepare a DataLoader"),
         ({"recompute_method": "block"}, "use 'uniform'"),

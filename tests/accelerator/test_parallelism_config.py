@@ -76,16 +76,16 @@ def test_its_properties_follow_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ({"cp_size": 2}, "cp_size=2 × .* = 2 ranks, and there are 1 processes"),
+        ({"cp_size": 2}, "cp_size=2 × .* = 2 ranks, but there are 1 processes"),
         ({"cp_size": 2, "sp_size": 2}, "cp=2 and sp=2 split sequences in two ways"),
-        ({"tp_size": 0}, "tp_size=0: write a whole number"),
+        ({"tp_size": 0}, "tp_size=0: use an integer"),
         ({"tp_handler": object()}, "tp_handler is not supported"),
         ({"dp_shard_size": 2}, "Pass Accelerator\\(fsdp_plugin=…\\) too"),
-        ({"pp_size": 2}, "pp_size=2 × .* = 2 ranks, and there are 1 processes. Start 2 processes"),
-        ({"ep_size": 2, "dp_shard_size": 3}, "ep_size=2 .* dp_shard_size=3 is not divisible by it.*dp_shard_size=4"),
+        ({"pp_size": 2}, "pp_size=2 × .* = 2 ranks, but there are 1 processes. Start 2 processes"),
+        ({"ep_size": 2, "dp_shard_size": 3}, "dp_shard_size=3 is not divisible by ep_size=2.*dp_shard_size=4"),
         ({"ep_size": 2, "dp_shard_size": 2, "tp_size": 2}, "ep=2 and tp=2: layers cannot be split"),
         ({"ep_size": 2, "dp_shard_size": 2, "pp_size": 2}, "ep_size=2 and pp_size=2: experts cannot be divided"),
-        ({"dp_replicate_size": 2}, "= 2 ranks, and there are 1 processes. Start 2 processes"),
+        ({"dp_replicate_size": 2}, "= 2 ranks, but there are 1 processes. Start 2 processes"),
     ],
 )
 def test_what_cannot_be_served_is_an_error(sizes: dict[str, Any], text: str) -> None:

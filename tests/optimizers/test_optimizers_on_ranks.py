@@ -162,7 +162,7 @@ def prepare_uneven() -> str:
 
 def test_rows_that_are_not_divided_evenly_are_refused() -> None:
     for message in run_distributed(prepare_uneven, 2, init=False, timeout=120):
-        assert "a parameter of shape (129, 64) is not divided into as many rows" in message
+        assert "a parameter of shape (129, 64) are not divisible by the number of ranks" in message
 
 
 def loop(folder: Path, strategy: str) -> list[Weights]:

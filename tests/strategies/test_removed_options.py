@@ -19,7 +19,7 @@ from trainwright.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
         (DeepSpeedStrategy, "remote_device", "offload_parameters=True"),
         (DeepSpeedStrategy, "load_full_weights", "one layout"),
         (DeepSpeedStrategy, "stages", "Did you mean 'stage'"),
-        (FSDPStrategy, "cluster_environment", "found by themselves"),
+        (FSDPStrategy, "cluster_environment", "detected automatically"),
         (FSDPStrategy, "use_orig_params", "original parameters"),
     ],
 )

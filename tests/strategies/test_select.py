@@ -97,7 +97,7 @@ def test_options_may_follow_a_name() -> None:
         ("megatron:pp", "'pp' is not an option. Write NAME:OPTION=VALUE"),
         ("megatron:pp=2:pp=4", "'pp=4' is not an option"),
         ("megatrom:pp=2", "unknown strategy 'megatrom'.*Did you mean 'megatron'"),
-        ("megatron:pp=two", "pp='two': write a whole number"),
+        ("megatron:pp=two", "pp='two': use an integer"),
     ],
 )
 def test_an_option_that_cannot_be_read_is_an_error(text: str, says: str) -> None:

@@ -94,7 +94,7 @@ def test_the_configuration_of_deepspeed_states_accumulation_and_precision(monkey
         (
             {"ACCELERATE_LAUNCH_DELAY": "2"},
             {},
-            "ACCELERATE_LAUNCH_DELAY=2 is not read by Trainwright. Unset it, or pass what it says as an argument.",
+            "ACCELERATE_LAUNCH_DELAY=2 is not read by Trainwright. Unset it, or pass the setting as an argument.",
         ),
     ],
 )

@@ -41,7 +41,7 @@ class ByHand(Untouched):
 @pytest.mark.parametrize(
     ("strategy", "make", "said"),
     [
-        ("fsdp", BatchSizeFinder, "BatchSizeFinder tries steps out.*FSDPStrategy takes all ranks.*devices=1"),
+        ("fsdp", BatchSizeFinder, "BatchSizeFinder runs trial steps.*FSDPStrategy needs all ranks.*devices=1"),
         ("local_sgd", WeightAveraging, "WeightAveraging averages.*LocalSGDStrategy.*strategy='ddp'"),
         ("local_sgd", EMAWeightAveraging, "EMAWeightAveraging averages.*LocalSGDStrategy"),
         ("local_sgd", lambda: StochasticWeightAveraging(0.1), "StochasticWeightAveraging averages"),
@@ -75,7 +75,7 @@ def test_averages_of_weights_are_let_through_where_weights_are_those_of_one_trai
 
 def test_optimization_by_hand_is_refused_before_a_process_is_started() -> None:
     trainer = quiet_trainer(devices=2, strategy="fsdp", max_epochs=1)
-    with pytest.raises(ConfigurationError, match=r"ByHand optimizes by hand.*FSDPStrategy.*strategy='ddp'"):
+    with pytest.raises(ConfigurationError, match=r"ByHand uses manual optimization.*FSDPStrategy.*strategy='ddp'"):
         trainer.fit(ByHand(), regression_loader(4))
 
 

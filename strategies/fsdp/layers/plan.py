@@ -1,4 +1,4 @@
-"""From a plan's patterns to layers that are split: names and widths are checked before anything is touched."""
+"""Apply a tensor-parallel plan: match its patterns, check names and widths, and split the layers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from trainwright.strategies.units import hook_keys
 
 
 def check_tp_size(tp: Any) -> int:
-    """Return `tp`."""
+    """Return `tp` after checking it."""
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
-        raise ConfigurationError(f"tp={tp!r}: write over how many ranks layers are split, such as 2.")
+        raise ConfigurationError(f"tp={tp!r}: use the number of ranks that split layers, such as 2.")
     return tp
 
 
 def need_divisible(tp: int, **counts: int) -> None:
-    """Check that counts, such as a number of heads, can be divided over the ranks of a tensor-parallel group.
+    """Check that counts, such as a number of heads, are divisible by the size of a tensor-parallel group.
 
     Raises:
-        ConfigurationError: one cannot; says which numbers of ranks could.
+        ConfigurationError: A count is not divisible. The message lists possible sizes.
     """
     for name, count in counts.items():
         if count % tp:
@@ -55,28 +55,28 @@ def _divisors(count: int) -> str:
 Plan = Mapping[str, Any]
 """Pattern of module names → the name of a style (see `STYLES`), a torch `ParallelStyle`, or several of them."""
 GivenPlan = Plan | Callable[[nn.Module, DeviceMesh], Plan | None]
-"""A plan, or what returns one for a model and the run's mesh."""
+"""A plan, or a function that returns one for a model and the run's mesh."""
 
 
 class SplitLayers:
-    """A plan applied to a task: splits its layers part by part, and takes everything but the pieces off again.
+    """Splits the layers of a task according to a plan, and removes everything but the shards again.
 
     Args:
-        task: built; not touched yet.
-        plan: see `Plan`. Patterns match whole names as `named_modules` gives them; `*` stands for one part between
-            dots, or for some of its characters.
-        mesh: the axis over which layers are split, 1-D.
-        root: The part of the task whose layers are split on this rank; places of a tied weight outside of it belong to
-            another stage of a pipeline. Default: the task.
+        task: The task, whose model is built. The constructor only checks it.
+        plan: See `Plan`. Patterns match the full names of `named_modules`. `*` matches one part between dots, or
+            characters of it.
+        mesh: The axis over which layers are split, 1-D.
+        root: The part of the task whose layers this rank splits. A tied weight outside of it belongs to another
+            pipeline stage. Default: the task.
 
     Attributes:
-        splits_loss: logits stay in pieces (see `LossParallel`).
+        splits_loss: Logits stay sharded (see `LossParallel`).
     """
 
     def __init__(self, task: nn.Module, plan: Plan, mesh: DeviceMesh, root: nn.Module | None = None) -> None:
         self._task, self._mesh = task, mesh
         self._styles: dict[int, list[ParallelStyle]] = {}
-        self._left: list[tuple[nn.Module, dict[str, Any], set[tuple[str, int]]]] = []
+        self._split_modules: list[tuple[nn.Module, dict[str, Any], set[tuple[str, int]]]] = []
         modules = dict(task.named_modules())
         for pattern, wanted in plan.items():
             for module in _matching(modules, pattern):
@@ -91,9 +91,9 @@ class SplitLayers:
         self.splits_loss = any(_leaves_split(style) for styles in self._styles.values() for style in styles)
 
     def split(self, part: nn.Module) -> None:
-        """Split the layers within a part that are not yet; their weights are whole, and the same on every rank.
+        """Split the layers within a part that are not split yet. Not collective.
 
-        Not collective. A tied weight is one piece afterwards, as it was one weight.
+        Their weights are full and equal on every rank. Tied weights remain tied.
         """
         for module in list(part.modules()):
             styles = self._styles.pop(id(module), None)
@@ -104,14 +104,14 @@ class SplitLayers:
             trained = {key: p.requires_grad for key, p in module.named_parameters(recurse=False)}
             for style in styles:
                 parallelize_module(module, self._mesh, style, src_data_rank=None)
-            for key, wanted in trained.items():  # torch 2.13's SequenceParallel forgets what is frozen
+            for key, wanted in trained.items():  # torch 2.13's SequenceParallel sets requires_grad=True
                 module.get_parameter(key).requires_grad_(wanted)
-            self._left.append((module, plain, hook_keys(module) - before))
+            self._split_modules.append((module, plain, hook_keys(module) - before))
             _own_memory(module)
         self._tie_again()
 
     def narrow(self) -> None:
-        """Make layers as narrow as they are on one rank, without values and ranks: to count what a rank will need."""
+        """Replace parameters by uninitialized ones of a shard's shape, to estimate a rank's memory. Not collective."""
         narrowed: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays tied
 
         def narrow(module: nn.Module, name: str, dim: int) -> None:
@@ -127,7 +127,7 @@ class SplitLayers:
                 if isinstance(style, SplitParameters):
                     for name in style.names:
                         narrow(module, name, 0)
-                dims = _cut_dims(module, style)
+                dims = _split_dims(module, style)
                 if dims is None:
                     continue
                 narrow(module, "weight", dims[0])
@@ -137,27 +137,27 @@ class SplitLayers:
                     vars(module)["nf"] = module.get_parameter("weight").shape[1]
 
     def undo(self) -> None:
-        """Take hooks and attributes off; parameters stay as they are. Not collective."""
-        for module, plain, hooks in reversed(self._left):
+        """Remove hooks and attributes. Parameters remain shards. Not collective."""
+        for module, plain, hooks in reversed(self._split_modules):
             for name in [name for name in vars(module) if not name.startswith("_") and name not in plain]:
                 del vars(module)[name]
             vars(module).update(plain)
             vars(module).pop("_distribute_module_applied", None)
             for table, key in hooks:
                 vars(module)[table].pop(key, None)
-        self._left = []
+        self._split_modules = []
 
     def _tie_again(self) -> None:
         for places in self._ties:
             found: list[Any] = [module._parameters[key] for module, key, _ in places]
-            pieces = [parameter for parameter in found if isinstance(parameter, DTensor)]
-            if not pieces or all(parameter is found[0] for parameter in found):
+            shards = [parameter for parameter in found if isinstance(parameter, DTensor)]
+            if not shards or all(parameter is found[0] for parameter in found):
                 continue
-            if len(pieces) < len(found) or any(piece.placements != pieces[0].placements for piece in pieces):
+            if len(shards) < len(found) or any(shard.placements != shards[0].placements for shard in shards):
                 raise ConfigurationError(
-                    f"{' and '.join(name for *_, name in places)} are one weight, which the tensor-parallel plan "
-                    "splits in different ways. Split all of them or none: for example 'embedding' for the embedding "
-                    "and 'colwise_gathered' for the layer that makes logits."
+                    f"{' and '.join(name for *_, name in places)} are one tied weight, which the tensor-parallel plan "
+                    "splits in different ways. Split all of them or none. For example, use 'embedding' for the "
+                    "embedding and 'colwise_gathered' for the layer that computes logits."
                 )
             for module, key, _ in places:
                 module._parameters[key] = found[0]
@@ -169,7 +169,7 @@ def _narrower(parameter: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
 
 
 def _leaves_split(style: ParallelStyle) -> bool:
-    """Whether a layer's outputs are a DTensor that is cut by classes: only `cross_entropy` can use such."""
+    """Return whether a layer's output is a DTensor sharded by classes, which only `cross_entropy` can use."""
     return isinstance(style, ColwiseParallel) and not style.use_local_output and style.output_layouts == (Shard(-1),)
 
 
@@ -189,12 +189,12 @@ def _matching(modules: Mapping[str, nn.Module], pattern: str) -> list[nn.Module]
 
 
 def _generic(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names of modules with `*` for numbers, as plans write them, before the names themselves."""
+    """Return the names of modules, those with `*` for numbers first."""
     return [*sorted({starred(name) for name in modules if name}), *(name for name in modules if name)]
 
 
 def with_stars(model: nn.Module) -> list[str]:
-    """Return the names of a model's modules with `*` for numbers, as plans write them, in their order."""
+    """Return the names of a model's modules in order, with `*` for numbers as in plans."""
     return list(dict.fromkeys(starred(name) for name, _ in model.named_modules()))
 
 
@@ -207,8 +207,8 @@ def _style(entry: Any, module: nn.Module, pattern: str) -> ParallelStyle:
     if isinstance(entry, ParallelStyle):
         if is_conv1d(module) and isinstance(entry, (ColwiseParallel, RowwiseParallel)):
             raise ConfigurationError(
-                f"the tensor-parallel plan gives {pattern!r} torch's {type(entry).__name__}, which does not know "
-                "Conv1D. Write 'colwise', 'fused_colwise' or 'rowwise'."
+                f"the tensor-parallel plan gives {pattern!r} torch's {type(entry).__name__}, which does not support "
+                "Conv1D. Use 'colwise', 'fused_colwise' or 'rowwise'."
             )
         return entry
     if entry not in STYLES:
@@ -220,41 +220,45 @@ def _style(entry: Any, module: nn.Module, pattern: str) -> ParallelStyle:
 
 
 def _check_width(name: str, module: nn.Module, style: ParallelStyle, ranks: int) -> None:
-    """Check that a style can split a layer, and evenly."""
+    """Check that a style can split a layer evenly."""
     if isinstance(style, DivideAttributes):
         need_divisible(ranks, **{f"{name}.{key}": getattr(module, key) for key in style.names})
         return
-    dims = _cut_dims(module, style)
+    dims = _split_dims(module, style)
     if dims is None:
         return
     dim, blocks = dims
     if dim < 0:
         raise ConfigurationError(
-            f"the tensor-parallel plan splits {name} by {type(style).__name__}, and it is a {type(module).__name__}: "
-            "only linear layers, embeddings and Conv1D can be split so."
+            f"the tensor-parallel plan splits {name} with {type(style).__name__}, which does not support "
+            f"{type(module).__name__}. Use a style that fits the layer: linear layers, embeddings and Conv1D can be "
+            "split."
         )
     width = module.get_parameter("weight").shape[dim]
     if width % (blocks * ranks) and not _may_be_uneven(style):
         of = f" of {blocks} blocks" if blocks > 1 else ""
         raise ConfigurationError(
             f"{name}: its width {width}{of} is not divisible by tp={ranks}. Use a width that is a multiple of "
-            f"{blocks * ranks} ({width + blocks * ranks - width % (blocks * ranks)}), or leave it out of the plan."
+            f"{blocks * ranks} ({width + blocks * ranks - width % (blocks * ranks)}), or remove it from the plan."
         )
     if is_converted(module) and width // ranks % MULTIPLE:
         raise ConfigurationError(
-            f"{name}: its width of {width} is {width // ranks} on each of tp={ranks} ranks, and products in fp8 need "
-            f"multiples of {MULTIPLE}. Leave it in bf16 with Fp8(skip={name!r}), or use a smaller tp."
+            f"{name}: its width of {width} is {width // ranks} on each of tp={ranks} ranks, and fp8 needs multiples "
+            f"of {MULTIPLE}. Leave it in bf16 with Fp8(skip={name!r}), or use a smaller tp."
         )
 
 
 def _may_be_uneven(style: ParallelStyle) -> bool:
-    """Return whether ranks may have different numbers of rows of a weight: of a vocabulary, whose outputs are full."""
+    """Return whether ranks may hold different numbers of rows: for vocabularies, whose outputs are unsharded."""
     gathers = isinstance(style, ColwiseParallel) and style.output_layouts == (Replicate(),)
     return gathers or isinstance(style, (SplitEmbedding, SplitParameters))
 
 
-def _cut_dims(module: nn.Module, style: ParallelStyle) -> tuple[int, int] | None:
-    """Return which dimension of the weight a style cuts (-1: it cannot), in how many blocks; None: not known here."""
+def _split_dims(module: nn.Module, style: ParallelStyle) -> tuple[int, int] | None:
+    """Return the dimension of the weight that a style splits (-1: it cannot), and the number of blocks.
+
+    None for unknown styles.
+    """
     linear, embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
     if isinstance(style, FusedColwise):
         return (1 if is_conv1d(module) else 0 if linear else -1), style.blocks
@@ -270,7 +274,7 @@ def _cut_dims(module: nn.Module, style: ParallelStyle) -> tuple[int, int] | None
 
 
 def _ties(task: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
-    """Return the places of each parameter that has several: module, its name there, and in the task."""
+    """Return all uses of each tied parameter: module, its name in the module, and in the task."""
     places: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for name, module in task.named_modules():
         for key, parameter in module._parameters.items():
@@ -280,7 +284,7 @@ def _ties(task: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
 
 
 def _own_memory(module: nn.Module) -> None:
-    """Let go of the whole weights, of which torch's pieces may be views."""
+    """Copy shards that are views of full weights, so that the full weights are freed."""
     for parameter in module.parameters(recurse=False):
         if isinstance(parameter, DTensor):
             local = parameter._local_tensor

@@ -1,7 +1,7 @@
-"""How one layer is split over the ranks of a tensor-parallel group: torch's styles by name, and those it lacks.
+"""Styles of splitting one layer over the ranks of a tensor-parallel group: torch's styles by name, and additional ones.
 
-Source: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing Activation Recomputation" (2022) for the
-split of activations along the sequence.
+Source: Shoeybi et al., "Megatron-LM" (2019). For sequence parallelism: Korthikanti et al., "Reducing Activation
+Recomputation" (2022).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from trainwright.strategies.steps.fp8 import float8_linear, is_converted
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Tell whether a module is transformers' Conv1D: a linear layer whose weight is (inputs, outputs)."""
+    """Return whether a module is transformers' Conv1D, a linear layer whose weight is (inputs, outputs)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 class LossParallel(ColwiseParallel):
-    """Split the layer that makes logits by classes, and leave them split: `cross_entropy` then works on the pieces.
+    """Split the layer that computes logits by classes, and compute `cross_entropy` on the shards.
 
-    Logits are a DTensor in the step, cut in its last dimension; what the step returns is whole again.
+    In the step, logits are a DTensor sharded along the last dimension. Outputs of the step are unsharded.
 
     Args:
-        input_layouts: how the layer's input lies on the ranks; whole unless told, `Shard(1)` for a split sequence.
+        input_layouts: Placement of the layer's input; `Shard(1)` for a split sequence. Default: `Replicate()`.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None) -> None:
@@ -39,15 +39,15 @@ class LossParallel(ColwiseParallel):
 
 
 class FusedColwise(ParallelStyle):
-    """Split a layer whose outputs are several blocks side by side, such as queries, keys and values, block by block.
+    """Split a layer whose output concatenates several blocks, such as queries, keys and values, block by block.
 
     Each rank computes its share of every block, in the same order: `(…, outputs / ranks)`. The weight is a DTensor
-    whose whole is the layer's own, so that checkpoints do not know of the split. For `nn.Linear` and transformers'
-    `Conv1D`.
+    whose full tensor is the original weight, so that checkpoints do not depend on the split. For `nn.Linear` and
+    transformers' `Conv1D`.
 
     Args:
-        blocks: how many blocks of equal width.
-        input_layouts: how the layer's input lies on the ranks; whole unless told, `Shard(1)` for a split sequence.
+        blocks: Number of blocks, which have equal widths.
+        input_layouts: Placement of the layer's input; `Shard(1)` for a split sequence. Default: `Replicate()`.
     """
 
     def __init__(self, blocks: int = 3, *, input_layouts: Placement | None = None) -> None:
@@ -72,15 +72,15 @@ class FusedColwise(ParallelStyle):
         return module
 
     def _placement(self, dim: int) -> Placement:
-        # Several blocks, each cut over the ranks: what torch needs for a tensor that had been cut before.
+        # Torch's placement of a tensor that was already sharded also describes blocks that are split separately.
         return _StridedShard(dim, split_factor=self.blocks) if self.blocks > 1 else Shard(dim)
 
 
 class Conv1DRowwise(ParallelStyle):
-    """Split transformers' `Conv1D` by its inputs, which are split already; its outputs are summed over the ranks.
+    """Split transformers' `Conv1D` by its inputs, which are already split, and sum the outputs over the ranks.
 
     Args:
-        output_layouts: how the output lies on the ranks; whole unless told, `Shard(1)` for a split sequence.
+        output_layouts: Placement of the output; `Shard(1)` for a split sequence. Default: `Replicate()`.
     """
 
     def __init__(self, *, output_layouts: Placement | None = None) -> None:
@@ -91,7 +91,7 @@ class Conv1DRowwise(ParallelStyle):
         _split_parameter(module, "weight", device_mesh, Shard(0))
         _split_parameter(module, "bias", device_mesh, Replicate())
         layouts = [self.output_layouts]
-        # Each rank adds the bias to its part of the output: to all of it, or to the piece of a split sequence.
+        # Each rank adds the bias to its output: the full one, or its shard of a split sequence.
         of_bias = [Partial() if isinstance(self.output_layouts, Shard) else Replicate()]
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
@@ -108,13 +108,13 @@ class Conv1DRowwise(ParallelStyle):
 
 
 class SplitEmbedding(ParallelStyle):
-    """Split an embedding by its entries; each rank looks its own up, and the outputs are summed over the ranks.
+    """Split an embedding by its entries. Each rank looks up its own entries, and the outputs are summed over the ranks.
 
-    Unlike torch's `RowwiseParallel`, which makes a gradient for all entries on every rank, a rank has its own only.
+    Torch's `RowwiseParallel` allocates a gradient for all entries on every rank. Here a rank has only its own.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding)  # checked with the plan
+        assert isinstance(module, nn.Embedding)  # checked by SplitLayers
         _split_parameter(module, "weight", device_mesh, Shard(0))
         first = -(-module.num_embeddings // device_mesh.size()) * device_mesh.get_local_rank()
         num = len(_local(module.weight))
@@ -122,27 +122,27 @@ class SplitEmbedding(ParallelStyle):
         padding = padding if padding is not None and 0 <= padding < num else None
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
-            places = ids - first
-            elsewhere = (places < 0) | (places >= num)
-            found = functional.embedding(places.masked_fill(elsewhere, 0), _local(module.weight), padding)
-            return _redistributed(found.masked_fill(elsewhere.unsqueeze(-1), 0), device_mesh, Partial(), Replicate())
+            rows = ids - first
+            remote = (rows < 0) | (rows >= num)
+            found = functional.embedding(rows.masked_fill(remote, 0), _local(module.weight), padding)
+            return _redistributed(found.masked_fill(remote.unsqueeze(-1), 0), device_mesh, Partial(), Replicate())
 
         vars(module)["forward"] = forward
         return module
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
-    """Whether a module does nothing but look up: no norms, no counting, no forward of a sub-class."""
+    """Return whether a module only looks up entries, without further options or a forward of its own."""
     return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and not (
         module.max_norm is not None or module.scale_grad_by_freq or module.sparse
     )  # fmt: skip
 
 
 class _FirstInput(ParallelStyle):
-    """Change how a module's first input, or its `hidden_states`, lies on the ranks.
+    """Base class of styles that redistribute a module's first input, or its `hidden_states`.
 
     Args:
-        dim: the sequence's dimension.
+        dim: Dimension of the sequence.
     """
 
     def __init__(self, *, dim: int = 1) -> None:
@@ -163,12 +163,12 @@ class _FirstInput(ParallelStyle):
 
 
 class SplitSequence(_FirstInput):
-    """Cut a module's first input along the sequence, of which each rank then works on its piece: `(batch, length, …)`.
+    """Split a module's first input, `(batch, length, …)`, along the sequence.
 
-    For the first block of a model whose norms are `"sequence"`.
+    For the first block of a model whose norms have the style `"sequence"`.
 
     Args:
-        dim: the sequence's dimension.
+        dim: Dimension of the sequence.
     """
 
     def _change(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -176,30 +176,30 @@ class SplitSequence(_FirstInput):
         if length % ranks:
             raise ValueError(
                 f"a sequence of length {length} cannot be split over tp={ranks} ranks. Pad it to "
-                f"{length + ranks - length % ranks}, or leave sequence parallelism out."
+                f"{length + ranks - length % ranks}, or disable sequence parallelism."
             )
         return _redistributed(tensor, mesh, Replicate(), Shard(self.dim))
 
 
 class GatherSequence(_FirstInput):
-    """Make a module's first input whole again, of which each rank has a piece of the sequence.
+    """Gather a module's first input, of which each rank has a shard of the sequence.
 
     For modules in which several split layers read the same input, so that it is gathered once.
 
     Args:
-        dim: the sequence's dimension.
+        dim: Dimension of the sequence.
     """
 
     def _change(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        # The layers behind it add up their gradients for the whole by themselves.
+        # The following layers sum the gradients of the gathered input over the ranks.
         return _redistributed(tensor, mesh, Shard(self.dim), Replicate())
 
 
 class DivideAttributes(ParallelStyle):
-    """Divide whole numbers that a module keeps, such as its number of heads, by the number of ranks while it is split.
+    """Divide integer attributes of a module, such as its number of heads, by the number of ranks while it is split.
 
     Args:
-        names: of the attributes.
+        names: Names of the attributes.
     """
 
     def __init__(self, *names: str) -> None:
@@ -213,12 +213,12 @@ class DivideAttributes(ParallelStyle):
 
 
 class SplitParameters(ParallelStyle):
-    """Split parameters of a module along their first dimension, which its forward does not read.
+    """Split parameters that the module's own forward does not read, along their first dimension.
 
     For a parameter that is tied to one of a split layer, such as BERT's bias of the vocabulary.
 
     Args:
-        names: Of the parameters.
+        names: Names of the parameters.
     """
 
     def __init__(self, *names: str) -> None:
@@ -231,7 +231,7 @@ class SplitParameters(ParallelStyle):
         return module
 
 
-# name → what makes the style for a module
+# name → function that creates the style for a module
 STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "colwise": lambda module: FusedColwise(1) if is_conv1d(module) else ColwiseParallel(),
     "rowwise": lambda module: Conv1DRowwise() if is_conv1d(module) else RowwiseParallel(),
@@ -251,24 +251,24 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
 
 
 def _local(parameter: Any) -> torch.Tensor:
-    """Return this rank's piece of a parameter, through which gradients flow."""
-    piece: torch.Tensor = parameter.to_local()
-    return piece
+    """Return this rank's shard of a parameter, through which gradients flow."""
+    shard: torch.Tensor = parameter.to_local()
+    return shard
 
 
 def _split_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    whole: Any = getattr(module, name)
-    piece = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(piece, requires_grad=whole.requires_grad))
+    full: Any = getattr(module, name)
+    shard = distribute_tensor(full, mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(shard, requires_grad=full.requires_grad))
 
 
 def _gathered_input(inputs: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> torch.Tensor:
-    """Return an input whole; in backward the ranks' gradients of it are summed."""
+    """Return the full input. Backward sums its gradients over the ranks."""
     found: Any = inputs
     if not isinstance(inputs, DTensor):
         found = DTensor.from_local(inputs, mesh, [layout], run_check=False)
-    piece: torch.Tensor = found.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    return piece
+    full: torch.Tensor = found.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return full
 
 
 def _redistributed(tensor: torch.Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> torch.Tensor:

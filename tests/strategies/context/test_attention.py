@@ -275,11 +275,11 @@ def test_multihead_attention_is_refused() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_shapes_that_do_not_fit_are_refused() -> None:
     q, k, v = _inputs()
-    with pytest.raises(ConfigurationError, match="4 heads of queries, 2 of keys"):
+    with pytest.raises(ConfigurationError, match="4 heads of queries and 2 heads of keys must be equal"):
         ring_attention(q, k[:, :2], v[:, :2], None, is_causal=True)
     with pytest.raises(ConfigurationError, match="dtypes"):
         ring_attention(q, k.double(), v, None, is_causal=True)
-    with pytest.raises(ConfigurationError, match="local length is even"):
+    with pytest.raises(ConfigurationError, match="needs an even local length"):
         ring_attention(q[:, :, :3], k[:, :, :3], v[:, :, :3], None, is_causal=True)
 
 

@@ -206,7 +206,7 @@ def test_a_batch_that_cannot_be_split_is_an_error(split: SplitSequences) -> None
     with pytest.raises(ConfigurationError, match=r"not a dict with 'input_ids'.*Define split_sequences"):
         split.batch(torch.zeros(2, 8))
     ids = torch.ones(2, 8, dtype=torch.long)
-    with pytest.raises(RuntimeError, match="pad them at their ends"):
+    with pytest.raises(RuntimeError, match="pad them at the end"):
         split.batch({"input_ids": ids, "attention_mask": torch.tensor([[0] * 4 + [1] * 4] * 2)})
     with pytest.raises(ConfigurationError, match=r"7 positions.*Pad it to 8"):
         split.batch({"input_ids": ids[:, 1:]})
@@ -224,7 +224,10 @@ def test_a_forward_without_attention_is_an_error(split: SplitSequences) -> None:
 @pytest.mark.requires("transformers", reason="its models say how they attend")
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"_attn_implementation": "eager"}, "attention by 'eager'.*'sdpa'"), ({"sliding_window": 4}, "window of 4")],
+    [
+        ({"_attn_implementation": "eager"}, "attention with 'eager'.*'sdpa'"),
+        ({"sliding_window": 4}, "sliding-window attention over 4"),
+    ],
 )
 def test_a_model_whose_attention_cannot_span_ranks_is_an_error(
     split: SplitSequences, changes: dict[str, Any], message: str
@@ -251,7 +254,7 @@ def test_labels_that_the_batch_does_not_hold_are_an_error(kind: str, split: Spli
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"cp": 0}, "cp=0: write a whole number"), ({"cp": 2, "sp": 2}, "cp=2 and sp=2 split sequences in two ways")],
+    [({"cp": 0}, "cp=0: use an integer"), ({"cp": 2, "sp": 2}, "cp=2 and sp=2 split sequences in two ways")],
 )
 def test_sizes_are_checked(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -136,14 +136,14 @@ def test_what_cannot_be_divided_is_refused_before_a_process_starts() -> None:
     assert "2 experts, which cannot be sharded over 4 ranks. Use sharding_strategy='HYBRID_SHARD' and device_mesh=" in (
         _refused(MixtureTask(2), FSDPStrategy(ep=2), 4)
     )
-    assert "their number 3 is not divisible" in _refused(MixtureTask(), FSDPStrategy(ep=2), 3)
+    assert "3 ranks shard one replica" in _refused(MixtureTask(), FSDPStrategy(ep=2), 3)
     task = MixtureTask()
     task.blocks = torch.nn.ModuleList()
     assert "MixtureTask has none" in _refused(task, FSDPStrategy(ep=2))
     assert "divided experts stay on the device" in _refused(MixtureTask(), FSDPStrategy(ep=2, cpu_offload=True))
 
 
-@pytest.mark.parametrize(("options", "text"), [({"ep": 0}, "ep=0: write"), ({"ep": 2, "tp": 2}, "ep=2 and tp=2")])
+@pytest.mark.parametrize(("options", "text"), [({"ep": 0}, "ep=0: use"), ({"ep": 2, "tp": 2}, "ep=2 and tp=2")])
 def test_sizes_are_checked_where_they_are_written(options: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         FSDPStrategy(**options)

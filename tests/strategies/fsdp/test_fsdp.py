@@ -584,13 +584,13 @@ def test_a_metric_object_counts_in_one_evaluation_after_the_other() -> None:
     ("options", "text"),
     [
         ({"sharding_strategy": "FULL"}, "FULL_SHARD"),
-        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "Leave one out"),
-        ({"auto_wrap_policy": "Block", "min_num_params": 5}, "Leave one out"),
-        ({"min_num_params": 0}, "whole number"),
+        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "Remove one of them"),
+        ({"auto_wrap_policy": "Block", "min_num_params": 5}, "Remove one of them"),
+        ({"min_num_params": 0}, "use an integer"),
         ({"device_mesh": (0, 2)}, "replicas"),
         ({"forward_prefetch": -1}, "number of units"),
-        ({"use_orig_params": True}, "no option of FSDP2"),
-        ({"sync_module_states": True}, "rank 0's weights always"),
+        ({"use_orig_params": True}, "FSDP2 does not have use_orig_params"),
+        ({"sync_module_states": True}, "rank 0's weights are always broadcast"),
         ({"shardingstrategy": "FULL_SHARD"}, "Did you mean 'sharding_strategy'"),
     ],
 )
@@ -639,7 +639,7 @@ def test_the_options_of_an_accelerate_configuration_are_read() -> None:
     ("config", "text"),
     [
         ({"fsdp_use_orig_params": False}, "option of|FSDP2 always"),
-        ({"fsdp_backward_prefetch_policy": "NO_PREFETCH"}, "Leave it out"),
+        ({"fsdp_backward_prefetch_policy": "NO_PREFETCH"}, "Remove it"),
         ({"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "needs fsdp_transformer_layer_cls_to_wrap"),
         ({"fsdp_auto_wrap_policy": "SOME_WRAP"}, "Known"),
         ({"fsdp_offload_params": "maybe"}, "true or false"),
@@ -732,7 +732,7 @@ def test_what_cannot_be_sharded_is_refused_with_a_way_out() -> None:
     (texts,) = run_distributed(_refusals, 1, init=False)
     wanted = (
         "strategy='ddp'", "configure_optimizers", "strategy='ddp'", "reset_parameters", "Did you mean 'Linear'",
-        "classes of modules", "shard_units", "shard_units", "Rprop of torch cannot step", "words has sparse=True",
+        "classes of modules", "shard_units", "shard_units", "torch's Rprop cannot step", "words has sparse=True",
     )  # fmt: skip
     for text, part in zip(texts, wanted, strict=True):
         assert part in text

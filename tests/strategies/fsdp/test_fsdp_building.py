@@ -232,14 +232,14 @@ def test_a_task_that_has_given_its_weights_up_is_neither_saved_nor_used_without_
 @pytest.mark.parametrize("option", ["meta_init", "cpu_ram_efficient_loading"])
 def test_a_task_that_builds_everything_early_is_told_to_build_later(option: str) -> None:
     trainer = quiet_trainer(strategy=FSDPStrategy(**{option: True}), max_steps=1)
-    with pytest.raises(ConfigurationError, match=f"{option}=True says where Blocks.configure_model"):
+    with pytest.raises(ConfigurationError, match=f"{option}=True needs Blocks.configure_model"):
         trainer.fit(Blocks(), _batches())
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"meta_init": True, "cpu_ram_efficient_loading": True}, "Leave one out"),
+        ({"meta_init": True, "cpu_ram_efficient_loading": True}, "Remove one of them"),
         ({"weights_after_stage": "mian"}, "Did you mean 'main'"),
     ],
 )

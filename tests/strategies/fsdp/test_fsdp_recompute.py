@@ -138,7 +138,7 @@ def test_what_is_computed_anew_trains_to_the_same_bits(name: str, variants: dict
     ("options", "text"),
     [
         ({"activation_checkpointing": 0}, "every n-th unit"),
-        ({"activation_checkpointing": True, "activation_checkpointing_policy": {nn.Linear}}, "Leave one out"),
+        ({"activation_checkpointing": True, "activation_checkpointing_policy": {nn.Linear}}, "Remove one of them"),
         ({"activation_checkpointing_save": ["aten.mm"]}, "activation_checkpointing=True"),
         ({"activation_checkpointing": True, "activation_checkpointing_save": ["aten.addmn"]}, "'aten.addmn'"),
         ({"activation_checkpointing": True, "activation_checkpointing_save": [nn.Linear]}, "torch.ops.aten.mm"),
@@ -151,7 +151,7 @@ def test_a_wish_about_activations_that_means_nothing_is_named(options: dict[str,
 
 def test_more_layers_to_a_checkpoint_than_there_are_units_are_refused() -> None:
     trainer = quiet_trainer(strategy=FSDPStrategy(activation_checkpointing=4), max_steps=1)
-    with pytest.raises(ConfigurationError, match="one in 4 units anew, and the task has 3"):
+    with pytest.raises(ConfigurationError, match="one in 4 units, and the task has 3"):
         trainer.fit(Blocks(), batches(2))
 
 

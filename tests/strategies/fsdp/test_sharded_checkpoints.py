@@ -210,7 +210,7 @@ def _save_local_state(path: Path) -> str:
 
 def test_a_state_of_one_ranks_shard_alone_is_refused_at_the_save(tmp_path: Path) -> None:
     messages = run_distributed(lambda: _save_local_state(tmp_path / "a"), 2, init=False, timeout=300)
-    assert all("keeps 'mine'" in message and "only that of rank 0 would be saved" in message for message in messages)
+    assert all("keeps 'mine'" in message and "only rank 0 would save it" in message for message in messages)
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.fsdp.layers.known_models import check_plan
 from trainwright.strategies.fsdp.layers.plan import SplitLayers, need_divisible
-from trainwright.strategies.fsdp.layers.ready import check_plan
 from trainwright.strategies.fsdp.layers.styles import LossParallel
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import ModelParallelStrategy, TensorParallelStrategy
@@ -423,16 +423,16 @@ def test_lightnings_sizes_say_over_how_many_ranks_layers_are_split(
 
 def test_lightnings_sizes_that_do_not_make_up_the_run_are_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"do not make up the run's 4 process\(es\). Use 1 × 4 or 2 × 2 or 4 × 1"
+        ConfigurationError, match=r"does not equal the run's 4 process\(es\). Use 1 × 4 or 2 × 2 or 4 × 1"
     ):
         lengths(ModelParallelStrategy(3, 2), 4)
-    with pytest.raises(ConfigurationError, match="data_parallel_size=0: write a number of ranks"):
+    with pytest.raises(ConfigurationError, match="data_parallel_size=0: use a number of ranks"):
         ModelParallelStrategy(0)
 
 
 @pytest.mark.parametrize("tp", [0, -1, 1.5, True, "2"])
 def test_a_size_that_is_no_number_of_ranks_is_refused(tp: Any) -> None:
-    with pytest.raises(ConfigurationError, match="write over how many ranks"):
+    with pytest.raises(ConfigurationError, match="use the number of ranks"):
         FSDPStrategy(tp=tp)
 
 
@@ -452,8 +452,11 @@ class _TwoRanks:
             r"'blocks.*.attention.ou', which matches no module.*Did you mean 'blocks.\*.attention.out'",
         ),
         ({"head": "colwize"}, "style 'colwize', which is unknown. Did you mean 'colwise'"),
-        ({"norm": "colwise"}, "splits norm by ColwiseParallel, and it is a LayerNorm"),
-        ({"head": "fused_colwise", "norm": "fused_colwise"}, "splits norm by FusedColwise, and it is a LayerNorm"),
+        ({"norm": "colwise"}, "splits norm with ColwiseParallel, which does not support LayerNorm"),
+        (
+            {"head": "fused_colwise", "norm": "fused_colwise"},
+            "splits norm with FusedColwise, which does not support LayerNorm",
+        ),
         ({"odd": "colwise"}, r"odd: its width 9 is not divisible by tp=2. Use a width that is a multiple of 2 \(10\)"),
         ({"odd": ColwiseParallel()}, "odd: its width 9"),
         ({"odd": "rowwise"}, "odd: its width 15"),
@@ -503,7 +506,7 @@ class _AsksForRanks(Gpt):
     ("task", "strategy", "devices", "text"),
     [
         (Gpt({"block": "colwise"}), "tp", 2, r"names 'block', which matches no module.*Did you mean 'blocks'"),
-        (Gpt({"blocks.*.mlp.1": "colwise"}), FSDPStrategy(tp=2), 2, "it is a GELU"),
+        (Gpt({"blocks.*.mlp.1": "colwise"}), FSDPStrategy(tp=2), 2, "does not support GELU"),
         (TwoHeads(), FSDPStrategy(tp=4), 4, r"num_heads=2 is not divisible by tp=4. Use tp=2"),
     ],
 )
@@ -549,7 +552,7 @@ def _refusals() -> list[str]:
 @pytest.mark.distributed
 def test_a_missing_plan_an_early_optimizer_and_ties_that_part_are_refused() -> None:
     for no_plan, early, half_tied, parted in run_distributed(_refusals, 2, init=False, timeout=120):
-        assert "nothing says which layers of _NoPlan" in no_plan
+        assert "needs a tensor-parallel plan for _NoPlan" in no_plan
         assert "Build it in configure_optimizers" in early
         for text in (half_tied, parted):
-            assert "tokens.weight and head.weight are one weight" in text
+            assert "tokens.weight and head.weight are one tied weight" in text

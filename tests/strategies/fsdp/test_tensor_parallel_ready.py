@@ -14,7 +14,7 @@ from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
-from trainwright.strategies.fsdp.layers.ready import PlannedMesh, find_plan, propose_plan, ready_plan
+from trainwright.strategies.fsdp.layers.known_models import PlannedMesh, find_plan, propose_plan, ready_plan
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 
@@ -205,9 +205,9 @@ def test_a_plan_is_proposed_for_another_model(kind: str, expected: dict[str, str
     model = make_model(kind)
     with pytest.raises(ConfigurationError) as caught:
         ready_plan(model, 2)
-    assert f"this could be the plan: {expected}" in str(caught.value)
+    assert f"in its repeated blocks: {expected}" in str(caught.value)
     mesh: Any = PlannedMesh({"tp": 2})
-    with pytest.raises(ConfigurationError, match=r"which layers of ModuleDict\. .*this could be the plan: {'mine\."):
+    with pytest.raises(ConfigurationError, match=r"plan for ModuleDict\. .*in its repeated blocks: {'mine\."):
         find_plan(torch.nn.ModuleDict({"mine": model}), None, mesh)
 
 
@@ -219,7 +219,7 @@ def test_heads_and_vocabularies_that_do_not_divide_are_named() -> None:
     odd = make_model("gpt2", vocab_size=25)
     with pytest.raises(ConfigurationError, match=r"Call model.resize_token_embeddings\(pad_to_multiple_of=2\)"):
         ready_plan(odd, 2, loss_parallel=True)
-    with pytest.raises(ConfigurationError, match="sequence_parallel=True, and GPT-2"):
+    with pytest.raises(ConfigurationError, match="sequence_parallel=True is not supported for GPT-2"):
         ready_plan(odd, 2, sequence_parallel=True)
-    with pytest.raises(ConfigurationError, match="no ready tensor-parallel plan for Linear"):
+    with pytest.raises(ConfigurationError, match="no built-in tensor-parallel plan supports Linear"):
         ready_plan(torch.nn.Linear(2, 2), 2)

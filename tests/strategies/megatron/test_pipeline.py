@@ -275,10 +275,10 @@ def test_layers_are_divided_by_their_parameters() -> None:
         ({"pipeline": 2, "pp": 2}, "MegatronStrategy has no argument 'pipeline'"),
         ({"pp": 3, "split_points": ["model.blocks.1"]}, r"divide a model into 2 stages.*has 3.*2 name"),
         ({"pp": 2, "split_points": ["model.block.1"]}, r"is not a layer. Did you mean 'model.blocks.1'"),
-        ({"pp": 2, "split_points": ["model.blocks.0"]}, "leave a stage without layers"),
-        ({"pp": 2, "dp_shard": 2}, r"dp_shard=2\) takes 4 processes, and the run has \d. Start 4, or choose pp=2 or "),
+        ({"pp": 2, "split_points": ["model.blocks.0"]}, "or a stage has no layers"),
+        ({"pp": 2, "dp_shard": 2}, r"dp_shard=2\) needs 4 processes, and the run has \d. Start 4, or choose pp=2 or "),
         ({"pp": 2, "schedule": "1f2b"}, "schedule='1f2b' is unknown. Did you mean '1f1b'"),
-        ({"pp": 0}, "pp=0: write a whole number"),
+        ({"pp": 0}, "pp=0: use an integer"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_before_a_process_starts(arguments: Any, message: str) -> None:
@@ -390,8 +390,8 @@ class Reading(Leaky):
     ("task", "message"),
     [
         (Twice, "called the model twice"),
-        (Leaky, "argument 1 of Block .* comes from another stage"),
-        (Reading, r"reads model\.embed\.weight, which another stage .* holds.*define pipeline_stages"),
+        (Leaky, "argument 1 of Block .* comes from another pipeline stage"),
+        (Reading, r"reads model\.embed\.weight, which is in another pipeline stage.*define pipeline_stages"),
     ],
 )
 def test_a_model_that_a_pipeline_cannot_run_is_refused_in_its_first_step(task: Any, message: str) -> None:
@@ -433,10 +433,10 @@ def test_the_pipeline_leaves_no_trace_on_a_model(monkeypatch: pytest.MonkeyPatch
     task = Speaker()
     before = {name: set(vars(module)) for name, module in task.named_modules()}
 
-    class Wire:
+    class StageLinks:
         rank, ranks, own, device = 0, [0, 1], [0], torch.device("cpu")
 
-    wire: Any = Wire()
-    Pipeline(task, find_stages(task, 2, None), wire).install()()
+    links: Any = StageLinks()
+    Pipeline(task, find_stages(task, 2, None), links).install()()
     assert {name: set(vars(module)) for name, module in task.named_modules()} == before
     assert all(module._compiled_call_impl is None for module in task.modules())

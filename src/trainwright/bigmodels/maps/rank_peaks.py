@@ -20,8 +20,8 @@ from torch import nn
 from trainwright.bigmodels.maps.sizes import NUMBERED_BLOCK
 from trainwright.bigmodels.maps.zero_peaks import ZeroBuckets, flat_peak, sharded_peak
 from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.fsdp.layers.known_models import PlannedMesh, ready_plan
 from trainwright.strategies.fsdp.layers.plan import SplitLayers
-from trainwright.strategies.fsdp.layers.ready import PlannedMesh, ready_plan
 from trainwright.strategies.megatron.stages import find_stages
 
 _BYTES, _STATES = 4, 8  # of a weight or gradient in float32, and of Adam's two averages

@@ -1,4 +1,4 @@
-"""Ready tensor-parallel plans for transformers' Llama, GPT-2, BERT and T5 families, and the check of a plan."""
+"""Built-in tensor-parallel plans for transformers' Llama, GPT-2, BERT and T5 families, and selection of a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainwright.strategies.fsdp.layers.styles import (
     is_conv1d,
 )
 
-# What a transformers config calls its `model_type`.
+# Values of `model_type` in transformers' configurations.
 LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 GPT2_FAMILY = ("gpt2",)
 BERT_FAMILY = ("bert",)
@@ -34,21 +34,21 @@ FAMILIES = (*LLAMA_FAMILY, *GPT2_FAMILY, *BERT_FAMILY, *T5_FAMILY)
 def ready_plan(
     model: nn.Module, tp: int, *, prefix: str = "", sequence_parallel: bool = False, loss_parallel: bool = False
 ) -> dict[str, Any]:
-    """Return the plan for a model of transformers: Llama, Mistral, Qwen 2 and 3, GPT-2, BERT or T5, with any head.
+    """Return the plan for a transformers model: Llama, Mistral, Qwen 2 and 3, GPT-2, BERT or T5, with any head.
 
-    Heads, feed-forward layers, embeddings and the language head are split. Ranks may hold parts of the vocabulary
-    of unequal size.
+    The plan splits attention heads, feed-forward layers, embeddings and the language head. Ranks may hold parts of the
+    vocabulary of unequal size.
 
     Args:
-        model: for example a `LlamaForCausalLM` or a `GPT2Model`.
-        tp: the number of ranks over which layers are split.
-        prefix: the model's name in the task, for example `"model"` for `self.model`.
-        sequence_parallel: norms and residuals work on a piece of the sequence on each rank, whose length must be
-            divisible by `tp`. Llama's family only.
-        loss_parallel: logits stay in pieces, on which `cross_entropy` works: the model's own loss, or the step's.
+        model: For example a `LlamaForCausalLM` or a `GPT2Model`.
+        tp: Number of ranks that split the layers.
+        prefix: The model's name in the task, for example `"model"` for `self.model`.
+        sequence_parallel: Split norms and residuals along the sequence, whose length must be divisible by `tp`. For
+            the Llama family only.
+        loss_parallel: Keep logits sharded, and compute `cross_entropy` on the shards.
 
     Raises:
-        ConfigurationError: another model, or a number of heads that is not divisible by `tp`.
+        ConfigurationError: The model is not supported, or its number of heads is not divisible by `tp`.
     """
     kind = _family(model)
     if kind in LLAMA_FAMILY:
@@ -57,13 +57,14 @@ def ready_plan(
         if sequence_parallel:
             name = "GPT-2" if kind in GPT2_FAMILY else type(model).__name__
             raise ConfigurationError(
-                f"sequence_parallel=True, and {name} drops out and adds positions outside of its blocks. Leave it out."
+                f"sequence_parallel=True is not supported for {name}, which applies dropout and positions outside of "
+                "its blocks. Remove it."
             )
         make = _gpt2 if kind in GPT2_FAMILY else _bert if kind in BERT_FAMILY else _t5
         plan = make(model, tp, loss_parallel)
     else:
         raise ConfigurationError(
-            f"there is no ready tensor-parallel plan for {type(model).__name__}. There are plans for the model types "
+            f"no built-in tensor-parallel plan supports {type(model).__name__}. There are plans for the model types "
             f"{', '.join(FAMILIES)}. Define tensor_parallel_plan in the task.{_advice(model)}"
         )
     return {f"{prefix}.{name}" if prefix else name: style for name, style in plan.items()}
@@ -71,14 +72,14 @@ def ready_plan(
 
 @runtime_checkable
 class PlansLayers(Protocol):
-    """A model that plans how its layers are split, as every task does; see `TaskModule.tensor_parallel_plan`."""
+    """A model with its own tensor-parallel plan, such as every task; see `TaskModule.tensor_parallel_plan`."""
 
     def tensor_parallel_plan(self, mesh: DeviceMesh) -> Mapping[str, Any] | None:
-        """Return the plan; None: the strategy's argument, or a built-in plan."""
+        """Return the plan. None selects the strategy's argument, or a built-in plan."""
 
 
 def find_plan(task: nn.Module, given: GivenPlan | None, mesh: DeviceMesh) -> Plan:
-    """Return the plan by which a task's layers are split: the one given, its own, or a ready one. Not collective."""
+    """Return the tensor-parallel plan of a task: the given one, its own, or a built-in one. Not collective."""
     plan = given(task, mesh) if callable(given) else given
     if plan is None and isinstance(task, PlansLayers):
         plan = task.tensor_parallel_plan(mesh)
@@ -86,7 +87,7 @@ def find_plan(task: nn.Module, given: GivenPlan | None, mesh: DeviceMesh) -> Pla
         plan = find_ready_plan(task, mesh["tp"].size())
     if not plan:
         raise ConfigurationError(
-            f"tp={mesh['tp'].size()} splits layers, and nothing says which layers of {type(task).__name__}. Define "
+            f"tp={mesh['tp'].size()} needs a tensor-parallel plan for {type(task).__name__}. Define "
             "tensor_parallel_plan(self, mesh) in it, for example returning {'net.0': 'colwise', 'net.2': 'rowwise'}."
             f"{_advice(task)}"
         )
@@ -94,19 +95,19 @@ def find_plan(task: nn.Module, given: GivenPlan | None, mesh: DeviceMesh) -> Pla
 
 
 def sequence_parallel_plan(task: nn.Module, mesh: DeviceMesh, *, strict: bool) -> Plan | None:
-    """Return the ready plans in which norms and residuals work on pieces of sequences; see `ready_plan`.
+    """Return the built-in plans with sequence parallelism; see `ready_plan`.
 
     Args:
-        strict: Another model than those that can is an error; False: its layers are split alone.
+        strict: Raise an error for a model that does not support sequence parallelism. False: split only its layers.
     """
     return find_ready_plan(task, mesh["tp"].size(), sequence_parallel=True if strict else None)
 
 
 def find_ready_plan(task: nn.Module, tp: int, *, sequence_parallel: bool | None = False) -> dict[str, Any] | None:
-    """Return the ready plans for all models of transformers that a task holds; None if there is no such model.
+    """Return the built-in plans for all transformers models in a task. None if no model is supported.
 
     Args:
-        sequence_parallel: See `ready_plan`; None: where the model can.
+        sequence_parallel: See `ready_plan`. None: True for models that support it.
     """
     found: dict[str, Any] = {}
     inside: list[str] = []
@@ -120,7 +121,7 @@ def find_ready_plan(task: nn.Module, tp: int, *, sequence_parallel: bool | None 
 
 
 class PlannedMesh:
-    """What a `DeviceMesh` that does not exist yet will say of its sizes."""
+    """Sizes of a `DeviceMesh` that does not exist yet."""
 
     def __init__(self, lengths: Mapping[str, int]) -> None:
         self.mesh_dim_names = tuple(lengths)
@@ -132,7 +133,7 @@ class PlannedMesh:
         return PlannedMesh({name: self.shape[self.mesh_dim_names.index(name)]})
 
     def size(self, mesh_dim: int | None = None) -> int:
-        """Return the number of ranks, or that along one axis."""
+        """Return the number of ranks in total, or along one axis."""
         found = 1
         for length in self.shape if mesh_dim is None else self.shape[mesh_dim : mesh_dim + 1]:
             found *= length
@@ -140,14 +141,15 @@ class PlannedMesh:
 
 
 def check_plan(task: nn.Module, given: GivenPlan | None, lengths: Mapping[str, int]) -> None:
-    """Check that there is a plan, that it names modules of the task, and that what it splits is divisible.
+    """Check that a plan exists, names modules of the task, and splits only divisible layers.
 
-    Not collective, and nothing is touched. A plan that asks its mesh for more than sizes is checked once there is one.
+    Not collective. Changes nothing. If the plan reads more than sizes from its mesh, it is checked once the mesh
+    exists.
     """
     mesh: Any = PlannedMesh(lengths)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they come when layers are split
+            warnings.simplefilter("ignore")  # shown when layers are split
             plan = find_plan(task, given, mesh)
     except AttributeError as error:
         if isinstance(error.obj, PlannedMesh):
@@ -162,12 +164,12 @@ def _family(module: nn.Module) -> str | None:
 
 
 def _is_model(module: nn.Module) -> bool:
-    """Return whether a module is a model of transformers; its blocks have the config too."""
+    """Return whether a module is a transformers model. Its blocks have a `config` too."""
     return hasattr(module, "base_model_prefix")
 
 
 def _parts(model: Any, blocks: str) -> tuple[str, str | None]:
-    """Return what stands before the names within the base model, and the name of the layer that makes logits."""
+    """Return the prefix of names in the base model, and the name of the layer that computes logits."""
     base = "" if hasattr(model, blocks) else f"{model.base_model_prefix}."
     return base, "lm_head" if hasattr(model, "lm_head") else None
 
@@ -206,7 +208,10 @@ def _llama(model: Any, tp: int, sequence_parallel: bool, loss_parallel: bool) ->
 def _gpt2(model: Any, tp: int, loss_parallel: bool) -> dict[str, Any]:
     config = model.config
     if getattr(config, "add_cross_attention", False):
-        raise ConfigurationError("add_cross_attention=True: the ready plan for GPT-2 does not split cross attention.")
+        raise ConfigurationError(
+            "add_cross_attention=True is not supported by the built-in plan for GPT-2. Define tensor_parallel_plan in "
+            "the task."
+        )
     need_divisible(tp, n_head=config.n_head)
     base, head = _parts(model, "h")
     block = f"{base}h.*."
@@ -262,9 +267,8 @@ def _advice(model: nn.Module) -> str:
     if not proposed:
         return ""
     return (
-        f" By names and shapes of the linear layers in its repeated blocks, this could be the plan: {proposed}. "
-        "Compare its losses with those of one process. An attention that stores its number of heads needs "
-        "DivideAttributes too."
+        f" A guess from names and shapes of the linear layers in its repeated blocks: {proposed}. Compare its losses "
+        "with those of one process. An attention module that stores its number of heads also needs DivideAttributes."
     )
 
 
@@ -273,10 +277,10 @@ _READS_FUSED_HEADS = re.compile(r"c_attn|w?qkv(_proj)?|in_proj", re.IGNORECASE) 
 
 
 def propose_plan(model: nn.Module) -> dict[str, str]:
-    """Return a guess of a plan for the linear layers in a model's repeated blocks, by their names and shapes.
+    """Guess a plan for the linear layers in a model's repeated blocks from their names and shapes.
 
-    Layers that read the hidden state and return another width, and those that are named as queries, keys and values
-    are, are split by outputs. Layers that return to the hidden width are split by inputs.
+    Layers from the hidden width to a larger one, and those named like queries, keys and values, are split by outputs.
+    Layers that return to the hidden width are split by inputs.
     """
     layers: dict[str, tuple[int, int]] = {}
     for name, module in model.named_modules():
@@ -301,7 +305,7 @@ def propose_plan(model: nn.Module) -> dict[str, str]:
 def _ends(
     config: Any, tp: int, embedding: str, head: str | None, sequence_parallel: bool, loss_parallel: bool
 ) -> dict[str, Any]:
-    """Return what becomes of the embedding and of the layer that makes logits."""
+    """Return the plan for the embedding and for the layer that computes logits."""
     layouts = Shard(1) if sequence_parallel else None
     if loss_parallel and config.vocab_size % tp:
         raise ConfigurationError(
