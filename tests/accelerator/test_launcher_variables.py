@@ -45,7 +45,7 @@ def test_the_launcher_sets_precision_and_accumulation_unless_the_script_does(
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("ACCELERATE_USE_IPEX", "true", "its work is in torch"),
+        ("ACCELERATE_USE_IPEX", "true", "torch includes its optimizations"),
         ("ACCELERATE_TORCH_DEVICE", "cuda:1", "CUDA_VISIBLE_DEVICES"),
         ("ACCELERATE_SOMETHING_NEW", "x", "not read"),
     ],
