@@ -63,6 +63,8 @@ FOREIGN_PROBES: dict[str, str] = {
     "strategies.fsdp.layers.plan:bias": "torch's layers",
     "strategies.fsdp.layers.known_models:config": "a model of transformers",
     "strategies.megatron.stages:config": "a model of transformers",
+    "generation.continuations:config": "a model of transformers",
+    "accelerator.prepared.accelerated_model:config": "a model of transformers",
     "accelerator.logging:main_process_only": "a user's tracker",
     "accelerator.prepared.accelerated_optimizer:eval": "a user's optimizer without a schedule",
     "accelerator.prepared.accelerated_optimizer:train": "a user's optimizer without a schedule",

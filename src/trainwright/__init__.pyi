@@ -5,6 +5,7 @@ from trainwright import checkpoint as checkpoint
 from trainwright import cli as cli
 from trainwright import core as core
 from trainwright import data as data
+from trainwright import generation as generation
 from trainwright import launch as launch
 from trainwright import loggers as loggers
 from trainwright import optimizers as optimizers

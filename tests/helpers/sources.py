@@ -18,6 +18,7 @@ PARTS = {
     "processes": "src/trainwright/processes",
     "bigmodels": "src/trainwright/bigmodels",
     "accelerator": "src/trainwright/accelerator",
+    "generation": "src/trainwright/generation",
     "launch": "src/trainwright/launch",
     "cli": "src/trainwright/cli",
     "utilities": "src/trainwright/utilities",

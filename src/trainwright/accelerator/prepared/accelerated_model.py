@@ -13,6 +13,7 @@ from torch import nn
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import map_tensors
+from trainwright.generation.continuations import generate
 from trainwright.strategies.units import is_compiled
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -116,6 +117,37 @@ class AcceleratedModel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the model's own names, on every rank."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def megatron_generate(
+        self,
+        inputs: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        *,
+        top_p: float | None = None,
+        top_p_decay: float = 0.0,
+        add_BOS: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Continue prompts; the name and arguments are Accelerate's. See `trainwright.generate`, to which others go.
+
+        Args:
+            inputs, attention_mask: Prompts.
+            max_length: Of a row with its prompt. Default: None, for `max_new_tokens`, or 128.
+            max_new_tokens: Default: None, for `max_length`.
+            top_p: Default: None, which is 1.
+            top_p_decay: 0 for none.
+            add_BOS: Put the token of the model's configuration that begins texts before each prompt.
+            options: `num_beams`, `temperature`, `top_k`, `length_penalty`, …
+        """
+        bos_token = getattr(getattr(self.owner, "config", None), "bos_token_id", None) if add_BOS else None
+        if add_BOS and bos_token is None:
+            raise ConfigurationError("add_BOS=True needs bos_token_id in the model's configuration.")
+        new = (max_length or 128) - inputs.shape[1] if max_new_tokens is None else max_new_tokens
+        options |= {"top_p": 1.0 if top_p is None else top_p, "top_p_decay": top_p_decay or 1.0}
+        options = {name: value for name, value in options.items() if value is not None}
+        return generate(self, inputs, attention_mask, max_new_tokens=new, bos_token=bos_token, **options)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the owner (`config`, `generate`, …)."""

@@ -1,0 +1,1 @@
+from trainwright.generation.continuations import generate as generate
