@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*holds the state of a callback:UserWarning"),
     # torchao's own, at its import
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torchao"),
-    pytest.mark.filterwarnings("ignore:.*callback that is not there.*:UserWarning"),
 ]
 _NAMES = ["int8_dynamic_int4_weight", "int8_dynamic_int8_weight", "int4_weight", "int8_weight"]
 _INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))

@@ -357,4 +357,4 @@ def _refused(root: Path) -> str:
 def test_every_rank_hears_that_a_service_is_not_known(tmp_path: Path) -> None:
     first, second = run_distributed(_refused, 2, tmp_path, init=False)
     assert first.startswith("nosuch://bucket/run: ")
-    assert "rank 0 could not look into nosuch://bucket/run" in second
+    assert "rank 0 could not list nosuch://bucket/run" in second

@@ -289,7 +289,7 @@ def continued(runs: dict[str, Any], checkpoints: dict[str, Path]) -> dict[tuple[
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
 def test_saving_loading_and_continuing_equals_the_uninterrupted_run(
     name: str, continued: dict[Any, Any], runs: dict[str, Any]
 ) -> None:
@@ -302,7 +302,7 @@ def test_saving_loading_and_continuing_equals_the_uninterrupted_run(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("reader", "writer"), [_marked(pair) for pair in PAIRS])
-@pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
 def test_a_checkpoint_of_one_strategy_continues_under_another(
     reader: str, writer: str, continued: dict[Any, Any], runs: dict[str, Any]
 ) -> None:

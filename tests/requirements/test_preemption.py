@@ -333,7 +333,7 @@ def test_a_job_that_cannot_be_requeued_is_said_to_be_so(
 ) -> None:
     _slurm(tmp_path, monkeypatch, status=1)
     assert run(tmp_path / "run", Victim("train step", number=signal.SIGUSR1)) == "SIGUSR1"
-    assert "Job 41 was not requeued: scontrol said no such job" in capsys.readouterr().out
+    assert "Job 41 was not requeued: scontrol failed: no such job" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("number", "options"), [(signal.SIGTERM, {}), (signal.SIGUSR1, {"auto_requeue": False})])

@@ -317,7 +317,10 @@ def test_a_preempted_run_drops_a_write_that_outlasts_the_grace_and_keeps_the_ear
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
     trainer = quiet_trainer(max_steps=9, callbacks=[saver], num_sanity_val_steps=0, preemption_grace=2)
     start_s = time.monotonic()
-    with pytest.raises(Preempted), pytest.warns(TrainwrightWarning, match="not written in time and is dropped"):
+    with (
+        pytest.raises(Preempted),
+        pytest.warns(TrainwrightWarning, match="not written before the deadline and is dropped"),
+    ):
         trainer.fit(Signalled(), regression_loader())
     took_s = time.monotonic() - start_s
     assert "of preemption_grace are left" in capsys.readouterr().out

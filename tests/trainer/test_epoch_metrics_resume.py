@@ -148,11 +148,11 @@ def test_two_processes_come_to_the_very_same_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.filterwarnings("ignore:.*the random number generators start anew:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
 def test_another_number_of_processes_adds_up_what_there_was(tmp_path: Path) -> None:
     of_two = run_distributed(train, 2, tmp_path / "two", init=False, timeout=100)[0]
     with pytest.warns(
-        TrainwrightWarning, match="the metric objects pair.low, pair.mean, whole_mean restart in this epoch"
+        TrainwrightWarning, match="the metric objects pair.low, pair.mean, whole_mean start from scratch in this epoch"
     ):
         of_one = train(tmp_path / "one", tmp_path / "two" / "step=6")
     for name in ("host", "mixed", "early"):

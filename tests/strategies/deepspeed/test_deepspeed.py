@@ -296,7 +296,7 @@ def _save(folder: Path) -> list[set[str]]:
     return seen
 
 
-@pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*holds the state of a callback:UserWarning")
 @pytest.mark.exhaustive
 def test_a_checkpoint_within_a_run_holds_whole_tensors_or_pieces_and_loads_into_one_process(tmp_path: Path) -> None:

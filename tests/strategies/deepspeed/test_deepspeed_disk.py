@@ -112,7 +112,7 @@ def run(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
 def test_weights_and_states_on_a_disk_train_save_continue_and_evaluate(tmp_path: Path) -> None:
     first, second = run_distributed(run, 2, tmp_path, timeout=290, init=False)
     recorder, task = StepRecorder(), Wide(named=False)

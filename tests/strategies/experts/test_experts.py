@@ -78,7 +78,7 @@ def test_transformers_mixtures_train_as_in_one_process(processes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [("single", "ep"), ("ep", "single"), ("ep", "ep"), ("ep", "ep of 4"), ("fsdp", "ep"), ("ep", "fsdp")],

@@ -447,7 +447,7 @@ class _FailsBetween(Blocks):
 @pytest.mark.distributed
 def test_a_rank_that_fails_says_that_it_cannot_collect_the_pieces(tmp_path: Path) -> None:
     first, second = run_distributed(_save_in_failure, 2, tmp_path, init=False)
-    assert any("pieces on 2 ranks" in text for text in first)
+    assert any("sharded across 2 ranks" in text for text in first)
     assert not second
     assert not list(tmp_path.iterdir())
 

@@ -282,7 +282,7 @@ def _continue(
     return weights_of(task)
 
 
-@pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
 @pytest.mark.distributed
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.exhaustive
