@@ -17,7 +17,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 WANTED = 1.0
 # What a folder or a page reaches today where that is not WANTED yet: it only sinks.
 ALLOWED: dict[str, float] = {
-    "loggers": 2.3,
     "strategies": 24.5,
     "trainer": 14.3,
 }

@@ -180,9 +180,9 @@ class OffloadStep(AutomaticStep):
         if self._stream is not None:
             self._stream.wait_for_gradients()
 
-    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
         self._wait_for_gradients()
-        return super()._leave_out(skipped, group, weights, total)
+        return super()._skip_batches(skipped, group, weights, total)
 
     def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         self._wait_for_gradients()

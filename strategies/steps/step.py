@@ -172,7 +172,7 @@ class Step(ABC):
                 if i < num - 1:
                     self.end_batch(group)
         if skipped:
-            total = self._leave_out(skipped, group, weights, total)
+            total = self._skip_batches(skipped, group, weights, total)
         sink.batch = None
         if self._complete is not None and total is not None:
             self._complete()
@@ -218,7 +218,7 @@ class Step(ABC):
         return (counts * parts.ranks.size / total.clamp(min=1)).to(dtype).unbind()
 
     @abstractmethod
-    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
         """Return the loss of a group without its skipped micro-batches."""
 
     @abstractmethod
@@ -249,7 +249,7 @@ class Step(ABC):
             self._synchronize(True)
         self.parts.gradients.free(parameters_of(self.optimizers))
 
-    def drop_group(self) -> None:
+    def discard_step(self) -> None:
         """Discard a step after `forward_backward`, without changing the loss scale."""
         self.discard_gradients()
         if self.scaler is not None:
@@ -338,7 +338,7 @@ class AutomaticStep(Step):
             hook(self.run, self.task)
         return output, loss.detach()
 
-    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
         if self.parts.ranks.size > 1:
             raise without_loss(type(self.task).__name__, self.parts.rank)
         if total is None:
@@ -435,7 +435,7 @@ class ManualStep(Step):
         with self._context or nullcontext():
             return self._training_step(batch, idx), None
 
-    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
         return None
 
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:

@@ -93,7 +93,7 @@ def go_back(run: StageRun, wish: Wish) -> None:
     history.num_rollbacks += 1
     if run.is_main:
         history.abandoned |= run.folder.written_after(wish.path)
-    run.engine.step.drop_group()
+    run.engine.step.discard_step()
     run.saves.forget()
     run.metrics.in_step, run.metrics.batch = False, None
     run.metrics.flush_step()  # of the branch that is left
