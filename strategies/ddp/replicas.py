@@ -85,7 +85,7 @@ def unused_parameters(error: BaseException, model: nn.Module) -> TaskError | Non
         else "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])"
     )
     return TaskError(
-        f"the loss of {type(model).__name__}'s last step does not depend on some of its parameters{what}, but the "
+        f"the loss of {type(model).__name__}'s last step does not depend on some of its parameters{what}. The "
         "processes average the gradients of all of them. Use them in each step, freeze them (requires_grad_(False)) "
         f"or remove them. If steps use different parameters, use {option}."
     )
