@@ -106,7 +106,7 @@ class CSVLogger(VersionedLogger):
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return columns and rows; a row has what is not empty in it. One without a newline is torn, and left out."""
+    """Return columns and rows, without empty values and without an incomplete last line."""
     with open(path, encoding="utf-8", newline="") as file:
         reader = csv.DictReader(line for line in file if line.endswith("\n"))
         rows = [{name: text for name, text in row.items() if text} for row in reader]

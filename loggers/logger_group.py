@@ -127,9 +127,10 @@ class LoggerGroup:
         return [{"logger": type(logger).__name__, **logger.state_dict()} for logger in self.loggers]
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Give each logger the next state that was saved by one of its class; call it before `start` if possible. Call
-        it when a training is resumed, not for an evaluation: it makes loggers remove what was logged later. Loggers
-        added or removed since the states were saved are allowed.
+        """Load into each logger the next state of its class. Call it before `start` if possible.
+
+        Call it only to resume training, not for an evaluation: loggers remove all values that were logged later.
+        Loggers may have been added or removed since the states were saved.
         """
         left = list(states)
         for logger in self.loggers:
@@ -152,12 +153,12 @@ class LoggerGroup:
         except Exception as error:  # whatever a tracker raises, the training continues
             if strict and isinstance(error, (ConfigurationError, MissingPackageError)):
                 raise
-            left_out = "Only that is missing."
+            effect = "Only that is missing."
             if method in _ESSENTIAL:
                 self._dropped.append(logger)
-                left_out = "It is disabled for the rest of this run; training and the other loggers continue."
+                effect = "It is disabled for the rest of this run; training and the other loggers continue."
             warnings.warn(
-                f"{type(logger).__name__}.{method} failed with {type(error).__name__}: {error}. {left_out}",
+                f"{type(logger).__name__}.{method} failed with {type(error).__name__}: {error}. {effect}",
                 TrainwrightWarning,
                 stacklevel=3,
             )

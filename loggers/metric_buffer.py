@@ -1,9 +1,9 @@
 """The buffer that `log` fills: values stay on their device until the loop flushes them.
 
-`log` copies a value and appends it; it never waits for a device and never communicates. The loop calls `flush_step`
-every few steps for the latest values, and `flush_epoch` at an epoch's end for the aggregates. Only there are values
-read, with one copy for each device, and only there do ranks communicate, in one exchange that every rank takes part in,
-whatever it has logged. Memory does not grow with the number of steps.
+`log` copies a value and appends it. It never waits for a device and never communicates. The loop calls `flush_step`
+every few steps for the latest values, and `flush_epoch` at the end of an epoch for the aggregates. Only these two read
+values, with one copy for each device, and communicate, in one collective that every rank joins even if it has logged
+nothing. Memory does not grow with the number of steps.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class MetricBuffer:
         in_step: True during a training or evaluation step (or a hook of one batch).
         batch: the current micro-batch, which determines the weight in a mean; None outside. Set it to None again after
             the batch, otherwise the buffer keeps it alive.
-        share: how much the batch counts in a mean over ranks that split its sequences, 1 on average; None: it is whole.
+        share: weight of the batch in a mean over the ranks that split its sequences, 1 on average; None: not split.
         dataloader_idx: index of the evaluation loader of the batch, if there are several; None outside.
         diverted: takes the arguments of each call of `log`, which then does nothing else; None: nothing is diverted.
     """

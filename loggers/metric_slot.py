@@ -164,7 +164,7 @@ class MetricSlot:
         self.chunks: list[Tensor | list[float]] = []
 
     def observe(self, metric: object) -> None:
-        """Keep a torchmetrics object; its value in this step is what its `forward` returned last."""
+        """Store a torchmetrics object. Its value in this step is the last result of its `forward`."""
         if self.metric is not None and self.metric is not metric:
             raise ConfigurationError(
                 f"log({self.key!r}) got two different metric objects in one epoch; give each its own name."

@@ -49,7 +49,7 @@ def compute_alone(metric: Any) -> Any:
 
 @contextmanager
 def without_ranks(metric: torch.nn.Module) -> Iterator[None]:
-    """Let the metric objects in a module compute this rank's own values, without the other ranks."""
+    """Compute the metric objects in a module from this rank's values only, within the context."""
     changed: list[tuple[Any, Callable[[], bool] | None, bool]] = []
     parts: list[Any] = [part for part in metric.modules() if hasattr(part, "distributed_available_fn")]
     try:
@@ -222,12 +222,12 @@ class Flushed:
 
 
 class Entry(NamedTuple):
-    """One key's value on one rank; made of plain values, so that it travels as a tuple.
+    """One key's value on one rank. Its plain values are exchanged as a tuple.
 
     Attributes:
         name, suffix: the key is `name + suffix`.
         forked: logged on step and epoch, so that names end in `_step` and `_epoch`.
-        logger, prog_bar: where it goes.
+        logger, prog_bar: destinations of the value.
         kind: `"mean"`, `"sum"`, `"min"`, `"max"` or `"custom"`.
         main_only: only rank 0's value counts.
         total: the weighted sum (mean), the sum, the smallest or the largest value.

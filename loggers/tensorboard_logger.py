@@ -30,16 +30,16 @@ class TensorBoardLogger(VersionedLogger):
     """Logger that writes event files (and `hparams.yaml`) into `save_dir/name/version_N`; view them with
     `tensorboard --logdir`.
 
-    Event files are only appended to. When a run goes back to an earlier step, a restart mark makes TensorBoard hide
-    what was logged from there on.
+    Event files are only appended to. When a run resumes from an earlier step, a restart mark makes TensorBoard hide
+    all values that were logged at this step or later.
 
     Args:
         save_dir: parent folder; None: the run's root folder. Default: None.
         name: sub-folder for the experiment. Default: `"trainwright_logs"`.
         version: an int N for `version_N`, or text for a folder of that name; None: a new one. Default: None.
-        log_graph: have the Trainer log the task's graph (it needs `example_input_array`). Default: False.
+        log_graph: log the task's graph (it needs `example_input_array`). Default: False.
         default_hp_metric: log the metric `hp_metric` with the hyper-parameters, so that TensorBoard lists the run in
-            its table of hyper-parameters even if `log_hyperparams` gets no metrics. Default: True.
+            its table of hyper-parameters even if `log_hyperparams` receives no metrics. Default: True.
         prefix: put before the name of each metric, with a dash. Default: `""`.
         sub_dir: a folder inside the version's folder for the event files. Default: None.
         writer_options: passed to `torch.utils.tensorboard.SummaryWriter`, for example `flush_secs=10`.
@@ -106,7 +106,7 @@ class TensorBoardLogger(VersionedLogger):
         return found
 
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
-        """Have TensorBoard hide everything logged at `step` or later: event files have no finer mark."""
+        """Hide everything logged at `step` or later in TensorBoard."""
         events = require_package("tensorboard.compat.proto.event_pb2", purpose="TensorBoardLogger")
         mark = events.Event(step=step, session_log=events.SessionLog(status=events.SessionLog.START))
         self._backend().file_writer.add_event(mark, step)
@@ -205,8 +205,8 @@ class TensorBoardLogger(VersionedLogger):
 def _wait_for_a_later_name(folder: Path) -> None:
     """Wait, for less than a second, until a new event file's name sorts after those in `folder`.
 
-    TensorBoard reads the files in the order of their names, which begin with the second of their creation, and a
-    restart mark hides what was read before it.
+    TensorBoard reads the files in the order of their names, which begin with the second of their creation. A restart
+    mark hides values that were read before it.
     """
     last = max((path.name for path in folder.glob(_EVENT_FILES)), default="")
     made_s = last.removeprefix(_EVENT_FILES[:-1]).partition(".")[0]

@@ -294,7 +294,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def last_steps_of(rows: Iterable[Mapping[str, Any]], own: Collection[str]) -> dict[str, int]:
-    """Return the last step of each name in a log's rows, those of the file's `own` columns left out."""
+    """Return the last step of each name in a log's rows, without the file's `own` columns."""
     return {name: int(row["step"]) for row in rows for name in row if name not in own}
 
 

@@ -264,7 +264,7 @@ class WandbLogger(Logger):
             self._last_checkpoint = (path, aliases)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Have W&B record histograms of gradients or parameters. It reads them in the step, which takes time."""
+        """Record histograms of gradients or parameters in W&B, which reads them during the step. This takes time."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def finish(self, status: Status) -> None:

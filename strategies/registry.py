@@ -1,4 +1,4 @@
-"""The short names of strategies that a Trainer, a configuration or the command line may use."""
+"""The names of strategies for the Trainer, configurations and the command line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_strategy(text: str) -> Any:
 
 
 def _value(text: str) -> Any:
-    """Return the number or constant that a text is; other texts are words."""
+    """Parse a number or constant. Return other texts as they are."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -67,7 +67,7 @@ def _value(text: str) -> Any:
 
 
 def _make(name: str, /, **options: Any) -> Any:
-    """Create the strategy `name` with the options of another name; arguments of the call override them."""
+    """Create the strategy `name` with preset options, which arguments of the call override."""
     return STRATEGIES.get(name)(**options)
 
 
@@ -82,7 +82,7 @@ STRATEGIES.register("deepspeed_stage_3_offload_nvme", partial(_make, "deepspeed"
 for _spmd in ("ddp", "fsdp"):
     STRATEGIES.register(f"xla_{_spmd}", partial(_make, "xla", spmd=_spmd))
 
-# Lightning's names. How processes are started is the launcher's affair and the same for all of them.
+# Lightning's names. All of them start processes in the same way: the launcher decides.
 STRATEGIES.register("single_device", partial(_make, "single"))
 STRATEGIES.register("single_xla", partial(_make, "xla"))
 for _start in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"):

@@ -1,4 +1,4 @@
-"""From the Trainer's arguments to a strategy and its settings; nothing is touched yet."""
+"""Selection of a strategy and its settings from arguments and environment variables. Touches no device."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ PLUGINS: Registry[Any] = Registry(
         "megatron_lm_plugin": "trainwright.strategies.megatron.plugin:MegatronLMPlugin",
     },
 )
-"""Arguments of an Accelerator that describe an engine → their classes."""
+"""Arguments of an Accelerator that configure an engine → their classes."""
 
-_ONLY = "default"  # the name of a plugin that is not in a dict, as in Accelerate
+_ONLY = "default"  # Accelerate's name of a single plugin
 
 ENGINE_VARIABLES = {
     "ACCELERATE_USE_FSDP": "fsdp_plugin",
@@ -43,18 +43,18 @@ ENGINE_VARIABLES = {
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
 }
-"""Variables that select an engine whose options are variables too → the argument that they replace."""
+"""Environment variables that select an engine → the argument that they replace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A strategy and where its processes come from.
+    """A selected strategy with its settings and processes.
 
     Attributes:
-        strategy: the description of the engine.
-        settings: of the engine, checked.
-        topology: this process's place; for processes that the Trainer is still to start, their number.
-        starts_processes: the Trainer must start the others.
+        strategy: The strategy.
+        settings: The checked settings of the engine.
+        topology: Ranks and number of processes. Before the Trainer starts processes, only their number.
+        starts_processes: The Trainer must start the other processes.
     """
 
     strategy: Strategy
@@ -64,7 +64,7 @@ class Selection:
 
     @property
     def runs_alone(self) -> bool:
-        """Whether the run has one process."""
+        """True if the run has one process."""
         return self.settings.num_processes == 1
 
     def engine(self) -> Engine:
@@ -87,10 +87,11 @@ def select(
 ) -> Selection:
     """Choose the strategy and check it.
 
-    `devices="auto"` is what the launcher started, or one process without a launcher on the CPU, or all accelerators.
+    `devices="auto"` uses the processes that the launcher has started. Without a launcher, it uses one process on the
+    CPU, or all accelerators.
 
     Raises:
-        ConfigurationError: unknown names, devices that are not there, or arguments that contradict each other or the
+        ConfigurationError: A name is unknown, a device does not exist, or arguments contradict each other or the
             launcher.
     """
     if not isinstance(num_nodes, int) or num_nodes < 1:
@@ -99,7 +100,7 @@ def select(
     if isinstance(strategy, str) and ":" in strategy:
         strategy = make_strategy(strategy)
     if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
-        STRATEGIES.get(strategy)  # raises, naming the nearest
+        STRATEGIES.get(strategy)  # raises an error with the most similar name
     if strategy == "auto" and device_type(accelerator) == "xla":
         strategy = "xla"
     if isinstance(strategy, str) and strategy.startswith("xla"):
@@ -112,11 +113,11 @@ def select(
     if launched and num_nodes > 1 and topology.num_nodes != num_nodes:
         raise ConfigurationError(
             f"num_nodes={num_nodes}, but the launcher started {topology.num_nodes} node(s): {topology}. "
-            "Leave num_nodes out, or start as many."
+            f"Remove num_nodes, or start {num_nodes} nodes."
         )
     if not launched and num_nodes > 1:
         raise ConfigurationError(
-            f"num_nodes={num_nodes} needs a launcher on every node, and none was found ({topology}). Start the script "
+            f"num_nodes={num_nodes} needs a launcher on every node, but none was found ({topology}). Start the script "
             f"with `torchrun --nnodes {num_nodes} --nproc-per-node {len(indices)} …` or with srun."
         )
     chosen = _chosen(strategy, world, sync_batchnorm=sync_batchnorm)
@@ -135,7 +136,7 @@ def select(
 
 
 def _chosen(strategy: str | Strategy, world: int, *, sync_batchnorm: bool) -> Strategy:
-    """Return the strategy that the Trainer's arguments name."""
+    """Return the strategy for the Trainer's arguments."""
     chosen: Strategy
     if isinstance(strategy, str):
         chosen = STRATEGIES.get(strategy if strategy != "auto" else "ddp" if world > 1 else "single")()
@@ -148,22 +149,21 @@ def _chosen(strategy: str | Strategy, world: int, *, sync_batchnorm: bool) -> St
         chosen = strategy
     if sync_batchnorm and hasattr(chosen, "sync_batchnorm"):
         chosen = chosen.with_options(sync_batchnorm=True)
-    elif sync_batchnorm and chosen.is_distributed:  # in one process its statistics are those of all
+    elif sync_batchnorm and chosen.is_distributed:  # one process needs no synchronization
         raise ConfigurationError(
-            f"sync_batchnorm=True means nothing with {type(chosen).__name__}, which leaves BatchNorm layers as they "
-            "are. Use strategy='ddp', or leave it out."
+            f"sync_batchnorm=True is not supported by {type(chosen).__name__}. Use strategy='ddp', or remove it."
         )
     return chosen
 
 
 class EnginePlugin(Protocol):
-    """A description of an engine with the names of Hugging Face Accelerate."""
+    """The configuration of an engine with the names of Hugging Face Accelerate."""
 
     def strategy(self, num_processes: int) -> Strategy:
         """Return the strategy with the same options."""
 
     def overridden(self, origin: str) -> Iterator[str]:
-        """Yield a text for each variable that says something else."""
+        """Yield a message for each environment variable with another value."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by their names."""
@@ -174,11 +174,11 @@ class LoopChoice:
     """The strategy of a user-written loop, before it is checked against the hardware.
 
     Attributes:
-        strategies: names or descriptions: of each plugin, or else one. The first one is that of the engine.
-        argument: the argument of the plugins; None if there are none.
-        plugins: the plugins by their names.
-        overridden: a text for each environment variable that says something else.
-        arrangement: the `ParallelismConfig` that arranges the processes of a plugin's strategy; None: there is none.
+        strategies: Names or strategies, one for each plugin, or one in total. The engine uses the first.
+        argument: The argument of the plugins; None if there are none.
+        plugins: The plugins by their names.
+        overridden: A message for each environment variable that is overridden.
+        arrangement: The `ParallelismConfig` for the processes of a plugin's strategy, or None.
     """
 
     strategies: list[str | Strategy]
@@ -189,14 +189,14 @@ class LoopChoice:
 
     @property
     def accumulation(self) -> int | None:
-        """Micro-batches of one optimizer step according to the descriptions; None: they name none."""
+        """Micro-batches of one optimizer step in the configurations of the engines, or None."""
         return next(
             filter(None, (one.stated_accumulation for one in self.strategies if isinstance(one, Strategy))), None
         )
 
     @property
     def mixed_precision(self) -> str | None:
-        """The mixed precision according to the descriptions; None: they name none."""
+        """The mixed precision in the configurations of the engines, or None."""
         return next(filter(None, (one.stated_precision for one in self.strategies if isinstance(one, Strategy))), None)
 
 
@@ -206,16 +206,16 @@ def choose_for_loop(
     shared: Mapping[str, EnginePlugin],
     ddp: DistributedDataParallelKwargs | None,
 ) -> LoopChoice:
-    """Choose the strategy of a user-written loop from the arguments that may select it, or else from variables.
+    """Choose the strategy of a user-written loop from its arguments, or else from environment variables.
 
     Args:
-        strategy: `"auto"` says nothing.
-        plugins: the value of each argument of `PLUGINS`; None says nothing.
-        shared: the DeepSpeed plugins of the script's other Accelerators, which are used if no argument says anything.
-        ddp: options of replicas, which a variable overrides; None says nothing.
+        strategy: A strategy, or `"auto"`.
+        plugins: The value of each argument of `PLUGINS`, or None.
+        shared: DeepSpeed plugins of the script's other Accelerators, used if no argument selects an engine.
+        ddp: Options of DistributedDataParallel, or None. An environment variable overrides them.
 
     Raises:
-        ConfigurationError: a plugin is not of its class, or two arguments select an engine.
+        ConfigurationError: A plugin has a wrong class, or two arguments select an engine.
     """
     num_processes = detect().world_size
     given = {name: _checked_plugins(name, value) for name, value in plugins.items() if value is not None}
@@ -237,7 +237,7 @@ def choose_for_loop(
             raise ConfigurationError(f"{' and '.join(said.values())} both select the engine. Unset one of them.")
         given = {argument: {_ONLY: PLUGINS.get(argument)()} for argument in said}
         overridden = [f"{origin} is not used: {name}=true." for origin in options for name in said.values()]
-    elif given and not is_active():  # transformers always passes them
+    elif given and not is_active():  # transformers always passes DDP options
         overridden += [f"{origin} is not used: {name} selects the engine." for origin in options for name in given]
     argument, named = next(iter(given.items()), (None, {}))
     for plugin in named.values():
@@ -256,7 +256,7 @@ def _checked_plugins(argument: str, value: object) -> dict[str, EnginePlugin]:
     kind = PLUGINS.get(argument)
     named: dict[str, Any] = dict(value) if isinstance(value, dict) and value else {_ONLY: value}
     if len(named) > 1 and argument != "deepspeed_plugin":
-        raise ConfigurationError(f"{argument} has {len(named)} plugins. Pass one: only DeepSpeed takes several.")
+        raise ConfigurationError(f"{argument} has {len(named)} plugins. Pass one: only DeepSpeed supports several.")
     for one in named.values():
         check_class(argument, one, kind)
     return named
@@ -271,18 +271,18 @@ def select_for_loop(
     compile_blocks: bool,
     accumulate: int,
 ) -> Selection:
-    """Check the strategy of a user-written loop: the launcher alone starts processes.
+    """Select the strategy of a user-written loop. Only the launcher starts processes.
 
     Args:
-        strategy: `"auto"` is one process without a launcher.
-        cpu: use the CPU although there is an accelerator.
-        precision: of models' forwards.
-        compile: arguments of `torch.compile`; None: nothing is compiled.
-        compile_blocks: compile repeated blocks of models, not whole models.
-        accumulate: micro-batches of one optimizer step.
+        strategy: A strategy or its name. `"auto"` is one process without a launcher.
+        cpu: Use the CPU even if there is an accelerator.
+        precision: Precision of the forward.
+        compile: Arguments of `torch.compile`. None disables compilation.
+        compile_blocks: Compile repeated blocks instead of full models.
+        accumulate: Micro-batches of one optimizer step.
 
     Raises:
-        ConfigurationError: see `select`.
+        ConfigurationError: See `select`.
     """
     topology = detect()
     launched = topology.launcher != "none"
@@ -315,13 +315,13 @@ def _indices(
     if len(indices) != local:
         raise ConfigurationError(
             f"devices={devices!r} asks for {len(indices)} process(es) on this node, but the launcher started {local} "
-            f"({topology}). Leave devices='auto', or make the two agree."
+            f"({topology}). Use devices='auto', or start {len(indices)}."
         )
     return indices
 
 
 def compile_options(spec: bool | str | dict[str, Any]) -> dict[str, Any] | None:
-    """Read a `compile=` argument: False, True, a mode, or `torch.compile`'s keyword arguments."""
+    """Parse a `compile=` argument: False, True, a mode, or keyword arguments of `torch.compile`."""
     if spec is False or spec is None:
         return None
     if spec is True:
@@ -329,7 +329,7 @@ def compile_options(spec: bool | str | dict[str, Any]) -> dict[str, Any] | None:
     if isinstance(spec, str):
         modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
         if spec not in modes:
-            raise ConfigurationError(f"compile={spec!r} is not a mode of torch.compile: {', '.join(modes)}.")
+            raise ConfigurationError(f"compile={spec!r} is not a mode of torch.compile. Known: {', '.join(modes)}.")
         return {"mode": spec}
     if isinstance(spec, dict):
         return dict(spec)

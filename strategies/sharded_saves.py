@@ -1,4 +1,4 @@
-"""Checkpoints that every rank writes a share of: begun, copied and published in step with the others."""
+"""Sharded checkpoints, of which every rank writes its shards."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trainwright.checkpoint.format.writer import plain_metrics
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.engine import Engine
 
-_GRACE_S = 10.0  # for the others to report, once the run has failed
+_GRACE_S = 10.0  # time for the other ranks to report after the run has failed
 
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """One checkpoint of a moment.
+    """One checkpoint to write.
 
     Attributes:
-        path: its folder.
-        metrics: for its manifest.
-        then: called on the main rank with `path` once it is published.
-        fresh: see `SaveRequest`.
+        path: Its folder.
+        metrics: Metrics for its manifest.
+        then: Called on the main rank with `path` after publication.
+        fresh: See `SaveRequest`.
     """
 
     path: Path
@@ -34,35 +34,35 @@ class SaveTarget:
 
 
 class ShardedSaves:
-    """Saves of which every rank writes its own pieces, and the main one what is whole.
+    """Writes sharded checkpoints: each rank writes its shards, and the main rank also writes unsharded values.
 
-    Before a save goes on, all ranks agree that it can: then each writes by itself, and the main rank alone waits for
-    what the others report.
+    First all ranks check that they can write. Then each rank writes on its own, and only the main rank waits for the
+    reports of the others.
 
     Args:
-        engine: holds the processes.
-        writer: this rank's; None: saves return once they are published.
+        engine: The engine, which has the processes.
+        writer: This rank's asynchronous writer. None makes saves synchronous.
     """
 
     def __init__(self, engine: Engine, writer: AsyncWriter | None) -> None:
         self._engine = engine
         self._writer = writer
         self._crew: Crew | None = None
-        self._processes: Any = None  # that the crew speaks through
+        self._processes: Any = None  # the processes of the crew
 
     def save(
         self, snapshot: Snapshot, targets: list[SaveTarget], *, before: Callable[[], None], at_once: bool = False
     ) -> None:
-        """Write one moment under several names. Collective; returns when the state may change.
+        """Write a snapshot to one or more checkpoints. Collective. Returns when the state may change.
 
         Args:
-            snapshot: this rank's.
-            targets: the same on every rank.
-            before: called on the main rank first.
-            at_once: return once they are published, also if there is a writer.
+            snapshot: This rank's snapshot.
+            targets: The checkpoints, the same on every rank.
+            before: Called first, on the main rank.
+            at_once: Return only after publication, even with a writer. Default: False.
 
         Raises:
-            CheckpointError, OSError: a rank cannot write; every rank raises, and nothing is published.
+            CheckpointError, OSError: A rank cannot write. Every rank raises, and nothing is published.
         """
         writer = None if at_once else self._writer
         drafts: list[Draft] = []
@@ -86,11 +86,11 @@ class ShardedSaves:
             publish = partial(self._publish, contents, targets, drafts, writer)
             self._engine.processes.on_main_rank(publish, f"write {names}")
         finally:
-            for draft in drafts:  # those that nobody has taken over
+            for draft in drafts:  # those that were not published
                 draft.close()
 
     def hurry(self) -> None:
-        """Do not wait long for the others any more: the run has failed, and they may have ended."""
+        """Shorten the wait for other ranks after the run has failed: they may have ended."""
         if self._crew is not None:
             self._crew.hurry(_GRACE_S)
 
@@ -109,15 +109,15 @@ class ShardedSaves:
     def _prepare(
         self, snapshot: Snapshot, share: list[Contents], folders: list[Path], writer: AsyncWriter | None
     ) -> Contents:
-        """Plan this rank's share, and copy it if it is to be written later."""
+        """Plan this rank's shards, and copy them if they are written asynchronously."""
         if self._writer is not None:
             self._writer.join()  # its thread uses the crew's connection
         contents = share[0] if share else plan_share(snapshot, self._engine.processes.rank)
         for folder in folders:
             if not folder.is_dir():
                 raise CheckpointError(
-                    f"it does not see {folder}, which rank 0 has made: put checkpoints on a file system that all "
-                    "nodes share, or have rank 0 write them whole (state_dict_type='full')."
+                    f"{folder}, which rank 0 has created, does not exist here. Store checkpoints on a file system that "
+                    "all nodes share, or let rank 0 write full checkpoints (state_dict_type='full')."
                 )
         self._meet()
         if writer is not None:
@@ -125,7 +125,7 @@ class ShardedSaves:
         return contents
 
     def _agree(self, prepare: Callable[[], Contents], names: str) -> Contents:
-        """Return what `prepare` returns if it has succeeded on every rank."""
+        """Return the result of `prepare`. Raise on every rank if it fails on one."""
         problem: Exception | None = None
         contents: Contents | None = None
         try:
@@ -138,13 +138,13 @@ class ShardedSaves:
         for rank, text in enumerate(told):
             if text is not None:
                 raise CheckpointError(f"rank {rank} could not write {names}: {text}")
-        assert contents is not None  # or there was a problem
+        assert contents is not None  # otherwise there was a problem
         return contents
 
     def _publish(
         self, contents: Contents, targets: list[SaveTarget], drafts: list[Draft], writer: AsyncWriter | None
     ) -> None:
-        """Write the main rank's share, or have it written, and what the others have written be published."""
+        """Write the main rank's shards, now or by the writer, and publish the checkpoints."""
         for target in targets:
             draft = drafts.pop(0)
             write = partial(

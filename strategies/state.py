@@ -1,4 +1,4 @@
-"""A model's state as checkpoints and callbacks see it: by the task's own names, whatever a strategy makes of it."""
+"""The state of a model and its optimizers for checkpoints and callbacks, by the task's names under every strategy."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _STATE_DICT_TYPES = {
 
 
 class FullState:
-    """The state of a task and its optimizers where every rank holds it whole, or at least in `p` and `p.grad`.
+    """The state of a task and its optimizers that is stored in `p` and `p.grad`.
 
-    An engine that keeps it elsewhere, or in pieces, has a sub-class of its own.
+    Engines that store or shard it in another way have a subclass.
 
     Args:
-        task: prepared.
-        optimizers: its optimizers.
-        device: where pieces are exchanged, if there are any.
-        is_main: whether this rank wants the values of what has to be put together.
-        names: The names of parameters of optimizers that are not the task's. Default: None.
+        task: The prepared task.
+        optimizers: Its optimizers.
+        device: Device on which shards are gathered.
+        is_main: True if this rank needs the values of gathered tensors.
+        names: Names of optimizers' parameters that are not the task's. Default: None.
     """
 
     def __init__(
@@ -51,107 +51,110 @@ class FullState:
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """The optimizers whose states these are, in order."""
+        """The optimizers in order."""
         return self._optimizers
 
-    # What a checkpoint holds
+    # Checkpoints
 
     @property
     def saves_pieces(self) -> bool:
-        """Whether each rank writes its own pieces into a checkpoint now. The same on every rank; asked before a save.
+        """True if each rank writes its own shards of a checkpoint. The same on every rank; read before each save.
 
-        If it is True, `model_state` and `optimizer_states` collect nothing: they return tensors as they lie on this
-        rank, which `in_pieces` understands. What is whole there is saved by the main rank.
+        If True, `model_state` and `optimizer_states` gather nothing. They return this rank's tensors for `in_pieces`.
+        The main rank saves those that are not sharded.
         """
         return False
 
     def in_pieces(self, tree: Any) -> Any:
-        """Return a tree of state with `trainwright.checkpoint.Pieces` for every tensor that lies in pieces.
+        """Return a tree of state with `trainwright.checkpoint.Pieces` in place of every sharded tensor.
 
-        Called on every rank with the same tree when `saves_pieces` is True, once for each save. Not collective. Of
-        values that several ranks hold, one alone may give them; the same object in two places must stay one.
+        Called once for each save on every rank with the same tree, if `saves_pieces` is True. Not collective. If
+        several ranks hold the same values, only one may return them. Two references to one tensor must remain one
+        object.
         """
         return tree
 
     def model_state(self) -> dict[str, Any]:
-        """Return the task's whole weights and buffers by their own names, not to be changed.
+        """Return the task's full weights and buffers by their names. The caller must not change them.
 
-        References where this process holds them whole or `saves_pieces`, copies on the host otherwise: then collective,
-        and on other ranks than the main one the tensors have a shape and no values (device `meta`).
+        Unsharded tensors are references, and so are all tensors if `saves_pieces`. Sharded tensors are otherwise
+        gathered to the host of the main rank, and have the device `meta` on other ranks. Then collective.
         """
         return dict(self._task.state_dict())
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
-        """Load whole weights and buffers by their own names into the prepared task, on every rank. Not collective.
+        """Load full weights and buffers by their names into the prepared task, on every rank. Not collective.
 
         Returns:
-            The task's names that are not in `state`, and those of `state` that are not in the task.
+            The task's names that are not in `state`, and the names in `state` that are not in the task.
 
         Raises:
-            CheckpointError: shapes differ, or names do and `strict`.
+            CheckpointError: Shapes differ, or names differ and `strict` is True.
         """
         return load_plain_state(self._task, state, strict=strict)
 
     def optimizer_states(self) -> list[dict[str, Any]]:
-        """Return each optimizer's whole state by parameter name (see `named_optimizer_state`); as `model_state`."""
+        """Return each optimizer's full state by parameter name (see `named_optimizer_state`), like `model_state`."""
         names = self._parameter_names()
         return [named_optimizer_state(optimizer, names) for optimizer in self._optimizers]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load one of what `optimizer_states` returned, on every rank. Not collective.
+        """Load one state that `optimizer_states` returned, on every rank. Not collective.
 
         Raises:
-            CheckpointError: it does not fit (see `load_named_optimizer_state`); the optimizer is left as it was.
+            CheckpointError: It does not fit (see `load_named_optimizer_state`). The optimizer is then unchanged.
         """
         load_named_optimizer_state(optimizer, state, self._parameter_names())
 
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         return self._names | {parameter: name for name, parameter in self._task.named_parameters()}
 
-    # Single tensors, for callbacks and for whoever compares one strategy with another
+    # Single tensors
 
     def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return one of the task's tensors, or one that is cut alike, whole.
+        """Return the full value of one of the task's tensors, or of a tensor that is sharded like one.
 
-        As it is where it lies whole. Otherwise collective: a copy on the host; on other ranks than the main one it has
-        a shape and no values (device `meta`).
+        An unsharded tensor is returned as it is. Otherwise collective: the main rank gets a copy on the host, and other
+        ranks a tensor on the device `meta`.
         """
         return self._whole(tensor, keep=self._is_main)
 
     def missing_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor on the device `meta` like the full value of one that this rank does not hold in full.
+        """Return a `meta` tensor with the full shape of a sharded tensor, or None if this rank holds the full value.
 
-        None if it holds the value. Not collective.
+        Not collective.
 
         Args:
-            tensor: a parameter or buffer of the task.
+            tensor: A parameter or buffer of the task.
         """
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_cut(tensor) else None
 
     def shard_like(self, value: Any, like: Any) -> Any:
-        """Cut a whole tensor as `like` is cut; what is not to be cut, or does not fit, stays as it is. Not collective.
+        """Shard a full tensor as `like` is sharded. Values that do not fit are returned as they are. Not collective.
 
         Args:
-            value: of a checkpoint: any shape, on the host.
-            like: one of the task's tensors.
+            value: Value of a checkpoint, of any shape, on the host.
+            like: One of the task's tensors.
         """
         return shard_like(value, like)
 
     def full_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Return the parameters whole, by the task's own names; those of one tensor once.
+        """Return the full parameters by the task's names. Tied parameters are returned once.
+
+        Sharded parameters are gathered to the host, which is collective. Others are references, which the caller must
+        not change.
 
         Args:
-            keep: False: this rank wants shapes and dtypes only, and may get tensors on the device `meta`.
-
-        Collective where they lie in pieces (copies on the host then); otherwise references, not to be changed.
+            keep: False if this rank needs only shapes and dtypes. It may then get tensors on the device `meta`.
+                Default: True.
         """
         found = self._task.named_parameters()
         return {plain_name(name): self._whole(p, keep=keep).detach() for name, p in found}
 
     def full_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Return the gradients that there are, likewise; none of an engine that hides them.
+        """Return the existing full gradients, like `full_parameters`. Empty if the engine hides gradients.
 
-        Called between `forward_backward` and `optimizer_step`: accumulated, averaged over ranks, unscaled.
+        Call it between `forward_backward` and `optimizer_step`. Gradients are accumulated, averaged and unscaled.
         """
         found = [(name, p.grad) for name, p in self._task.named_parameters()]
         return {plain_name(name): self._whole(g, keep=keep).detach() for name, g in found if g is not None}
@@ -165,14 +168,14 @@ class FullState:
 
 
 class JointState(FullState):
-    """The state of several models, each with a state of its own, as one checkpoint.
+    """The joint state of several models in one checkpoint.
 
-    Weights are loaded, and single tensors are read, through the states of the models.
+    Load weights and read single tensors through the states of the models.
 
     Args:
         task: A module whose children are the models.
-        optimizers: All optimizers, each of which belongs to one part.
-        device, is_main: see `FullState`.
+        optimizers: All optimizers. Each belongs to one part.
+        device, is_main: See `FullState`.
         parts: The states, each with the prefix of its names in the checkpoint.
     """
 
@@ -215,7 +218,7 @@ class JointState(FullState):
 
 
 def _renamed(state: Mapping[str, Any], *, remove: str = "", add: str = "") -> dict[str, Any]:
-    """Return the state of an optimizer with another prefix of the names of parameters."""
+    """Return the state of an optimizer with another prefix in parameter names."""
 
     def renamed(name: str) -> str:
         return add + name.removeprefix(remove)
@@ -234,17 +237,17 @@ def shard_like(value: Any, like: Any) -> Any:
 
 
 def state_dict_type_name(value: Any) -> str:
-    """Return `"sharded"` or `"full"` for what says so, in torch's and Hugging Face Accelerate's words too.
+    """Return `"sharded"` or `"full"` for a name of this package, torch or Hugging Face Accelerate.
 
     Raises:
-        ConfigurationError: it is neither.
+        ConfigurationError: The name is unknown.
     """
-    word = str(getattr(value, "name", value)).lower()  # torch's enumeration has names
+    word = str(getattr(value, "name", value)).lower()  # of torch's enum
     for name, words in _STATE_DICT_TYPES.items():
         if word in words:
             return name
     known = [word for words in _STATE_DICT_TYPES.values() for word in words]
     raise ConfigurationError(
         f"state_dict_type={value!r} is unknown.{nearest(word, known)} Write 'sharded' (each rank "
-        "writes its pieces; any number of ranks reads them) or 'full' (rank 0 writes the whole)."
+        "writes its shards; any number of ranks reads them) or 'full' (rank 0 writes the full state)."
     )

@@ -1,4 +1,4 @@
-"""The Strategy contract: which engine trains a model, with which options."""
+"""The Strategy contract: the choice of an engine and its options."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from trainwright.strategies.engine_settings import EngineSettings
 
 
 class Strategy:
-    """The description of an engine: a value that can be compared, printed and pickled, and that touches nothing.
+    """The configuration of an engine. It can be compared, printed and pickled, and uses no device or process.
 
-    `engine` creates the engine of one stage of a Trainer, or of one user-written loop. The attributes of a strategy are
-    set once; a changed one is another strategy (`with_options`).
+    `engine` creates the engine of one stage of a Trainer, or of one user-written loop. A strategy is immutable:
+    `with_options` returns a changed copy.
 
     Attributes:
-        capabilities: what the engine can do; see `Capabilities`.
-        is_distributed: the engine can join several processes.
-        runs_on: the type of device that the engine needs; None: any.
-        distributed_type: what `Accelerator.distributed_type` is; None: the kind of the process group.
-        stated_accumulation: micro-batches of one optimizer step that its own configuration names; None: it names none.
-        stated_precision: `"bf16"` or `"fp16"` if its own configuration enables mixed precision; None: it does not.
-        sync_each_batch: gradients are averaged over ranks after every micro-batch of a step.
+        capabilities: Features that the engine supports; see `Capabilities`.
+        is_distributed: The engine supports several processes.
+        runs_on: Device type that the engine needs. None means any.
+        distributed_type: Value of `Accelerator.distributed_type`. None uses the kind of the process group.
+        stated_accumulation: Micro-batches of one optimizer step in the engine's own configuration, or None.
+        stated_precision: `"bf16"` or `"fp16"` if the engine's own configuration enables mixed precision, or None.
+        sync_each_batch: Gradients are averaged over ranks after every micro-batch of a step.
     """
 
     capabilities: Capabilities = Capabilities()
@@ -45,15 +45,15 @@ class Strategy:
     _given: dict[str, Any]
 
     def check(self, settings: EngineSettings) -> None:
-        """Check that the engine supports the settings. Touches no device and no process.
+        """Check that the engine supports the settings. Uses no device or process.
 
         Raises:
-            ConfigurationError: It does not.
+            ConfigurationError: It does not support them.
         """
         if settings.device_type != (self.runs_on or settings.device_type):
             raise ConfigurationError(
-                f"{self!r} computes on {self.runs_on!r} devices, and accelerator={settings.device_type!r} was asked "
-                "for. Use accelerator='auto', or another strategy."
+                f"{self!r} needs {self.runs_on!r} devices, not accelerator={settings.device_type!r}. Use "
+                "accelerator='auto', or another strategy."
             )
         settings.precision.check_device(settings.device_type)
         self.check_converts(settings, self.capabilities.converted_layers)
@@ -64,10 +64,10 @@ class Strategy:
             )
 
     def check_converts(self, settings: EngineSettings, able: bool) -> None:
-        """Check that the engine trains converted layers if the precision has some.
+        """Check that the engine supports converted layers if the precision converts layers.
 
         Raises:
-            ConfigurationError: It does not.
+            ConfigurationError: It does not support them.
         """
         if settings.precision.converts_layers and not able:
             raise ConfigurationError(
@@ -76,39 +76,37 @@ class Strategy:
             )
 
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
-        """Check a task to be trained before a process starts, as far as its model is built.
+        """Check a task before processes start. Its model may not be built yet.
 
         Raises:
             ConfigurationError: The engine cannot train it.
         """
 
     def engine(self, settings: EngineSettings) -> Engine:
-        """Return an engine with these settings, which `Engine.start` starts. Touches no device and no process."""
+        """Create an engine with these settings. It uses devices and processes only after `Engine.start`."""
         return Engine(self, settings)
 
     def with_options(self, **options: Any) -> Self:
-        """Return a copy with other values of some attributes."""
+        """Return a copy with changed attributes."""
         changed = copy.copy(self)
         vars(changed).update(options, _given={**self._given, **options})
         return changed
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Record the arguments that were given, for `repr`."""
+        """Record the passed arguments for `repr`."""
         self = super().__new__(cls)
-        with contextlib.suppress(TypeError):  # wrong arguments, which `__init__` refuses
+        with contextlib.suppress(TypeError):  # `__init__` raises the error
             given = inspect.signature(cls.__init__).bind(self, *args, **kwargs).arguments
             del given["self"]
             vars(self)["_given"] = given
         return self
 
     def __init__(self) -> None:
-        """Take no options; the strategies that have some declare them here."""
+        """Create a strategy without options."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):
-            raise AttributeError(
-                f"{type(self).__name__} is a description, which does not change. Pass {name}= to its constructor."
-            )
+            raise AttributeError(f"{type(self).__name__} is immutable. Pass {name}= to its constructor.")
         super().__setattr__(name, value)
 
     def __eq__(self, other: object) -> bool:
@@ -120,22 +118,22 @@ class Strategy:
     __hash__ = None  # type: ignore[assignment]  # options may be lists and dicts
 
     def __repr__(self) -> str:
-        """Show the class with the arguments that were given."""
+        """Show the class with the passed arguments."""
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._given.items())})"
 
 
 class SingleDeviceStrategy(Strategy):
-    """Trains in this process, on one device: the plain form of the contract."""
+    """Trains in this process on one device."""
 
 
 class DataParallel(Strategy):
-    """Base class of strategies whose engine joins several processes.
+    """Base class of strategies with several processes.
 
     Args:
-        timeout: How long a collective may take: seconds, a timedelta, a Duration or text such as `"30 min"`. Default:
-            None, which is torch's.
-        hang_timeout: Time without progress on a rank after which the position of each rank is printed; `"auto"`: half
-            of `timeout`, at most ten minutes; None: never. Default: `"auto"`.
+        timeout: Maximum duration of a collective: seconds, a timedelta, a Duration or text such as `"30 min"`. Default:
+            None, torch's default.
+        hang_timeout: Time without progress on a rank after which the stack of each rank is printed. `"auto"` is half of
+            `timeout`, at most ten minutes. None disables it. Default: `"auto"`.
         process_group_backend: Backend of torch.distributed; `"ccl"` for oneCCL. Default: None, which is gloo on the CPU
             and the vendor's library on accelerators (NCCL on CUDA).
     """
@@ -162,7 +160,7 @@ class DataParallel(Strategy):
 
 
 class ParallelEngine(Engine):
-    """Joins the processes of a run. Sub-classes determine what each holds of the model."""
+    """Engine with several processes. Subclasses define how the model is replicated or sharded."""
 
     strategy: DataParallel
 
@@ -181,7 +179,7 @@ def _hang_timeout(value: Any, timeout: datetime.timedelta | None) -> datetime.ti
     longest = timeout or DEFAULT_TIMEOUT
     if length >= longest:
         raise ConfigurationError(
-            f"hang_timeout={value!r} is not shorter than timeout={longest}, at which a collective fails: nothing would "
-            "be reported before. Make one longer or the other shorter, or pass hang_timeout=None."
+            f"hang_timeout={value!r} is not shorter than timeout={longest}, after which collectives fail. Increase "
+            "timeout, reduce hang_timeout, or pass hang_timeout=None."
         )
     return length

@@ -1,4 +1,4 @@
-"""Which parts of a model are cut and gathered one at a time."""
+"""Units of a model: the modules that are sharded, offloaded or compiled separately."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 
 WrapPolicy = str | type[nn.Module] | Collection[str | type[nn.Module]] | Callable[..., Any]
-"""Classes of modules or their names, or a function that says yes to a module; also a policy of `torch.distributed.
-fsdp.wrap`, such as `ModuleWrapPolicy({Block})` or `partial(size_based_auto_wrap_policy, min_num_params=10**6)`."""
+"""Module classes or their names, or a function of a module that returns True for units; also a policy of
+`torch.distributed.fsdp.wrap`, such as `ModuleWrapPolicy({Block})` or `partial(size_based_auto_wrap_policy, …)`."""
 
 LARGE_NUM_PARAMS = 100_000_000
 
@@ -22,27 +22,27 @@ _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Parameter
 
 @runtime_checkable
 class NamesUnits(Protocol):
-    """A model that names its units, as every task does; see `TaskModule.shard_units`."""
+    """A model that defines its units, as every task does; see `TaskModule.shard_units`."""
 
     def shard_units(self) -> Iterable[nn.Module] | None:
-        """Return the units; None: the strategy's arguments define them."""
+        """Return the units, or None if the strategy's arguments define them."""
 
 
 def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int | None) -> list[nn.Module]:
-    """Return the modules that are sharded by themselves, inner ones before those around them.
+    """Return the units of a model. Nested units come before the units that contain them.
 
-    Parts that share parameters, or modules with parameters, with what lies outside of them are left to whatever
-    surrounds both: a tied weight must be gathered as one. So are the parts of `nn.MultiheadAttention`, which reads
-    their weights and calls none of them.
+    A module that shares parameters or submodules with the rest of the model is not a unit: its parameters belong to the
+    module that contains all users, because a tied weight must be gathered once. The parts of `nn.MultiheadAttention`
+    are not units either, because it uses their weights without calling them.
 
     Args:
-        task: A model or task. With `policy` and `min_num_params` None, its units are what its `shard_units` returns,
-            or modules of the classes that a model of transformers names in `_no_split_modules`.
-        policy: which modules.
-        min_num_params: modules with so many parameters that lie in no unit within them.
+        task: A model or task. If `policy` and `min_num_params` are None, its units are the result of `shard_units`, or
+            the classes in `_no_split_modules` of a transformers model.
+        policy: Modules that are units.
+        min_num_params: Minimum number of parameters of a unit, without parameters of nested units.
 
     Raises:
-        ConfigurationError: a class that no module has, or something that is no module of the task.
+        ConfigurationError: No module has the class, or a unit is not a module of the task.
     """
     if min_num_params is not None:
         wanted = _by_size(task, min_num_params)
@@ -53,7 +53,7 @@ def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int |
     wanted -= {
         id(part) for module in task.modules() if _is_read(module) for part in module.modules() if part is not module
     }
-    owners: dict[int, set[int]] = {}  # of a parameter, or of a module that has some: the modules that it lies in
+    owners: dict[int, set[int]] = {}  # id of a parameter or of a module with parameters → ids of its parents
     for module in task.modules():
         parts = [
             *module.parameters(recurse=False),
@@ -62,7 +62,7 @@ def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int |
         for part in parts:
             owners.setdefault(id(part), set()).add(id(module))
     found: list[nn.Module] = []
-    taken: set[int] = set()  # what lies in a unit within: that one gathers it, wherever it is called
+    taken: set[int] = set()  # members of nested units
     for module in _inner_first(task):
         if id(module) in wanted and module is not task:
             inside = {id(part) for part in module.modules()}
@@ -74,14 +74,19 @@ def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int |
 
 
 def matching(task: nn.Module, policy: WrapPolicy, argument: str) -> list[nn.Module]:
-    """Return the task's modules that a policy names.
+    """Return the task's modules that a policy selects.
+
+    Args:
+        task: The task.
+        policy: The policy.
+        argument: Name of the argument for messages.
 
     Raises:
-        ConfigurationError: naming `argument`: a class that no module has, or a module without a forward.
+        ConfigurationError: No module has the class, or a module has no forward.
     """
     modules = [module for module in task.modules() if module is not task]
     if hasattr(policy, "_lambda_fn"):
-        policy = policy._lambda_fn  # torch's CustomPolicy, which is no function itself
+        policy = policy._lambda_fn  # torch's CustomPolicy is not callable
     if callable(policy) and not isinstance(policy, type):
         if "recurse" in inspect.signature(policy).parameters:
             return _by_torch_policy(task, policy)
@@ -100,9 +105,9 @@ def matching(task: nn.Module, policy: WrapPolicy, argument: str) -> list[nn.Modu
         if not same or any(isinstance(module, _WITHOUT_FORWARD) for module in same):
             known = sorted({type(module).__name__ for module in modules if not isinstance(module, _WITHOUT_FORWARD)})
             name = entry if isinstance(entry, str) else entry.__name__
-            what = "no module of the task is one" if not same else "it has no forward to gather its weights in"
+            problem = "no module of the task has this class" if not same else "it has no forward"
             raise ConfigurationError(
-                f"{argument}: {name!r}: {what}.{nearest(name, known)} There are: {', '.join(known)}."
+                f"{argument}: {name!r}: {problem}.{nearest(name, known)} Known: {', '.join(known)}."
             )
         found += same
     return found
@@ -110,7 +115,7 @@ def matching(task: nn.Module, policy: WrapPolicy, argument: str) -> list[nn.Modu
 
 def _own_choice(task: nn.Module) -> list[nn.Module]:
     if not isinstance(task, NamesUnits):
-        # Classes of blocks, as models of transformers name them.
+        # Block classes of transformers models
         blocks = set(getattr(task, "_no_split_modules", None) or ())
         return [module for module in task.modules() if type(module).__name__ in blocks]
     units = list(task.shard_units() or [])
@@ -118,14 +123,14 @@ def _own_choice(task: nn.Module) -> list[nn.Module]:
     for unit in units:
         if not isinstance(unit, nn.Module) or id(unit) not in inside or isinstance(unit, _WITHOUT_FORWARD):
             raise ConfigurationError(
-                f"{type(task).__name__}.shard_units returned {type(unit).__name__}, which is no part of the task with "
-                "a forward of its own. Return its blocks, for example list(self.blocks)."
+                f"{type(task).__name__}.shard_units returned {type(unit).__name__}, which is not a module of the task "
+                "with a forward. Return its blocks, for example list(self.blocks)."
             )
     return units
 
 
 def _is_read(module: nn.Module) -> bool:
-    """Tell whether a module computes with the weights of its parts without calling these."""
+    """Return whether a module uses the weights of its submodules without calling them."""
     return isinstance(module, nn.MultiheadAttention)
 
 
@@ -146,11 +151,11 @@ def _by_size(task: nn.Module, least: int) -> set[int]:
 
 
 def _by_torch_policy(task: nn.Module, policy: Callable[..., Any]) -> list[nn.Module]:
-    """Ask a policy in the form of FSDP1: `policy(module, recurse, nonwrapped_numel)`."""
+    """Apply a policy of FSDP1: `policy(module, recurse, nonwrapped_numel)`."""
     found: list[nn.Module] = []
 
     def taken(module: nn.Module) -> int:
-        """Return how many of a module's parameters have come into units."""
+        """Return the number of a module's parameters in units."""
         total = sum(parameter.numel() for parameter in module.parameters())
         if not policy(module=module, recurse=True, nonwrapped_numel=total):
             return 0
@@ -166,22 +171,22 @@ def _by_torch_policy(task: nn.Module, policy: Callable[..., Any]) -> list[nn.Mod
 
 
 def check_can_be_cut(task: nn.Module) -> None:
-    """Check that every parameter has a dimension to be cut along, and a gradient that is cut as it is.
+    """Check that all parameters and their gradients can be sharded.
 
     Raises:
-        ConfigurationError: one has none.
+        ConfigurationError: A parameter is a scalar, or has sparse gradients.
     """
     scalars = [name for name, parameter in task.named_parameters() if not parameter.dim()]
     if scalars:
         raise ConfigurationError(
-            f"{type(task).__name__}'s parameter {scalars[0]} has no dimension that could be cut. Give it one: "
+            f"{type(task).__name__}'s parameter {scalars[0]} is a scalar and cannot be sharded. Use "
             "nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
         )
     check_no_sparse(task)
 
 
 def check_no_shards(model: nn.Module, is_shard: Callable[[nn.Parameter], bool]) -> None:
-    """Check that a model does not hold shards of an earlier run, which raises a ConfigurationError."""
+    """Raise a ConfigurationError if a model holds shards of an earlier run."""
     if any(map(is_shard, model.parameters())):
         raise ConfigurationError(
             f"{type(model).__name__} still holds shards of a run that failed or has not ended. Create a new one, and "
@@ -190,34 +195,34 @@ def check_no_shards(model: nn.Module, is_shard: Callable[[nn.Parameter], bool]) 
 
 
 def check_no_sparse(task: nn.Module) -> None:
-    """Check that no layer makes sparse gradients, which torch cannot cut into pieces.
+    """Check that no layer has sparse gradients, which torch cannot shard.
 
     Raises:
-        ConfigurationError: one does.
+        ConfigurationError: A layer has sparse gradients.
     """
     for name, module in task.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ConfigurationError(
-                f"{type(task).__name__}'s {name} has sparse=True, and sparse gradients cannot be cut into pieces. "
-                "Leave sparse out, or use strategy='ddp'."
+                f"{type(task).__name__}'s {name} has sparse=True, but sparse gradients cannot be sharded. Remove "
+                "sparse=True, or use strategy='ddp'."
             )
 
 
 def check_compilable(units: list[nn.Module]) -> None:
-    """Check that there is something to compile.
+    """Check that there are units to compile.
 
     Raises:
-        ConfigurationError: there is no unit.
+        ConfigurationError: There are none.
     """
     if not units:
         raise ConfigurationError(
-            "compile compiles each unit of a sharded model, and the task has none. Define shard_units in it, or "
-            "pass FSDPStrategy(auto_wrap_policy=…); or leave compile out."
+            "compile= compiles each unit of a sharded model, but the task has none. Define shard_units in it, pass "
+            "FSDPStrategy(auto_wrap_policy=…), or remove compile=."
         )
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the elements of each outermost ModuleList that holds several modules of one class."""
+    """Return the elements of each outermost ModuleList with several modules of one class."""
     children = list(model.children())
     if isinstance(model, nn.ModuleList) and len(children) > 1 and len(set(map(type, children))) == 1:
         return children
@@ -230,20 +235,20 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def warn_of_large_rest(task: nn.Module, units: list[nn.Module], num_pieces: int) -> None:
-    """Warn when most of a large model lies in no unit, so that every rank gathers it whole. Not collective.
+    """Warn if most of a large model is outside of units, and is gathered on every rank. Not collective.
 
     Args:
-        task: the model, on any device.
-        units: what `find_units` returned.
-        num_pieces: ranks that share the model; on one nothing is gathered.
+        task: The model, on any device.
+        units: The result of `find_units`.
+        num_pieces: Number of ranks over which the model is sharded.
     """
     inside = {id(parameter) for unit in units for parameter in unit.parameters()}
     rest = sum(parameter.numel() for parameter in task.parameters() if id(parameter) not in inside)
     total = sum(parameter.numel() for parameter in task.parameters())
     if num_pieces > 1 and rest > LARGE_NUM_PARAMS and 2 * rest > total:
         warnings.warn(
-            f"{rest:,} of {type(task).__name__}'s {total:,} parameters lie in no unit and are gathered on every rank "
-            "for the whole step. Define shard_units in the task, for example to return self.blocks, or pass "
+            f"{rest:,} of {type(task).__name__}'s {total:,} parameters are in no unit, and every rank gathers them for "
+            "the full step. Define shard_units in the task, for example to return self.blocks, or pass "
             "FSDPStrategy(auto_wrap_policy='Block') or min_num_params.",
             TrainwrightWarning,
             stacklevel=2,
@@ -261,7 +266,7 @@ def _inner_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn
 
 
 def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module into the place of another one, wherever it is a child within `root`."""
+    """Replace a module by another one wherever it is a child within `root`."""
     for parent in list(root.modules()):
         if parent is not new:
             for name, child in list(parent._modules.items()):
@@ -270,11 +275,11 @@ def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def replace_parameters(root: nn.Module, new: dict[int, nn.Parameter]) -> None:
-    """Put parameters into the places of others, tied ones into all of them.
+    """Replace parameters of all modules in `root`, including tied ones.
 
     Args:
-        root: whose modules are looked through.
-        new: by the id of the parameter that each stands in for.
+        root: The model.
+        new: New parameters by the id of the parameter that each replaces.
     """
     for module in root.modules():
         for name, parameter in list(module._parameters.items()):
@@ -283,7 +288,7 @@ def replace_parameters(root: nn.Module, new: dict[int, nn.Parameter]) -> None:
 
 
 class ModuleTraces:
-    """Remembers the modules of a model as they were before a library changed them in place."""
+    """Record of a model's modules before a library changes them in place."""
 
     def __init__(self, root: nn.Module) -> None:
         self._before = [(module, type(module), set(vars(module)), hook_keys(module)) for module in root.modules()]
@@ -294,7 +299,7 @@ class ModuleTraces:
         return (module for module, *_ in self._before)
 
     def note(self) -> None:
-        """Record the attributes and hooks that the library has added; called before the user adds any."""
+        """Record the attributes and hooks that the library has added. Call it before the user adds any."""
         self._added = [(m, set(vars(m)) - names, hook_keys(m) - hooks) for m, _, names, hooks in self._before]
 
     def remove(self) -> None:
@@ -309,6 +314,6 @@ class ModuleTraces:
 
 
 def hook_keys(module: nn.Module) -> set[tuple[str, int]]:
-    """Return the hooks of a module: the name of the table and the key of each."""
+    """Return the hooks of a module as pairs of hook table and key."""
     tables = {name: table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)}
     return {(name, key) for name, table in tables.items() for key in table}

@@ -118,7 +118,7 @@ class QueuedLogger(Logger):
         return {}
 
     def start(self, run: RunInfo) -> None:
-        """Let the thread open the run, and wait for it at most `start_patience` seconds.
+        """Open the run in the thread, and wait for it at most `start_patience` seconds.
 
         Raises:
             MissingPackageError: the backend's package is not installed.

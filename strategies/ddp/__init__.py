@@ -1,1 +1,1 @@
-"""Data parallelism with a whole replica on every process: DistributedDataParallel, its hooks, and local SGD."""
+"""Data parallelism with full replicas: DistributedDataParallel, its communication hooks, and local SGD."""

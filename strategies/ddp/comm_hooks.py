@@ -1,4 +1,4 @@
-"""How gradients cross ranks under DistributedDataParallel: torch's communication hooks by name, or a user's own."""
+"""Communication hooks of DistributedDataParallel: torch's by name, or the user's own."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class DDPCommunicationHookType(StrEnum):
 
 
 def batched_power_sgd(state: Any, bucket: Any) -> Any:
-    """Average a whole bucket as one square matrix of low rank, with PowerSGD (Vogels et al., 2019, algorithm 1).
+    """Average a bucket as one square low-rank matrix, with PowerSGD (Vogels et al., 2019, algorithm 1). Collective.
 
-    In place of torch's `batched_powerSGD_hook`, which fails on its first compressed step (torch 2.13: its matrices have
-    two dimensions, and `_orthogonalize` takes three).
+    Replaces torch's `batched_powerSGD_hook`, which fails in its first compressed step (torch 2.13: its matrices have
+    two dimensions, but `_orthogonalize` needs three).
 
     Args:
-        state: a `PowerSGDState`.
-        bucket: a `GradBucket` of torch's.
+        state: A `PowerSGDState`.
+        bucket: A `torch.distributed.GradBucket`.
 
     Returns:
-        A future of the bucket's flat gradients. Collective.
+        A future of the bucket's flat gradients.
     """
     flat: torch.Tensor = bucket.buffer()
     index: int = bucket.index()
@@ -58,7 +58,7 @@ def batched_power_sgd(state: Any, bucket: Any) -> Any:
         matrix += state.error_dict[index]
     if state.warm_start and index in state.q_memory_dict:
         right = state.q_memory_dict[index]
-    else:  # the same on all ranks, and another one each time
+    else:  # random, but the same on all ranks
         generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
         rank = min(state.matrix_approximation_rank, side)
         right = torch.randn(side, rank, generator=generator).to(flat)
@@ -81,7 +81,7 @@ def batched_power_sgd(state: Any, bucket: Any) -> Any:
 
 
 def _orthogonal(columns: torch.Tensor) -> torch.Tensor:
-    exact = columns if columns.dtype is torch.float64 else columns.float()  # torch has no QR of half precision
+    exact = columns if columns.dtype is torch.float64 else columns.float()  # torch has no half-precision QR
     found: torch.Tensor = torch.linalg.qr(exact)[0]
     return found.to(columns.dtype)
 
@@ -102,18 +102,18 @@ _POWER_SGD_OPTIONS = tuple(name for name in inspect.signature(PowerSGDState).par
 
 @dataclass(frozen=True)
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of DistributedDataParallel in Hugging Face Accelerate's words; see `DDPStrategy.from_kwargs`.
+    """Options of DistributedDataParallel with Hugging Face Accelerate's names; see `DDPStrategy.from_kwargs`.
 
     Attributes:
-        dim: 0; batches are dealt to ranks before they come here.
-        broadcast_buffers: rank 0's buffers are copied to the others before every training forward.
-        bucket_cap_mb: size of the gradient buckets, in MiB.
-        find_unused_parameters: parameters that a step does not use are looked for in every step.
-        check_reduction: False; torch has deprecated it.
-        gradient_as_bucket_view: gradients live in the buckets.
-        static_graph: the same parameters are used, in the same order, in every step.
-        comm_hook, comm_wrapper: see `CommHook`.
-        comm_state_option: PowerSGD's options.
+        dim: Must be 0: a process uses one device.
+        broadcast_buffers: Copy rank 0's buffers to the other ranks before every training forward. Default: True.
+        bucket_cap_mb: Size of the gradient buckets in MiB. Default: 25.
+        find_unused_parameters: Search in every step for parameters that it does not use. Default: False.
+        check_reduction: Must be False: torch has deprecated it.
+        gradient_as_bucket_view: Gradients are views of the buckets. Default: False.
+        static_graph: Every step uses the same parameters in the same order. Default: False.
+        comm_hook, comm_wrapper: See `CommHook`.
+        comm_state_option: Options of PowerSGD.
     """
 
     dim: int = 0
@@ -128,15 +128,15 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def to_arguments(self) -> dict[str, Any]:
-        """Return them as `DDPStrategy`'s arguments.
+        """Return the options as arguments of `DDPStrategy`.
 
         Raises:
-            ConfigurationError: `dim` or `check_reduction` ask for what torch does not do any more.
+            ConfigurationError: `dim` or `check_reduction` is set.
         """
         if self.dim != 0:
-            raise ConfigurationError(f"dim={self.dim}: one process trains on one device, so that nothing is split. 0.")
+            raise ConfigurationError(f"dim={self.dim}: a process uses one device and splits no batches. Use dim=0.")
         if self.check_reduction:
-            raise ConfigurationError("check_reduction=True: torch checks every reduction by itself. Leave it out.")
+            raise ConfigurationError("check_reduction=True: torch checks every reduction itself. Remove it.")
         return {
             "broadcast_buffers": self.broadcast_buffers,
             "bucket_cap_mb": None if self.bucket_cap_mb == 25 else self.bucket_cap_mb,  # torch's own default
@@ -150,16 +150,17 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 
 class CommHook:
-    """What takes the place of DistributedDataParallel's plain averaging of a bucket of gradients.
+    """A communication hook, which replaces DistributedDataParallel's averaging of a gradient bucket.
 
     Args:
-        hook: a `DDPCommunicationHookType`, its name, or a function as `register_comm_hook` takes it; None: `"no"`.
-        wrapper: `"fp16"`, `"bf16"`, or a function from a hook to a hook; what the hook exchanges is cast by it. Over
-            the hook `"no"` it casts what is averaged.
-        state: the function's state; for PowerSGD its options by name, or a `PowerSGDState` that has them.
+        hook: A `DDPCommunicationHookType`, its name, or a function for `register_comm_hook`. Default: None, which is
+            `"no"`.
+        wrapper: `"fp16"`, `"bf16"`, or a function that returns a hook for a hook. It casts the tensors that the hook
+            exchanges. Default: None.
+        state: The state of the function. For PowerSGD, its options by name or a `PowerSGDState`. Default: None.
 
     Raises:
-        ConfigurationError: a name, an option or its value is unknown, or a state that the hook has no use for.
+        ConfigurationError: A name or an option is unknown or has a wrong value, or the hook accepts no state.
     """
 
     def __init__(self, hook: Any = None, wrapper: Any = None, state: Any = None) -> None:
@@ -171,7 +172,7 @@ class CommHook:
             self.power_sgd, self.state = _power_sgd_options(state), None
         elif isinstance(self.hook, str) and state is not None:
             raise ConfigurationError(
-                f"ddp_comm_state={state!r}: the hook {self.hook!r} has no state. Leave it out, or use 'power_sgd'."
+                f"ddp_comm_state={state!r}: the hook {self.hook!r} has no state. Remove it, or use 'power_sgd'."
             )
 
     def __eq__(self, other: object) -> bool:
@@ -181,11 +182,11 @@ class CommHook:
 
     @property
     def is_plain(self) -> bool:
-        """Whether gradients are averaged as they are."""
+        """True if gradients are averaged without a hook and a wrapper."""
         return bool(self.hook == "no" and self.wrapper == "no")
 
     def register(self, replica: DistributedDataParallel) -> None:
-        """Have the replica use it. Not collective; PowerSGD begins anew."""
+        """Register the hook with a replica. Resets the state of PowerSGD. Not collective."""
         if self.is_plain:
             return
         hook: Hook = default_hooks.allreduce_hook
@@ -194,8 +195,8 @@ class CommHook:
         if self.wrapper != "no":
             hook = (_WRAPPERS[self.wrapper] if isinstance(self.wrapper, str) else self.wrapper)(hook)
         state = self.state if self.power_sgd is None else _new_power_sgd(self.power_sgd)
-        # Not the hook itself: torch 2.13 refuses its own hook for bfloat16 by name where there is no NCCL, though gloo
-        # adds bfloat16, and any hook whose annotations are text, as `from __future__ import annotations` makes them.
+        # The lambda avoids two checks of torch 2.13: it rejects its own bfloat16 hook without NCCL, although gloo
+        # supports bfloat16, and it rejects hooks with string annotations (`from __future__ import annotations`).
         replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
 
 
@@ -217,9 +218,9 @@ def _named(argument: str, value: Any, known: tuple[str, ...]) -> Any:
 
 
 def _power_sgd_options(state: Any) -> dict[str, Any]:
-    """Return PowerSGD's options, checked; what a state object has gone through so far is left behind.
+    """Check and return PowerSGD's options, without the history of a state object.
 
-    Errors and low-rank factors that it remembers belong to the buckets of one replica, and every stage makes another.
+    The errors and low-rank factors in it belong to the buckets of one replica, and every stage creates a new replica.
     """
     if isinstance(state, PowerSGDState):
         found = {name: getattr(state, name) for name in _POWER_SGD_OPTIONS if hasattr(state, name)}
@@ -227,13 +228,13 @@ def _power_sgd_options(state: Any) -> dict[str, Any]:
     options = dict(state or {}) if isinstance(state, Mapping) or state is None else None
     if options is None:
         raise ConfigurationError(
-            f"ddp_comm_state={state!r}: PowerSGD takes its options by name, such as "
+            f"ddp_comm_state={state!r}: pass PowerSGD's options by name, such as "
             "{'matrix_approximation_rank': 2}, or a PowerSGDState."
         )
     for name in options:
         if name not in _POWER_SGD_OPTIONS:
             raise ConfigurationError(
-                f"ddp_comm_state: PowerSGD has no option {name!r}.{nearest(name, _POWER_SGD_OPTIONS)} It takes: "
+                f"ddp_comm_state: PowerSGD has no option {name!r}.{nearest(name, _POWER_SGD_OPTIONS)} Known: "
                 f"{', '.join(_POWER_SGD_OPTIONS)}."
             )
     options["process_group"] = None

@@ -1,4 +1,4 @@
-"""Local SGD: every process trains a replica of its own, and the replicas are averaged every so many steps."""
+"""Local SGD: every process trains its own replica, and the replicas are averaged after a number of steps."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from trainwright.strategies.strategy import DataParallel, ParallelEngine
 
 
 class LocalSGDStrategy(DataParallel):
-    """Trains a replica on every process and averages their parameters after every so many optimizer steps.
+    """Trains a replica on every process, and averages their parameters after every `local_sgd_steps` optimizer steps.
 
-    Between two averages nothing crosses ranks in a step: gradients, their norm, clipping and the loss are a rank's own.
-    Parameters are averaged, too, before an evaluation, a checkpoint and the end of a stage, so that what is evaluated,
-    saved and left in the task is what training goes on from. A checkpoint moreover averages the optimizers' states, or
-    a resume, which gives all ranks the same ones, would go on differently from the run that wrote it. Buffers are
-    rank 0's whenever there is an average. (Zhang et al., Parallel SGD: When does averaging help?, 2016.)
+    Other steps have no communication: gradients, their norm, clipping and the loss are those of one rank. Parameters
+    are also averaged before an evaluation, a checkpoint and the end of a stage, and training continues from the
+    average. A checkpoint also averages optimizer states: a resumed run starts with the same states on all ranks, and
+    would otherwise differ from the run that wrote the checkpoint. Each average copies rank 0's buffers to all ranks.
+    (Zhang et al., Parallel SGD: When does averaging help?, 2016.)
 
-    In a user-written loop the steps of each optimizer are counted, from its preparation on, and the parameters that it
-    holds are averaged. `Accelerator.save_state` and `get_state_dict` average as a checkpoint does.
+    In a user-written loop the steps of each optimizer are counted, and the parameters that it holds are averaged.
+    `Accelerator.save_state` and `get_state_dict` average like a checkpoint.
 
     Args:
-        local_sgd_steps: optimizer steps from one average to the next, ≥ 1; counted from the start of the run.
-        timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
+        local_sgd_steps: Optimizer steps between two averages, ≥ 1, counted from the start of the run. Default: 8.
+        timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
 
     Raises:
-        ConfigurationError: a number of steps that is none; with the precision `"16-mixed"`.
+        ConfigurationError: `local_sgd_steps` is not a positive integer, or the precision is `"16-mixed"`.
     """
 
     capabilities = Capabilities(weight_averages=False)
@@ -74,8 +74,8 @@ class LocalSGDStrategy(DataParallel):
         super().check(settings)
         if settings.precision.scaled:
             raise ConfigurationError(
-                f"precision={settings.precision.name!r} leaves out steps whose gradients overflow, which are others on "
-                "each rank under LocalSGDStrategy. Use precision='bf16-mixed', or strategy='ddp'."
+                f"precision={settings.precision.name!r} skips steps whose gradients overflow, which would differ "
+                "between the ranks of LocalSGDStrategy. Use precision='bf16-mixed', or strategy='ddp'."
             )
 
     def engine(self, settings: EngineSettings) -> Engine:
@@ -83,17 +83,17 @@ class LocalSGDStrategy(DataParallel):
 
 
 class LocalSGDEngine(ParallelEngine):
-    """Trains a replica on every process, and averages them from time to time."""
+    """Trains a replica on every process, and averages the replicas."""
 
     strategy: LocalSGDStrategy
 
     def __init__(self, strategy: LocalSGDStrategy, settings: EngineSettings) -> None:
         super().__init__(strategy, settings)
-        self._apart = self._states_apart = False
+        self._differ = self._states_differ = False
         self._frozen: list[nn.Parameter] = []
-        # Both in the order of preparation, which is the same on every rank.
+        # Both are in the order of preparation, which is the same on every rank.
         self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-        self._num_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # of the optimizers of a loop
+        self._num_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # in user-written loops
         self._hooks: list[Any] = []
 
     def start(self, topology: Topology) -> None:
@@ -108,7 +108,7 @@ class LocalSGDEngine(ParallelEngine):
     def _equalize(self, model: nn.Module) -> None:
         broadcast_from_main(model)
         self._models[model] = None
-        self._frozen += frozen_parameters(model)  # since the beginning: those that are frozen later have come apart
+        self._frozen += frozen_parameters(model)  # parameters that are frozen later may already differ
 
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
@@ -120,7 +120,7 @@ class LocalSGDEngine(ParallelEngine):
         return found
 
     def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Count the steps of an optimizer. The parameters that it holds are averaged after every `local_sgd_steps`."""
+        """Count the steps of an optimizer, and average its parameters after every `local_sgd_steps`."""
         if optimizer not in self._num_steps:
             self._num_steps[optimizer] = 0
             self._hooks.append(optimizer.register_step_post_hook(self._count_step_of))
@@ -133,27 +133,27 @@ class LocalSGDEngine(ParallelEngine):
             self._average(parameters_of([optimizer]))
 
     def make_step(self, parts: StepParts) -> Step:
-        # Gradients are the mean over what this rank consumed.
+        # Gradients are the mean over this rank's micro-batches.
         parts = replace(parts, ranks=DataRanks.of(Processes()))
         if self.task.automatic_optimization:
             return LocalStep(parts, self)
         return LocalManualStep(parts, self)
 
     def _note_step(self) -> None:
-        self.come_apart()
+        self.mark_different()
         if any_trained(self._frozen):
             self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
 
     def count_step(self) -> None:
-        """Record a step of the task, and average the replicas if it is time. Collective then."""
+        """Record a step of the task, and average the replicas after every `local_sgd_steps`. Then collective."""
         self._note_step()
-        # Counted by the run's own clock, which a resume and a rehearsal put back: the step is not in it yet.
+        # The run's step count is restored by a resume and after a trial. It does not include the current step yet.
         if (self.step.run.state.step + 1) % self.strategy.local_sgd_steps == 0:
             self._average_parameters()
 
-    def come_apart(self) -> None:
+    def mark_different(self) -> None:
         """Record that the replicas may differ."""
-        self._apart = self._states_apart = True
+        self._differ = self._states_differ = True
 
     @contextmanager
     def _alone(self) -> Iterator[Engine]:
@@ -164,9 +164,9 @@ class LocalSGDEngine(ParallelEngine):
     # Averages
 
     def _average_parameters(self) -> None:
-        """Replace all parameters by their mean over ranks, and buffers by those of rank 0. Collective."""
+        """Average all parameters over ranks, and copy rank 0's buffers to all ranks. Collective."""
         self._average(parameter for model in list(self._models) for parameter in model.parameters())
-        self._apart = False
+        self._differ = False
 
     def _average(self, parameters: Iterable[nn.Parameter]) -> None:
         frozen = {id(parameter) for parameter in self._frozen}
@@ -177,13 +177,13 @@ class LocalSGDEngine(ParallelEngine):
         )
 
     def begin_evaluation(self) -> None:
-        if self._apart:
+        if self._differ:
             self._average_parameters()
 
     @torch.no_grad()
     def begin_save(self) -> None:
         self.begin_evaluation()
-        if not self._states_apart:
+        if not self._states_differ:
             return
         states = {}
         for i, optimizer in enumerate(self.optimizers or list(self._num_steps)):
@@ -191,13 +191,13 @@ class LocalSGDEngine(ParallelEngine):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape:
                         states[i, j, key] = value
-        # A parameter that only some ranks have used so far has no state on the others.
+        # A parameter that only some ranks have used has no state on the others.
         everywhere = set.intersection(*(set(keys) for keys in self.processes.gather_object([*states])))
         self.data_ranks.average(states[key] for key in sorted(everywhere))
-        self._states_apart = False
+        self._states_differ = False
 
     def unshard(self) -> None:
-        self.begin_save()  # also one that is written after the stage, when the others may be gone
+        self.begin_save()  # for saves after the stage, when the other processes may have ended
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -207,21 +207,21 @@ class LocalSGDEngine(ParallelEngine):
 
 
 class LocalStep(AutomaticStep):
-    """A step whose gradients and loss are this rank's own; the `ranks` of its parts are this one alone."""
+    """A step with the gradients and loss of this rank only. `parts.ranks` contains only this rank."""
 
     def __init__(self, parts: StepParts, engine: LocalSGDEngine) -> None:
         super().__init__(parts)
         self._engine = engine
 
     def forward_backward(self, group: Group) -> torch.Tensor | None:
-        if group.weights is not None:  # they make the mean over all ranks; padding still counts for nothing
+        if group.weights is not None:  # replace the weights of the mean over all ranks; padding keeps weight 0
             group.weights = weights_of_one_rank(group.weights)
         return super().forward_backward(group)
 
-    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
-        if self._engine.data_ranks.size > 1:  # they count steps, and exchange weights after so many
+    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+        if self._engine.data_ranks.size > 1:  # all ranks must count the same steps
             raise without_loss(type(self.task).__name__, self.parts.rank)
-        return super()._leave_out(skipped, group, weights, total)
+        return super()._skip_batches(skipped, group, weights, total)
 
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
         norm = super().optimizer_step(clip)
@@ -230,11 +230,11 @@ class LocalStep(AutomaticStep):
 
     def discard_gradients(self) -> None:
         super().discard_gradients()
-        self._engine.come_apart()  # a trial may restore weights of a time before or after an average
+        self._engine.mark_different()  # a trial may have restored weights from before an average
 
 
 class LocalManualStep(ManualStep):
-    """The same for a task with manual optimization. Groups in which an optimizer has stepped are counted."""
+    """A local step with manual optimization. Counts groups in which an optimizer has stepped."""
 
     def __init__(self, parts: StepParts, engine: LocalSGDEngine) -> None:
         super().__init__(parts)
@@ -248,4 +248,4 @@ class LocalManualStep(ManualStep):
 
     def discard_gradients(self) -> None:
         super().discard_gradients()
-        self._engine.come_apart()
+        self._engine.mark_different()

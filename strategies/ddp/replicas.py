@@ -1,4 +1,4 @@
-"""What strategies share that keep a whole replica of the task on every process: equal starts, frozen parameters."""
+"""Functions for strategies with full replicas: broadcasts, averages, and checks of frozen and unused parameters."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from trainwright.strategies.data_ranks import DataRanks
 
 
 def check_can_be_alone(task: nn.Module) -> None:
-    """Check that a replica can run a step without the others.
+    """Check that one rank can run a step without the others.
 
     Raises:
-        ConfigurationError: a layer of it is collective.
+        ConfigurationError: The model has a collective layer.
     """
     if any(isinstance(module, nn.SyncBatchNorm) for module in task.modules()):
         raise ConfigurationError(
-            "sync_batchnorm=True makes every forward collective, so that no rank can try a batch size alone. "
+            "sync_batchnorm=True makes every forward collective, and a single rank cannot search a batch size. "
             "Search with one process (devices=1)."
         )
 
 
 def broadcast_from_main(module: nn.Module) -> None:
-    """Copy rank 0's weights and buffers to the others, as DistributedDataParallel's constructor does. Collective."""
+    """Copy rank 0's weights and buffers to all ranks, like DistributedDataParallel's constructor. Collective."""
     for tensor in [*module.parameters(), *module.buffers()]:
         for part in _stored_tensors(tensor.detach()):
             dist.broadcast(part, src=0)
 
 
 def _stored_tensors(tensor: Any) -> list[torch.Tensor]:
-    """Return the tensors that a quantized tensor of torchao consists of; a list of the tensor itself otherwise."""
+    """Return the inner tensors of a quantized torchao tensor, or a list with the tensor itself."""
     if not type(tensor).__module__.startswith("torchao."):
         return [tensor]
     return [part for name in tensor.__tensor_flatten__()[0] for part in _stored_tensors(getattr(tensor, name))]
@@ -44,20 +44,20 @@ def _stored_tensors(tensor: Any) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def average_replicas(ranks: DataRanks, parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor]) -> None:
-    """Replace parameters by their mean over ranks, and buffers by those of rank 0, in place. Collective."""
+    """Average parameters over ranks in place, and copy rank 0's buffers to all ranks. Collective."""
     ranks.average(parameter.detach() for parameter in parameters)
     for buffer in buffers:
         dist.broadcast(buffer, src=0)
 
 
 def frozen_parameters(task: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that are not trained now."""
+    """Return the parameters that do not require gradients."""
     return [parameter for parameter in task.parameters() if not parameter.requires_grad]
 
 
 def any_trained(frozen: list[nn.Parameter]) -> bool:
-    """Tell whether one of what `frozen_parameters` has returned is trained by now; asked in each step."""
-    for parameter in frozen:  # noqa: SIM110  # a generator would be a call for each
+    """Return whether one of the parameters now requires gradients. Called in each step."""
+    for parameter in frozen:  # noqa: SIM110  # a generator is slower
         if parameter.requires_grad:
             return True
     return False
@@ -69,7 +69,7 @@ _MOST_NAMES = 10
 
 
 def unused_parameters(error: BaseException, model: nn.Module) -> TaskError | None:
-    """Return an error that names the parameters which a step has left out; None for errors about something else."""
+    """Return an error that names the parameters that a step did not use, or None for other errors."""
     text = str(error)
     if not isinstance(error, RuntimeError) or not text.startswith(_MARK):
         return None
@@ -80,13 +80,12 @@ def unused_parameters(error: BaseException, model: nn.Module) -> TaskError | Non
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     what = f": {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
     option = (
-        "DDPStrategy(find_unused_parameters=True) or strategy='ddp_find_unused_parameters_true', which look"
+        "DDPStrategy(find_unused_parameters=True) or strategy='ddp_find_unused_parameters_true'"
         if isinstance(model, TaskModule)
-        else "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]), which looks"
+        else "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])"
     )
     return TaskError(
         f"the loss of {type(model).__name__}'s last step does not depend on some of its parameters{what}. The "
-        "processes wait for the gradients of all of them. Let each step use them, freeze them "
-        f"(requires_grad_(False)) or take them out; where steps differ in what they use: {option} for them in every "
-        "step."
+        "processes average the gradients of all of them. Use them in each step, freeze them (requires_grad_(False)) "
+        f"or remove them. If steps use different parameters, use {option}."
     )

@@ -1,4 +1,4 @@
-"""Data parallelism: a whole replica of the task on every process, gradients averaged while backward runs."""
+"""Data parallelism: a full replica of the task on every process, gradients averaged while backward runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _REMOVED = {
     "check_reduction": "torch checks every reduction by itself",
     "process_group": "all processes of the run take part",
     "device_mesh": "all processes of the run take part; FSDPStrategy(device_mesh=…) has groups",
-    "mixed_precision": "Trainer(precision=…) says it",
+    "mixed_precision": "use Trainer(precision=…)",
 }
 
 
@@ -62,16 +62,14 @@ class DDPStrategy(DataParallel):
 
     Args:
         find_unused_parameters: Search in every step for parameters that it does not use. Default: False.
-        static_graph: The same parameters are used, in the same order, in every step. Default: False.
-        bucket_cap_mb: Size of the gradient buckets, in MiB. Default: None, which is torch's.
+        static_graph: Every step uses the same parameters in the same order. Default: False.
+        bucket_cap_mb: Size of the gradient buckets in MiB. Default: None, torch's default.
         gradient_as_bucket_view: Gradients are views of the buckets, which saves one copy of them. Default: True.
         broadcast_buffers: Copy rank 0's buffers to the other ranks before every training forward. Default: True.
-        ddp_comm_hook, ddp_comm_wrapper, ddp_comm_state: How a bucket of gradients is averaged; see `CommHook`.
-        sync_each_batch: Average gradients after every micro-batch of a step, not after its last one alone. Default:
-            False.
+        ddp_comm_hook, ddp_comm_wrapper, ddp_comm_state: Communication hook; see `CommHook`.
+        sync_each_batch: Average gradients after every micro-batch of a step instead of only the last. Default: False.
         timeout, hang_timeout, process_group_backend: See `DataParallel`.
-        sync_batchnorm: Replace BatchNorm layers by ones whose statistics are of all processes (accelerators only).
-            Default: False.
+        sync_batchnorm: Convert BatchNorm layers to SyncBatchNorm (not on the CPU). Default: False.
 
     Raises:
         ConfigurationError: A value, an option or a communication hook is unknown.
@@ -104,14 +102,14 @@ class DDPStrategy(DataParallel):
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
-        if not broadcast_buffers:  # torch 2.13 renames it and warns whenever it is given
+        if not broadcast_buffers:  # torch 2.13 has deprecated it, and warns if it is passed
             self.ddp_options["broadcast_buffers"] = False
         if bucket_cap_mb is not None:
             self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
 
     @classmethod
     def from_kwargs(cls, kwargs: DistributedDataParallelKwargs, **arguments: Any) -> Self:
-        """Create the strategy from Hugging Face Accelerate's options and from further arguments of its own.
+        """Create the strategy from Hugging Face Accelerate's options and further arguments.
 
         Raises:
             ConfigurationError: See `DistributedDataParallelKwargs.to_arguments` and `CommHook`.
@@ -122,7 +120,7 @@ class DDPStrategy(DataParallel):
         super().check(settings)
         if self.sync_batchnorm and settings.device_type == "cpu":
             raise ConfigurationError(
-                "sync_batchnorm=True, but torch's SyncBatchNorm does not run on the CPU. Leave it out, or use "
+                "sync_batchnorm=True, but torch's SyncBatchNorm does not run on the CPU. Remove it, or use "
                 "GroupNorm or LayerNorm."
             )
 
@@ -140,7 +138,7 @@ class DDPEngine(ParallelEngine):
         self.comm_hook, self.ddp_options = strategy.comm_hook, strategy.ddp_options
         self._replica: DistributedDataParallel | None = None
         self._learns_graph = False
-        # Of user-written loops, with a static graph.
+        # Replicas of user-written loops with a static graph that is not recorded yet.
         self._unrecorded: WeakSet[DistributedDataParallel] = WeakSet()
         self._bucket_order = BucketOrder()
         self._frozen: list[nn.Parameter] = []
@@ -148,7 +146,7 @@ class DDPEngine(ParallelEngine):
 
     def _build(self, task: TaskModule) -> None:
         super()._build(task)
-        if self.strategy.sync_batchnorm:  # what `configure_model` has built too
+        if self.strategy.sync_batchnorm:  # includes layers of `configure_model`
             nn.SyncBatchNorm.convert_sync_batchnorm(task)  # type: ignore[no-untyped-call]  # torch has no types here
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
@@ -164,7 +162,7 @@ class DDPEngine(ParallelEngine):
         return optimizers
 
     def _wrap(self) -> None:
-        """Let training steps run through a replica that averages gradients. Collective: rank 0's weights go to all."""
+        """Wrap the training step in DistributedDataParallel. Collective: copies rank 0's weights to all ranks."""
         self._replica = DistributedDataParallel(StepModule(self.task), **self.ddp_options)
         self.comm_hook.register(self._replica)
         self._learns_graph = self.ddp_options["static_graph"]
@@ -173,11 +171,11 @@ class DDPEngine(ParallelEngine):
         self._wrapped_step = self._replica if self.settings.compile_options is None else self._compile(self._replica)
         self._frozen = frozen_parameters(self.task)
         self._training_call = self._run_thawed if self._frozen else self._wrapped_step
-        # The replica's buffers are rank 0's only in training forwards; an evaluation step runs on the task
-        # itself, so that ranks may evaluate different numbers of batches.
+        # Evaluation steps call the task itself, without broadcasting buffers: ranks may evaluate different numbers of
+        # batches.
 
     def _run_thawed(self, *args: Any) -> Any:
-        """Run a step, through a new replica if a parameter has been unfrozen: no other would average its gradients."""
+        """Run a step. If a parameter was unfrozen, first create a replica that averages its gradients."""
         if any_trained(self._frozen):
             self._unwrap()
             self._wrap()
@@ -186,9 +184,9 @@ class DDPEngine(ParallelEngine):
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
     ) -> list[Callable[..., Any]]:
-        """Return a replica of each model that averages gradients, or the model if nothing is trained. Collective.
+        """Wrap each model in DistributedDataParallel if it has trained parameters. Collective.
 
-        All ranks start from the weights and buffers of rank 0.
+        All ranks start with the weights and buffers of rank 0.
         """
         return [self._replicate(model) for model in models]
 
@@ -208,7 +206,7 @@ class DDPEngine(ParallelEngine):
     def no_sync(self, prepared: Callable[..., Any]) -> AbstractContextManager[Any]:
         if not isinstance(prepared, DistributedDataParallel):
             return nullcontext()
-        if prepared in self._unrecorded:  # its first backward has to synchronize, see `_synchronize`
+        if prepared in self._unrecorded:  # the first backward must synchronize; see `_synchronize`
             self._unrecorded.discard(prepared)
             return nullcontext()
         return prepared.no_sync()
@@ -222,10 +220,10 @@ class DDPEngine(ParallelEngine):
             raise ConfigurationError(
                 "trigger_sync_in_backward() does not work with find_unused_parameters=True, which searches for unused "
                 "parameters in a forward outside of no_sync(). Run the forward of the last backward outside of "
-                "no_sync(), or leave find_unused_parameters out."
+                "no_sync(), or remove find_unused_parameters."
             )
         before, prepared.require_backward_grad_sync = prepared.require_backward_grad_sync, True
-        prepared.reducer.prepare_for_backward([])  # as in a forward that synchronizes
+        prepared.reducer.prepare_for_backward([])  # as a synchronizing forward does
         try:
             yield
         finally:
@@ -237,13 +235,16 @@ class DDPEngine(ParallelEngine):
 
     @property
     def _reorders_buckets(self) -> bool:
-        """Whether the replica lays buckets out anew after the first step, and zeros sent through it leave no trace."""
+        """True if the replica rebuilds its buckets after the first step, and a backward of zeros changes nothing else.
+
+        With two ranks the order of summation does not matter.
+        """
         options = self.ddp_options
         plain = not options["static_graph"] and not options["find_unused_parameters"]
         return plain and self.comm_hook.power_sgd is None and self.data_ranks.size > 2
 
     def begin_evaluation(self) -> None:
-        # In training, buffers are rank 0's when a forward begins, and each rank's own after it.
+        # A training forward starts with rank 0's buffers, but then updates them on each rank.
         if self._replica is not None and self.ddp_options.get("broadcast_buffers", True):
             for buffer in self.task.buffers():
                 dist.broadcast(buffer, src=0)
@@ -251,8 +252,8 @@ class DDPEngine(ParallelEngine):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.comm_hook.power_sgd is not None and self.is_main:
             warnings.warn(
-                "PowerSGD begins anew: a checkpoint does not hold what compression has left over on each rank, so that "
-                "the next losses are not those of an uninterrupted run. start_powerSGD_iter counts from here.",
+                "PowerSGD is reset: a checkpoint does not contain each rank's compression errors. The next losses "
+                "differ from those of an uninterrupted run, and start_powerSGD_iter counts from this step.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
@@ -274,8 +275,9 @@ class DDPEngine(ParallelEngine):
     def _synchronize(self, last: bool) -> None:
         if self._replica is None:
             return
-        if self._learns_graph and not last:  # torch 2.13 records a static graph in the first backward, which has to
-            self._learns_graph, last = False, True  # synchronize
+        # torch 2.13 records a static graph in the first backward, which must synchronize.
+        if self._learns_graph and not last:
+            self._learns_graph, last = False, True
         self._replica.require_backward_grad_sync = last
 
     def explain_error(self, error: BaseException, model: nn.Module) -> Exception | None:
@@ -286,7 +288,7 @@ class DDPEngine(ParallelEngine):
         check_can_be_alone(self.task)
         wrapped = self._replica is not None
         if wrapped:
-            self.step.discard_gradients()  # they may be views of the replica's buckets
+            self.step.discard_gradients()  # gradients may be views of the replica's buckets
             self._unwrap()
         with super()._alone() as single:
             yield single
@@ -294,10 +296,10 @@ class DDPEngine(ParallelEngine):
             self._wrap()
 
     def _average_gradients(self) -> None:
-        """Average all gradients in one exchange per dtype.
+        """Average all gradients over ranks, with one all-reduce per dtype.
 
-        Averaging what earlier backward passes of the step have averaged already changes nothing, so that any number
-        of them, in any order, over any part of the parameters comes out right.
+        A second average of averaged gradients changes nothing. A step may therefore have any number of backward
+        passes, over any part of the parameters.
         """
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.task.parameters():
@@ -317,14 +319,14 @@ class DDPEngine(ParallelEngine):
                     parameter.grad = grad
 
     def _unwrap(self) -> None:
-        """Let go of the replica and of its hooks on the parameters."""
+        """Destroy the replica, and remove its hooks from the parameters."""
         replica, self._replica, self._wrapped_step = self._replica, None, None
         self._bucket_order.stop()
         if replica is not None:
-            # The replica is part of a reference cycle, which must not be the last to hold the process group: a cycle is
-            # freed whenever the collector runs. In a loader's forked worker, freeing a gloo group waits for threads
-            # that were not forked (a crash, or no end); through the reducer, it waits with the interpreter's lock held
-            # for a thread that may want it (torch 2.13).
+            # The replica is part of a reference cycle, which the garbage collector frees at any time. The cycle must
+            # not hold the last reference to the process group. In a forked worker of a loader, freeing a gloo group
+            # crashes or hangs, because it waits for threads that do not exist there. Freed by the reducer, it can
+            # deadlock, because it waits for a thread while holding the GIL (torch 2.13).
             del replica.logger, replica.reducer, replica.process_group
 
     def close(self) -> None:
@@ -333,14 +335,14 @@ class DDPEngine(ParallelEngine):
 
 
 class BucketOrder:
-    """The order in which a replica's gradients came in its first synchronizing backward.
+    """The order of gradients in a replica's first synchronizing backward.
 
-    In this order DistributedDataParallel rebuilds its buckets after the first step. The place of a gradient in a bucket
-    determines in which order three or more ranks are summed, and so its last bits. The order is saved in checkpoints.
-    Before its first step a resumed run sends gradients of zero in that order.
+    After the first step, DistributedDataParallel rebuilds its buckets in this order. The position of a gradient in a
+    bucket determines the order of summation over three or more ranks, and so its last bits. Checkpoints contain the
+    order. A resumed run replays it with a backward of zeros before its first step.
 
     Attributes:
-        names: of parameters; complete after the first step.
+        names: Names of the parameters; complete after the first step.
     """
 
     def __init__(self) -> None:
@@ -348,7 +350,7 @@ class BucketOrder:
         self._handles: list[Any] = []
 
     def record(self, replica: DistributedDataParallel, task: TaskModule) -> None:
-        """Write down the order in the next backward that synchronizes; later ones cost nothing."""
+        """Record the order in the next synchronizing backward, and then remove the hooks."""
         self.stop()
         self.names = []
         for name, parameter in task.named_parameters():
@@ -363,22 +365,22 @@ class BucketOrder:
                 self.stop()
 
     def stop(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def replay(self, replica: DistributedDataParallel, task: TaskModule, names: Sequence[str]) -> None:
-        """Let gradients of zero come in an order, so that the next forward lays buckets out accordingly. Collective.
+        """Run a backward of zeros in an order, so that the next forward rebuilds the buckets in it. Collective.
 
-        Nothing happens unless the names are those of the parameters that are trained.
+        Does nothing unless the names are those of the trained parameters.
         """
         trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
         if set(names) != set(trained):
             return
         self.stop()
         self.names = list(names)
-        replica("named_parameters")  # a forward, after which the replica waits for a backward
+        replica("named_parameters")  # a forward, which prepares the replica for a backward
         for name in names:
             torch.autograd.backward(trained[name], torch.zeros_like(trained[name]))
         for parameter in trained.values():

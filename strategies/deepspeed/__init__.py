@@ -1,1 +1,1 @@
-"""Training with the library DeepSpeed: ZeRO stages 0 to 3, and their offload to the host and to disks."""
+"""Training with DeepSpeed: ZeRO stages 0 to 3, with offload to the host or to disk."""

@@ -1,4 +1,4 @@
-"""Checks of what DeepSpeed cannot train, before an engine is created. Each raises a ConfigurationError."""
+"""Checks for tasks and optimizers that DeepSpeed cannot train. Each raises a ConfigurationError."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainwright.strategies.steps.binding import need_closure
 from trainwright.strategies.units import check_no_shards, check_no_sparse
 
 _OWN_METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
-# What they do to an element depends on the rows and columns around it.
-_WHOLE_MATRICES = ("Adafactor", "Muon", "LowRankAdamW")
+# Optimizers whose update of an element depends on its rows and columns.
+_FULL_MATRIX = ("Adafactor", "Muon", "LowRankAdamW")
 _BLOCKWISE = ("torchao.", "bitsandbytes.")  # modules of optimizers that quantize states
 _CPU_OPTIMIZERS = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad", "ZenFlowCPUAdam")
 
@@ -31,8 +31,7 @@ def check_task(task: TaskModule, *, trains: bool) -> None:
     for method in _OWN_METHODS:
         if trains and overrides(task, method, TaskModule):
             raise ConfigurationError(
-                f"{name} defines {method}, which an engine of DeepSpeed does itself. Leave it out, or use "
-                "strategy='ddp'."
+                f"{name} overrides {method}, which DeepSpeed's engine replaces. Remove it, or use strategy='ddp'."
             )
 
 
@@ -52,8 +51,8 @@ def check_unbuilt(task: TaskModule, config: EngineConfig) -> None:
     early = next((name for name, _ in task.named_parameters()), None)
     if config.offload("offload_param") == "nvme" and early is not None:
         raise ConfigurationError(
-            f"offload_parameters to 'nvme', and {early!r} was built where DeepSpeed could not send it there piece by "
-            "piece: it would be stored in 16 bits. Build the model in configure_model."
+            f"offload_parameters to 'nvme': {early!r} was built before configure_model, and DeepSpeed would store it "
+            "in 16 bits. Build the model in configure_model."
         )
 
 
@@ -69,45 +68,43 @@ def check_optimizers(
     if len(optimizers) != 1:
         what = "Use DummyOptim(model.parameters())" if named else "Put all parameters into groups of one optimizer"
         raise ConfigurationError(
-            f"{source} {len(optimizers)} optimizers, and an engine of DeepSpeed steps one. "
-            f"{what}, or use strategy='fsdp'."
+            f"{source} {len(optimizers)} optimizers, but a DeepSpeed engine steps one. {what}, or use strategy='fsdp'."
         )
     (optimizer,) = optimizers
     name = type(optimizer).__name__
     if isinstance(optimizer, DummyOptim) is not named:
-        way_out = "Use DummyOptim(…), or remove it there." if named else "Use a real one."
+        advice = "Use DummyOptim(…), or remove the 'optimizer'." if named else "Use a real optimizer."
         raise ConfigurationError(
-            f"{config.origin} has {'an' if named else 'no'} 'optimizer', and {source} {name}. {way_out}"
+            f"{config.origin} has {'an' if named else 'no'} 'optimizer', but {source} {name}. {advice}"
         )
     if need_closure(optimizers, precision):
         raise ConfigurationError(
-            f"{name} evaluates the loss several times in a step, which an engine of DeepSpeed cannot. Use "
-            "strategy='ddp', or another optimizer."
+            f"{name} evaluates the loss several times in a step, which DeepSpeed does not support. Use strategy='ddp', "
+            "or another optimizer."
         )
     if config.stage > 0:
         check_no_sparse(task)
-    if name in _WHOLE_MATRICES and config.stage > 0:
+    if name in _FULL_MATRIX and config.stage > 0:
         raise ConfigurationError(
-            f"{name} looks at whole matrices, and at stage={config.stage} DeepSpeed hands it pieces of flat vectors, "
-            "which would train otherwise than in one process. Use an optimizer that works element by element, such as "
-            "AdamW, or stage=0, or strategy='ddp'."
+            f"{name} needs full matrices, but at stage={config.stage} DeepSpeed passes it shards of flat vectors. Use "
+            "an elementwise optimizer such as AdamW, or stage=0, or strategy='ddp'."
         )
     if any(kind.__module__.startswith(_BLOCKWISE) for kind in type(optimizer).__mro__):
         raise ConfigurationError(
-            f"{name} quantizes its states in blocks of each parameter, and DeepSpeed steps flat vectors of "
-            "several. Use strategy='fsdp' with an optimizer of torchao, strategy='ddp', or an optimizer of DeepSpeed."
+            f"{name} quantizes its states in blocks of each parameter, but DeepSpeed steps flat vectors of several "
+            "parameters. Use strategy='fsdp' with an optimizer of torchao, strategy='ddp', or a DeepSpeed optimizer."
         )
     device, forced = config.offload("offload_optimizer"), config.content.get("zero_force_ds_cpu_optimizer", True)
     if device != "none" and not named and forced and name not in _CPU_OPTIMIZERS:
         raise ConfigurationError(
-            f"offload_optimizer to {device!r}, and {source} {name}, which DeepSpeed does not step there. Use "
+            f"offload_optimizer to {device!r}: {source} {name}, which DeepSpeed cannot step on the host. Use "
             "deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=…), or DummyOptim with an 'optimizer' in the "
             "configuration."
         )
 
 
 class TrainedParameters:
-    """Parameters that an engine was created to train, which must not be frozen later."""
+    """The parameters that an engine trains. They must not be frozen after the engine was created."""
 
     def __init__(self, task: nn.Module) -> None:
         self._name = type(task).__name__
@@ -118,22 +115,22 @@ class TrainedParameters:
         for name, parameter, trained in self._flags:
             if parameter.requires_grad is not trained:
                 what = "frozen" if trained else "unfrozen"
-                fate = "step on, by its momentum and decay" if trained else "leave out"
+                effect = "keep updating by momentum and weight decay" if trained else "not update"
                 raise TaskError(
-                    f"{self._name}'s {name} was {what} after DeepSpeed's engine had been made, which would {fate}. Say "
-                    "what is trained in __init__ or configure_model, and train the next stage in a fit of its own; or "
+                    f"{self._name}'s {name} was {what} after DeepSpeed's engine was created, which would {effect} it. "
+                    "Set requires_grad in __init__ or configure_model and call fit once for each training phase, or "
                     "use strategy='ddp' or 'fsdp'."
                 )
 
 
 def keep_groups(optimizer: Optimizer, task: str) -> None:
-    """Have `add_param_group` of an optimizer that an engine has taken raise a TaskError: the group would rest."""
+    """Make `add_param_group` of an engine's optimizer raise a TaskError: the engine would not step the new group."""
 
     def add_param_group(param_group: dict[str, Any]) -> None:
         raise TaskError(
-            f"a parameter group was added to {task}'s {type(optimizer).__name__} after DeepSpeed's engine had been "
-            "made, which steps the groups of configure_optimizers alone. Name all parameters there, and train the next "
-            "stage in a fit of its own; or use strategy='ddp' or 'fsdp'."
+            f"a parameter group was added to {task}'s {type(optimizer).__name__} after DeepSpeed's engine was created, "
+            "which steps only the groups of configure_optimizers. Add all parameters there and call fit once for each "
+            "training phase, or use strategy='ddp' or 'fsdp'."
         )
 
-    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]  # of this one alone
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]  # of this object only

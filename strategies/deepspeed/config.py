@@ -1,7 +1,7 @@
-"""DeepSpeed's configuration: one source, made of what the user wrote in a file or dict and as arguments.
+"""DeepSpeed's configuration, merged from the user's file or dict and the arguments.
 
-Nothing is said twice: where the file and an argument of the strategy or the Trainer differ, that is an error (a
-ConfigurationError) that names both. `"auto"` in the file takes the argument's value.
+If the file and an argument of the strategy or the Trainer differ, a ConfigurationError names both. `"auto"` in the file
+is replaced by the argument's value.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quanti
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What `"auto"` values are made of once a run knows its model and data.
+    """Facts of a run's model and data from which `"auto"` values are computed.
 
     Attributes:
-        world_size: processes that see different data.
-        micro_batch_size: samples in one batch of one process; None where the loader does not tell.
-        accumulate: micro-batches of one process in a step.
-        hidden_size: of the model's configuration; None where it has none.
-        hyperparameters: the optimizer's, of its first group; None where there is none.
-        total_steps: optimizer steps that the run will do; infinite when nothing bounds them.
-        warmup_steps: how many of them the learning rate rises.
+        world_size: Number of data-parallel processes.
+        micro_batch_size: Batch size of one process; None if it is unknown.
+        accumulate: Micro-batches of one process in a step.
+        hidden_size: Hidden size in the model's configuration; None if it has none.
+        hyperparameters: The optimizer's first parameter group; None without an optimizer.
+        total_steps: Number of optimizer steps of the run; infinite if it has no limit.
+        warmup_steps: Number of steps in which the learning rate increases.
     """
 
     world_size: int
@@ -56,7 +56,7 @@ class RunFacts:
 
 
 class EngineConfig:
-    """DeepSpeed's configuration before a run is known."""
+    """DeepSpeed's configuration without the facts of a run."""
 
     def __init__(
         self, config: str | FilePath | Mapping[str, Any] | None, options: ZeroOptions, given: Mapping[str, Any]
@@ -85,92 +85,94 @@ class EngineConfig:
         return int(look_up(self.content, _STAGE) or 0)
 
     def offload(self, part: str) -> str:
-        """Return where `"offload_optimizer"` or `"offload_param"` go: `"none"`, `"cpu"` or `"nvme"`."""
+        """Return the device of `"offload_optimizer"` or `"offload_param"`: `"none"`, `"cpu"` or `"nvme"`."""
         return str(look_up(self.content, ("zero_optimization", part, "device")) or "none")
 
     def state(self, path: Path, value: Any, origin: str, *, overrides: bool = False) -> None:
-        """Take a value that something else than the user's configuration has said."""
+        """Set a value from `origin`. A different value in the user's configuration is an error."""
         found = look_up(self.content, path)
         if found not in (None, AUTO, value) and not overrides:
             raise ConfigurationError(
-                f"{self.origin} has {'.'.join(path)}={found!r}, and {origin} says otherwise. Make them agree, or write "
-                f'{".".join(path)}="auto" there.'
+                f"{self.origin} has {'.'.join(path)}={found!r}, which differs from {origin}. Use the same value, or "
+                f'write {".".join(path)}="auto".'
             )
         place(self.content, path, value)
 
     def _check_offload(self) -> None:
         if self.options.frozen_modules and self.stage not in (1, 2):
             raise ConfigurationError(
-                f"frozen_modules={self.options.frozen_modules!r} at stage={self.stage}: they have an engine of their "
-                "own beside stage 1 or 2. Leave it out: stage 3 cuts what is frozen with the rest."
+                f"frozen_modules={self.options.frozen_modules!r} has no effect at stage={self.stage}. Remove it: "
+                "stage 3 shards frozen modules too, and stage 0 shards nothing."
             )
         for part, (argument, _) in OFFLOADS.items():
             device = self.offload(part)
             if device == "nvme" and self.stage < 3:
                 raise ConfigurationError(
-                    f"{argument} to 'nvme' at stage={self.stage}: DeepSpeed uses disks at stage 3 only. Use stage=3, "
-                    f"or {'the device cpu' if part == 'offload_optimizer' else 'leave it out'}."
+                    f"{argument} to 'nvme' at stage={self.stage}: DeepSpeed uses disks only at stage 3. Use stage=3, "
+                    f"or {'the device cpu' if part == 'offload_optimizer' else 'remove it'}."
                 )
             if device != "none" and part == "offload_param" and self.stage < 3:
                 raise ConfigurationError(
-                    f"{argument} at stage={self.stage}: parameters are whole on every rank below stage 3. Use stage=3."
+                    f"{argument} at stage={self.stage}: DeepSpeed offloads parameters only at stage 3. Use stage=3."
                 )
             if device != "none" and self.stage < 1:
                 raise ConfigurationError(
-                    f"{argument} at stage=0: nothing is cut that could be offloaded. Use stage=1, 2 or 3."
+                    f"{argument} at stage=0: DeepSpeed offloads only sharded states. Use stage=1, 2 or 3."
                 )
 
-    # What the Trainer says
+    # Settings of the Trainer
 
     def check_run(self, accumulate: int, clip: GradientClip | None) -> None:
-        """Compare with the Trainer's accumulation and clipping."""
+        """Check that accumulation and clipping are the Trainer's."""
         found = look_up(self.content, ("gradient_accumulation_steps",))
         if found not in (None, AUTO, accumulate):
             raise ConfigurationError(
-                f"{self.origin} has gradient_accumulation_steps={found!r}, and Trainer(accumulate_grad_batches="
-                f'{accumulate}) says otherwise. Use accumulate_grad_batches={found!r}, or write "auto" there.'
+                f"{self.origin} has gradient_accumulation_steps={found!r}, which differs from "
+                f"Trainer(accumulate_grad_batches={accumulate}). Use accumulate_grad_batches={found!r}, or write "
+                '"auto" in the configuration.'
             )
         found = look_up(self.content, ("gradient_clipping",))
         if clip is not None and found not in (None, AUTO) and (clip.algorithm, clip.value) != ("norm", float(found)):
             raise ConfigurationError(
-                f"{self.origin} has gradient_clipping={found!r}, and Trainer(gradient_clip_val={clip.value}) by "
-                f'{clip.algorithm} says otherwise. Leave one out, or write "auto" there.'
+                f"{self.origin} has gradient_clipping={found!r}, which differs from "
+                f"Trainer(gradient_clip_val={clip.value}, gradient_clip_algorithm={clip.algorithm!r}). Remove one of "
+                'them, or write "auto" in the configuration.'
             )
 
     @property
     def clipping(self) -> float | None:
-        """The largest gradient norm that the configuration names."""
+        """The maximum gradient norm of the configuration; None if it has none."""
         found = look_up(self.content, ("gradient_clipping",))
         return None if found in (None, AUTO, 0) else float(found)
 
     def check_hardware(self, device_type: str, world_size: int) -> None:
-        """Check what only some devices and numbers of processes can do."""
+        """Check options that need a certain device type or number of processes."""
         zero = self.content.get("zero_optimization", {})
         for name in _QUANTIZED:
             if zero.get(name) and device_type == "cpu":
                 raise ConfigurationError(
-                    f"{self.origin} has zero_optimization.{name}={zero[name]!r}, whose kernels need CUDA, and "
-                    "accelerator='cpu'. Leave it out."
+                    f"{self.origin} has zero_optimization.{name}={zero[name]!r}, which needs CUDA, but accelerator is "
+                    "'cpu'. Remove it."
                 )
-        pieces = zero.get("zero_hpz_partition_size", 1)
-        if isinstance(pieces, int) and pieces > 1 and world_size % pieces:
+        size = zero.get("zero_hpz_partition_size", 1)
+        if isinstance(size, int) and size > 1 and world_size % size:
             raise ConfigurationError(
-                f"{self.origin} has zero_optimization.zero_hpz_partition_size={pieces}, which does not divide the "
-                f"{world_size} process(es). Use a divisor, as a rule the processes of one node."
+                f"{self.origin} has zero_optimization.zero_hpz_partition_size={size}, which does not divide the "
+                f"{world_size} process(es). Use a divisor, usually the number of processes per node."
             )
 
     def set_precision(self, precision: Precision, device_type: str) -> None:
-        """Settle on the number format."""
+        """Enable the Trainer's precision in the configuration."""
         name, stage = precision.name, self.stage
         if name == "64-true":
-            raise ConfigurationError("precision='64-true': DeepSpeed computes in 32 or 16 bits. Use '32-true'.")
+            raise ConfigurationError("precision='64-true': DeepSpeed has no float64. Use '32-true'.")
         if name in ("16-true", "16-mixed") and device_type == "cpu":
             raise ConfigurationError(
-                f"precision={name!r}: DeepSpeed has no float16 on the CPU. Use 'bf16-mixed', or an accelerator."
+                f"precision={name!r}: DeepSpeed has no float16 on the CPU. Use 'bf16-mixed', or a GPU."
             )
         if name != "32-true" and stage == 0:
             raise ConfigurationError(
-                f"precision={name!r} at stage=0: DeepSpeed keeps no float32 weights then. Use stage=1, or "
+                f"precision={name!r} at stage=0: DeepSpeed would keep no float32 weights. Use stage=1, or "
                 "strategy='ddp'."
             )
         autocast = look_up(self.content, ("torch_autocast", "enabled")) is True
@@ -179,23 +181,23 @@ class EngineConfig:
             found = look_up(self.content, (part, "enabled"))
             if found not in (None, AUTO, wanted):
                 raise ConfigurationError(
-                    f"{self.origin} has {part}.enabled={found!r}, and Trainer(precision={name!r}) says otherwise. Use "
-                    f'precision={f"{prefix}-mixed" if found else "32-true"!r}, or write "auto" there.'
+                    f"{self.origin} has {part}.enabled={found!r}, which differs from Trainer(precision={name!r}). Use "
+                    f'precision={f"{prefix}-mixed" if found else "32-true"!r}, or write "auto" in the configuration.'
                 )
             if wanted or part in self.content:
                 place(self.content, (part, "enabled"), wanted)
         if autocast and not name.endswith("-mixed"):
             raise ConfigurationError(
-                f"{self.origin} has torch_autocast.enabled=True, and Trainer(precision={name!r}) says otherwise. Use "
-                "precision='bf16-mixed', or leave torch_autocast out."
+                f"{self.origin} has torch_autocast.enabled=True, which differs from Trainer(precision={name!r}). Use "
+                "precision='bf16-mixed', or remove torch_autocast."
             )
         if autocast:
             dtype = "bfloat16" if name.startswith("bf16") else "float16"
             self.state(("torch_autocast", "dtype"), dtype, f"Trainer(precision={name!r})")
         if look_up(self.content, ("data_types", "grad_accum_dtype")) not in (None, AUTO) and stage == 1:
             raise ConfigurationError(
-                f"{self.origin} has data_types.grad_accum_dtype, for which DeepSpeed takes an optimizer of its own at "
-                "stage 1. Use stage=2, or leave it out."
+                f"{self.origin} has data_types.grad_accum_dtype, for which DeepSpeed replaces the optimizer at stage "
+                "1. Use stage=2, or remove it."
             )
 
     # For the engine
@@ -211,20 +213,20 @@ class EngineConfig:
         _fill_optimizer(config, facts, self.origin)
         for path in _autos(config):
             raise ConfigurationError(
-                f'{self.origin} has {".".join(path)}="auto", for which nothing is known here. Write a value.'
+                f'{self.origin} has {".".join(path)}="auto", but its value cannot be inferred. Write a value.'
             )
         return config
 
 
 def for_engine(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the form in which an engine gets it: groups of micro-batches and clipping are the strategy's own."""
+    """Return the configuration for an engine, without accumulation and clipping: the strategy does them itself."""
     own = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
     given = {key: copy.deepcopy(value) for key, value in config.items() if key not in own}
     return {"steps_per_print": None, **given, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
 
 
 def for_building(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `deepspeed.zero.Init` needs before a model is known: without what is still open."""
+    """Return the configuration for `deepspeed.zero.Init`, without `"auto"` values."""
     config = for_engine(content)
     for part in ("optimizer", "scheduler"):
         config.pop(part, None)
@@ -234,7 +236,7 @@ def for_building(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(config: str | FilePath | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of a configuration, or the content of its file; empty for None."""
+    """Return a copy of a configuration, or the content of its file, or an empty dict for None."""
     if config is None:
         return {}
     if isinstance(config, Mapping):
@@ -244,14 +246,14 @@ def read_config(config: str | FilePath | Mapping[str, Any] | None) -> dict[str, 
     except OSError as error:
         raise ConfigurationError(f"config={str(config)!r} cannot be read: {error}. Pass a path or a dict.") from error
     except ValueError as error:
-        raise ConfigurationError(f"config={str(config)!r} is no JSON: {error}.") from error
+        raise ConfigurationError(f"config={str(config)!r} is not valid JSON: {error}.") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"config={str(config)!r} holds {type(found).__name__}, and no JSON object.")
+        raise ConfigurationError(f"config={str(config)!r} holds a {type(found).__name__}. Write a JSON object.")
     return found
 
 
 def _fill_switches(config: dict[str, Any], options: ZeroOptions, origin: str) -> None:
-    """Fill in what the strategy's arguments alone decide."""
+    """Fill in the values that depend only on the strategy's arguments."""
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ConfigurationError(f'{origin} has zero_optimization={zero!r}. Write {{"stage": 0}}, or another stage.')
@@ -273,8 +275,8 @@ def _fill_batch(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
     micro = config.get("train_micro_batch_size_per_gpu", AUTO)
     if facts.micro_batch_size is not None and micro not in (AUTO, facts.micro_batch_size):
         raise ConfigurationError(
-            f"{origin} has train_micro_batch_size_per_gpu={micro!r}, and the training loader's batch_size="
-            f'{facts.micro_batch_size} says otherwise. Make them agree, or write "auto" there.'
+            f"{origin} has train_micro_batch_size_per_gpu={micro!r}, which differs from the training loader's "
+            f'batch_size={facts.micro_batch_size}. Use the same value, or write "auto" in the configuration.'
         )
     known = facts.micro_batch_size if micro == AUTO else int(micro)
     total = config.get("train_batch_size", AUTO)
@@ -285,9 +287,9 @@ def _fill_batch(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
     expected = config["train_micro_batch_size_per_gpu"] * parts
     if total not in (AUTO, expected):
         raise ConfigurationError(
-            f"{origin} has train_batch_size={total!r}, and a batch_size of {known} in {facts.accumulate} micro-batches "
-            f"(accumulate_grad_batches) on {facts.world_size} process(es) is {expected}. Use {expected}, or write "
-            '"auto" there.'
+            f"{origin} has train_batch_size={total!r}, which is not batch_size {known} × accumulate_grad_batches "
+            f"{facts.accumulate} × {facts.world_size} process(es) (={expected}). Use {expected}, or write "
+            '"auto" in the configuration.'
         )
     config["train_batch_size"] = expected
     config["gradient_accumulation_steps"] = facts.accumulate
@@ -304,8 +306,8 @@ def _fill_buckets(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
     open_keys = [key for key in wanted if zero.get(key) == AUTO]
     if open_keys and hidden is None:
         raise ConfigurationError(
-            f'{origin} has "auto" for zero_optimization.{", ".join(open_keys)}, which follow from the hidden_size or '
-            "hidden_sizes of the `config` of the model or of one of its modules, and there is none. Write numbers."
+            f'{origin} has "auto" for zero_optimization.{", ".join(open_keys)}, but no module of the model has a '
+            "`config` with hidden_size or hidden_sizes to compute it from. Write numbers."
         )
     if hidden is not None:
         values = (hidden * hidden, int(0.9 * hidden * hidden), 10 * hidden)
@@ -319,7 +321,7 @@ def _fill_optimizer(config: dict[str, Any], facts: RunFacts, origin: str) -> Non
     for key in open_keys:
         if known is None or key not in known:
             raise ConfigurationError(
-                f'{origin} has optimizer.params.{key}="auto", and no value was passed. Use '
+                f'{origin} has optimizer.params.{key}="auto", but no value was passed. Use '
                 f"DummyOptim(model.parameters(), {key}=…), or write a value."
             )
         optimizer[key] = list(known[key]) if isinstance(known[key], tuple) else known[key]
@@ -342,18 +344,18 @@ def _autos(config: Mapping[str, Any], path: Path = ()) -> Iterator[Path]:
             yield (*path, key)
 
 
-# Hugging Face Accelerate's names: its `deepspeed_config` and `DeepSpeedPlugin`
+# Hugging Face Accelerate's names, in its `deepspeed_config` and `DeepSpeedPlugin`
 
 _ELSEWHERE = {
-    "deepspeed_hostfile": "the launcher that starts the processes reads it",
-    "deepspeed_exclusion_filter": "the launcher that starts the processes reads it",
-    "deepspeed_inclusion_filter": "the launcher that starts the processes reads it",
+    "deepspeed_hostfile": "only the launcher reads it",
+    "deepspeed_exclusion_filter": "only the launcher reads it",
+    "deepspeed_inclusion_filter": "only the launcher reads it",
     "deepspeed_multinode_launcher": "start the processes with torchrun, srun or mpirun",
-    "mixed_precision": "say Trainer(precision=…)",
-    "enable_msamp": "MS-AMP does not run on this torch",
-    "msamp_opt_level": "MS-AMP does not run on this torch",
+    "mixed_precision": "use Trainer(precision=…)",
+    "enable_msamp": "MS-AMP does not run with this torch version",
+    "msamp_opt_level": "MS-AMP does not run with this torch version",
 }
-# What happens anyway: stage 3 cuts modules as they are built, and checkpoints hold whole weights at every stage.
+# Always on: stage 3 shards modules while they are built, and checkpoints hold full weights at every stage.
 _HARMLESS = ("zero3_init_flag", "zero3_save_16bit_model", "is_train_batch_min")
 _DEVICES = {f"{part}_device": arguments for part, arguments in OFFLOADS.items()}
 _FILES = ("hf_ds_config", "deepspeed_config_file")
@@ -364,7 +366,7 @@ KNOWN = ("zero_stage", *_DEVICES, *_PATHS, *_VALUES, *_FILES, *_CLASSES, *_HARML
 
 
 def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `DeepSpeedStrategy`'s arguments for what Accelerate's names say."""
+    """Convert Accelerate's options to arguments of `DeepSpeedStrategy`."""
     found: dict[str, Any] = {}
     content: Any = {
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -373,7 +375,7 @@ def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in config.items():
         if name in _ELSEWHERE:
-            raise ConfigurationError(f"{name}={value!r}: {_ELSEWHERE[name]}. Leave it out here.")
+            raise ConfigurationError(f"{name}={value!r}: {_ELSEWHERE[name]}. Remove it here.")
         if name not in KNOWN:
             raise ConfigurationError(f"{name}={value!r} is unknown.{nearest(name, KNOWN)} Known: {', '.join(KNOWN)}.")
         if value is None or name in _HARMLESS:
@@ -400,6 +402,7 @@ def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if content.get(name) not in (None, AUTO, value):
             raise ConfigurationError(
-                f'{name}={value!r}, and the configuration has {content[name]!r}. Leave one out, or write "auto" there.'
+                f"{name}={value!r} differs from {content[name]!r} in the configuration. Remove one of them, or write "
+                '"auto" in the configuration.'
             )
     return {"config": content | values, **found} if values else {"config": content, **found}

@@ -1,4 +1,4 @@
-"""HfDeepSpeedConfig: DeepSpeed's configuration with look-ups by dotted key, as transformers extends it."""
+"""HfDeepSpeedConfig: DeepSpeed's configuration with access by dotted key, which transformers subclasses."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch.distributed as dist
 from trainwright.core.errors import ConfigurationError
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.deepspeed.config import read_config
-from trainwright.strategies.deepspeed.library import join, leave, load_library
+from trainwright.strategies.deepspeed.library import connect, disconnect, load_library
 
 
 class HfDeepSpeedConfig:
     """DeepSpeed's configuration, with the methods of Hugging Face Accelerate's class of this name.
 
-    A value may change until the model is prepared: transformers fills in what is `"auto"`. While an object with stage 3
-    exists, `from_pretrained` of transformers builds models in shards; DeepSpeed uses the script's process group from
-    its construction on.
+    Values may change until the model is prepared: transformers fills in `"auto"` values. While an object with stage 3
+    exists, `from_pretrained` of transformers builds sharded models. Creating the object with stage 3 connects DeepSpeed
+    to the script's process group.
 
     Args:
         config_file_or_dict: The configuration, or the path of its JSON file.
@@ -34,8 +34,8 @@ class HfDeepSpeedConfig:
         if self.is_zero3() and dist.is_initialized():
             state = PartialState()
             library = load_library(state.device.type)
-            join(library, state.topology)
-            weakref.finalize(self, leave, library)
+            connect(library, state.topology)
+            weakref.finalize(self, disconnect, library)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the dict that may hold a dotted key, None if there is none, and the last part of the key."""

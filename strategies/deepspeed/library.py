@@ -1,4 +1,4 @@
-"""The library DeepSpeed: loaded when it is first used, joined to this run's processes, and let go of again."""
+"""Importing DeepSpeed, connecting it to the process group, and corrections of the library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.core.process import Topology
 from trainwright.processes.launcher import set_variable, unset_variable
 
-# Collectives that DeepSpeed 0.19.8 knows by names of which torch 2.13 warns at every call.
+# Collectives that DeepSpeed 0.19.8 calls by names that torch 2.13 deprecates with a warning at every call.
 _RENAMED = {"all_gather_function": "all_gather_single", "reduce_scatter_function": "reduce_scatter_single"}
 _users = 0
 _set_rank = False
@@ -25,22 +25,22 @@ _own_linear: Callable[..., torch.Tensor] = nn.functional.linear
 
 
 def load_library(device_type: str, logging_level: int = logging.WARNING) -> Any:
-    """Import DeepSpeed for one type of device; it is bound to the first one in a process."""
-    set_variable("DS_ACCELERATOR", device_type)  # it would take an accelerator that it finds, whatever was asked for
+    """Import DeepSpeed for a device type. A process can use it with one device type only."""
+    set_variable("DS_ACCELERATOR", device_type)  # otherwise DeepSpeed uses any accelerator that it finds
     with quiet_imports():
         library: Any = require_package("deepspeed", purpose="DeepSpeedStrategy")
     library.utils.logger.setLevel(logging_level)
     found = library.accelerator.get_accelerator().device_name()
     if found != device_type:
         raise ConfigurationError(
-            f"DeepSpeed works on {found!r} in this process, and accelerator={device_type!r} was asked for. It chooses "
-            "its device once: start another process."
+            f"DeepSpeed already uses {found!r} in this process and cannot change to accelerator={device_type!r}. Start "
+            "another process."
         )
     return library
 
 
 def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]:
-    """Return the machines of DeepSpeed's hostfile with the numbers of their devices, after a filter.
+    """Return the hosts of DeepSpeed's hostfile with their device indices, after filtering.
 
     Raises:
         ValueError: The file or a filter is wrong.
@@ -53,20 +53,20 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Ignore what is deprecated in what DeepSpeed loads of torch meanwhile, which nobody here can change."""
+    """Ignore the deprecation warnings of DeepSpeed's own imports and calls within the context."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
 
-def join(library: Any, topology: Topology) -> None:
-    """Let DeepSpeed use the process group that there is. Collective."""
+def connect(library: Any, topology: Topology) -> None:
+    """Connect DeepSpeed to the existing process group. Collective."""
     global _users, _own_linear, _set_rank
     if not _users:
         _own_linear, _set_rank = nn.functional.linear, False
-    _set_rank |= set_variable("LOCAL_RANK", str(topology.local_rank))  # it reads it there and nowhere else
+    _set_rank |= set_variable("LOCAL_RANK", str(topology.local_rank))  # DeepSpeed reads the local rank only there
     _users += 1
-    # On the CPU it would compile, for a minute, an operation for tensor-parallel inference, which nothing here uses.
+    # On the CPU, DeepSpeed would spend a minute compiling an operation for tensor-parallel inference.
     operations: dict[str, bool] = library.ops.__compatible_ops__
     unused = {name: usable for name, usable in operations.items() if "shm_comm" in name}
     operations.update(dict.fromkeys(unused, False))
@@ -80,11 +80,11 @@ def join(library: Any, topology: Topology) -> None:
             setattr(backend, attribute, getattr(dist, present_name))
 
 
-def leave(library: Any) -> None:
-    """Forget everything that DeepSpeed keeps of the process group, of engines and of precisions. Not collective.
+def disconnect(library: Any) -> None:
+    """Reset DeepSpeed's global state of process groups, engines and autocast. Not collective.
 
-    It has no end of its own: the next run in this process would talk through groups that are gone, and compute under an
-    autocast that it was not told of (0.19.8).
+    DeepSpeed 0.19.8 does not reset it: the next run in this process would use destroyed process groups and the previous
+    autocast dtype.
     """
     global _users
     _users -= 1
@@ -99,13 +99,13 @@ def leave(library: Any) -> None:
     library.runtime.zero.parameter_offload.FWD_MODULE_STACK.clear()
     init = library.zero.Init
     init.apply_param_persistence, init.num_persisted_parameters, init.num_persisted_elements = False, 0, 0
-    # Ranks compare the numbers of parameters and modules. They go on from stage to stage in a process that stays, as a
-    # script's own does, and begin at 0 in those that are started for each stage.
+    # Ranks compare ids of parameters and modules. Without the reset, the script's own process would keep counting from
+    # stage to stage, but processes that are started for each stage begin at 0.
     init.param_id = 0
     offload = library.runtime.zero.parameter_offload.DeepSpeedZeRoOffload
     offload._register_deepspeed_module.__defaults__[0][0] = 0
-    nn.functional.linear = _own_linear  # stage 3 has put its own there
-    # Stage 3 remembers what it may release in an unbounded cache of the class, and with it each run's whole model.
+    nn.functional.linear = _own_linear  # stage 3 replaces it
+    # Stage 3 caches releasable parameters in an unbounded cache of the class, which keeps each run's model alive.
     coordinator = library.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator
     for cell in coordinator._PartitionedParameterCoordinator__params_to_release.__closure__:
         if hasattr(cell.cell_contents, "cache_clear"):
@@ -113,7 +113,7 @@ def leave(library: Any) -> None:
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
-    """Tell whether stage 3 holds a parameter: its own memory is empty while no module uses it."""
+    """Return whether stage 3 shards a parameter. Its own memory is empty while no module uses it."""
     return hasattr(parameter, "ds_id")
 
 
@@ -121,29 +121,29 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 
 def keep_own_adagrad(engine: Any) -> None:
-    """Have an engine step the Adagrad that it was given, with its groups, and not the one it has made in its place.
+    """Make an engine step the user's Adagrad and its groups, not the copy that DeepSpeed creates.
 
-    Torch's Adagrad makes its states when it is constructed. DeepSpeed 0.19.8 constructs another one over its vectors,
-    all in one group and with the defaults of the first: rates of groups are lost, with several groups the first step
-    fails, and schedules move what nothing steps.
+    Adagrad creates its states in its constructor. DeepSpeed 0.19.8 therefore constructs a second Adagrad over its flat
+    vectors, with one group and default values. The learning rates of groups would be lost, several groups would make
+    the first step fail, and schedulers would change an optimizer that is never stepped.
     """
     given, zero = engine.basic_optimizer, engine.optimizer
     made = getattr(zero, "optimizer", None)
     if made is given or not isinstance(made, torch.optim.Adagrad):
         return
-    given.state.clear()  # those of the parameters as they were before they were cut
+    given.state.clear()  # states of the unsharded parameters
     given.state.update(made.state)
     zero.optimizer = given
-    if hasattr(zero, "_link_all_hp_params"):  # stages 1 and 2 have linked as many groups as the other one has
+    if hasattr(zero, "_link_all_hp_params"):  # stages 1 and 2 have linked the groups of the copy
         zero._link_all_hp_params()
 
 
 def keep_unaligned_gradients(zero: Any) -> None:
-    """Have gradients that begin in the middle of a disk's block stay on the host; the rest of them goes to the disk.
+    """Keep gradients that start in the middle of a disk block on the host instead of swapping them.
 
-    DeepSpeed 0.19.8 cuts the end off a gradient whose length is no multiple of 256 elements, and reads it back to where
-    it lay in its group's vector. Where that place is in the middle of a block, as behind a bias, the read goes wrong
-    and nothing is said: weights of layers 1,500 wide are off by whole steps of Adam.
+    DeepSpeed 0.19.8 splits off the end of a gradient whose length is not a multiple of 256 elements, and reads the rest
+    back to its position in the group's vector. If that position is in the middle of a block, for example after a bias,
+    the read is silently wrong: weights of layers 1,500 wide differ by full Adam steps.
     """
     swapper = getattr(zero, "optimizer_swapper", None)
     if swapper is None:

@@ -1,4 +1,4 @@
-"""What may be said about ZeRO as arguments, and where it stands in DeepSpeed's configuration."""
+"""Arguments for ZeRO, and their paths in DeepSpeed's configuration."""
 
 from __future__ import annotations
 
@@ -16,50 +16,52 @@ OFFLOADS = {
     "offload_optimizer": ("offload_optimizer", "offload_optimizer_device"),
     "offload_param": ("offload_parameters", "offload_params_device"),
 }
-_ONLY_IF_GIVEN = ("aio", "fp16", "activation_checkpointing")  # parts that are left out unless something is said of them
+_ONLY_IF_GIVEN = ("aio", "fp16", "activation_checkpointing")  # sections without defaults
 REMOVED = {
     **OF_LIGHTNING,
-    "remote_device": "with stage=3, what configure_model builds is cut as it is built; offload_parameters=True keeps "
-    "it on the host, or offload_params_device='nvme' on a disk",
-    "logging_batch_size_per_gpu": "the training loader says it, or train_micro_batch_size_per_gpu in config",
-    "load_full_weights": "checkpoints have one layout under every strategy, and weights from anywhere are loaded whole",
+    "remote_device": "with stage=3, modules are sharded while configure_model builds them; offload_parameters=True "
+    "keeps them on the host, offload_params_device='nvme' on disk",
+    "logging_batch_size_per_gpu": "the batch size is that of the training loader, or train_micro_batch_size_per_gpu in "
+    "config",
+    "load_full_weights": "every strategy loads full weights from every checkpoint",
     "exclude_frozen_parameters": "ModelCheckpoint saves all weights, which any strategy can load",
 }
 
 
 def _at(*path: str, default: Any) -> Any:
-    """Return a field whose value stands at `path` in DeepSpeed's configuration."""
+    """Return a field with its path in DeepSpeed's configuration."""
     return field(default=default, metadata={"path": path})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOptions:
-    """The arguments of `DeepSpeedStrategy` that are about ZeRO, with Lightning's names and defaults.
+    """The ZeRO arguments of `DeepSpeedStrategy`, with Lightning's names and defaults.
 
     Attributes:
         zero_optimization: False means stage 0.
-        stage: 0: nothing is cut; 1: the optimizer's states are cut into pieces, one for each rank; 2: the gradients
-            too; 3: the parameters too.
-        offload_optimizer, offload_optimizer_device: states and step of the optimizer are on the host (`"cpu"`), or
-            the states on a disk (`"nvme"`, stage 3). The step is then DeepSpeedCPUAdam's.
-        offload_parameters, offload_params_device: so for the parameters, at stage 3.
-        nvme_path: folder on a fast disk.
-        params_buffer_count, params_buffer_size: buffers between disk and host for parameters; size in elements.
-        max_in_cpu: parameter elements that stay on the host when the others go to the disk.
-        optimizer_buffer_count: buffers for the optimizer's states; at least 4 for Adam.
-        block_size, queue_depth, single_submit, overlap_events, thread_count: how the disk is used; block size in bytes.
-        pin_memory: host memory that is offloaded to is page-locked.
-        sub_group_size: elements that are stepped at a time at stage 3.
-        contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: how gradients and parameters cross
-            ranks.
-        allgather_bucket_size, reduce_bucket_size: elements that cross at a time.
-        zero_allow_untested_optimizer: other optimizers than Adam are let through.
-        partition_activations, cpu_checkpointing, contiguous_memory_optimization, synchronize_checkpoint_boundary: for
-            `deepspeed.checkpointing`.
-        loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: of float16; 0: found out.
-        moe_leaf_modules: names of classes that are gathered as one at stage 3, as layers of experts must be.
-        frozen_modules: names of classes of frozen modules, such as a teacher, that are cut at stage 3 by an engine of
-            their own, while the rest is at stage 1 or 2.
+        stage: 0 shards nothing; 1 shards optimizer states; 2 also shards gradients; 3 also shards parameters.
+        offload_optimizer, offload_optimizer_device: Offload optimizer states and step to the host (`"cpu"`), or the
+            states to disk (`"nvme"`, stage 3 only). The optimizer must be DeepSpeedCPUAdam or similar.
+        offload_parameters, offload_params_device: The same for parameters, at stage 3 only.
+        nvme_path: Folder on a fast disk.
+        params_buffer_count, params_buffer_size: Host buffers for parameters on disk; size in elements.
+        max_in_cpu: Number of parameter elements that stay on the host when the others are offloaded to disk.
+        optimizer_buffer_count: Host buffers for optimizer states on disk. Adam needs at least 4.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: Options of disk access; block size in
+            bytes.
+        pin_memory: Use page-locked host memory for offload.
+        sub_group_size: Number of elements per optimizer sub-step at stage 3.
+        contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: Options of gradient and parameter
+            communication.
+        allgather_bucket_size, reduce_bucket_size: Number of elements per collective.
+        zero_allow_untested_optimizer: Allow optimizers other than Adam.
+        partition_activations, cpu_checkpointing, contiguous_memory_optimization, synchronize_checkpoint_boundary:
+            Options of `deepspeed.checkpointing`.
+        loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: Loss scaling for float16.
+            `loss_scale=0` is dynamic.
+        moe_leaf_modules: Class names of modules whose parameters stage 3 gathers together. Layers of experts need it.
+        frozen_modules: Class names of frozen modules, such as a teacher, that a separate stage-3 engine shards while
+            the rest of the model is at stage 1 or 2.
     """
 
     zero_optimization: bool = True
@@ -108,13 +110,13 @@ NAMES = tuple(each.name for each in fields(ZeroOptions))
 
 
 def read_options(given: Mapping[str, Any]) -> ZeroOptions:
-    """Read the arguments that were given."""
+    """Return the options of the passed arguments."""
     options = ZeroOptions(**given)
     if options.stage not in (0, 1, 2, 3) or isinstance(options.stage, bool):
         raise ConfigurationError(f"stage={options.stage!r}: write 0, 1, 2 or 3.")
     if not options.zero_optimization and given.get("stage", 0) != 0:
         raise ConfigurationError(
-            f"zero_optimization=False and stage={options.stage} contradict each other. Leave one out."
+            f"zero_optimization=False and stage={options.stage} contradict each other. Remove one of them."
         )
     for _, name in OFFLOADS.values():
         value = getattr(options, name)
@@ -126,7 +128,7 @@ def read_options(given: Mapping[str, Any]) -> ZeroOptions:
 
 
 def statements(options: ZeroOptions, given: Mapping[str, Any]) -> dict[Path, tuple[str, Any]]:
-    """Return what the arguments that were given say: path in DeepSpeed's configuration → (the argument, value)."""
+    """Return the values of the passed arguments: path in DeepSpeed's configuration → (argument name, value)."""
     found: dict[Path, tuple[str, Any]] = {
         each.metadata["path"]: (each.name, given[each.name])
         for each in fields(options)
@@ -145,7 +147,7 @@ def statements(options: ZeroOptions, given: Mapping[str, Any]) -> dict[Path, tup
 
 
 def buffers(part: str, options: ZeroOptions) -> dict[Path, tuple[str, Any]]:
-    """Return what is said about an offload (`"offload_optimizer"` or `"offload_param"`) besides its device."""
+    """Return the options of `"offload_optimizer"` or `"offload_param"` without the device."""
     places = {
         "offload_optimizer": {"buffer_count": "optimizer_buffer_count"},
         "offload_param": {
@@ -157,7 +159,7 @@ def buffers(part: str, options: ZeroOptions) -> dict[Path, tuple[str, Any]]:
 
 
 def defaults(options: ZeroOptions) -> dict[Path, Any]:
-    """Return what Lightning's defaults put into a configuration of which the user has written nothing."""
+    """Return Lightning's defaults, for users that pass no configuration."""
     return {
         each.metadata["path"]: getattr(options, each.name)
         for each in fields(options)
@@ -173,7 +175,7 @@ def place(config: dict[str, Any], path: Path, value: Any) -> None:
 
 
 def look_up(config: Mapping[str, Any], path: Path) -> Any:
-    """Return the value at a path in nested dicts; None where there is none."""
+    """Return the value at a path in nested dicts, or None if there is none."""
     found: Any = config
     for key in path:
         if not isinstance(found, Mapping) or key not in found:

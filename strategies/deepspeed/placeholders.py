@@ -1,4 +1,4 @@
-"""Stand-ins that a task returns from `configure_optimizers` when DeepSpeed's configuration names the real ones."""
+"""Placeholders for an optimizer and a scheduler that DeepSpeed's configuration names."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trainwright.core.errors import ConfigurationError
 
 
 class DummyOptim(Optimizer):
-    """Says which parameters, and with which values, the optimizer of DeepSpeed's configuration shall have.
+    """Placeholder with the parameters and hyperparameters for the optimizer of DeepSpeed's configuration.
 
     The name and arguments are Accelerate's.
 
     Args:
-        params: parameters or groups of them.
-        lr, weight_decay: what `"auto"` stands for in the configuration.
-        kwargs: further values for `"auto"`, such as `betas` and `eps`.
+        params: Parameters or parameter groups.
+        lr, weight_decay: Values for `"auto"` in the configuration.
+        kwargs: Further values for `"auto"`, such as `betas` and `eps`.
 
     Attributes:
-        given_groups: the groups, each with the values of its own that it was given.
+        given_groups: The groups as they were passed, without defaults.
     """
 
     def __init__(self, params: ParamsT, lr: float = 0.001, weight_decay: float = 0.0, **kwargs: Any) -> None:
@@ -35,32 +35,33 @@ class DummyOptim(Optimizer):
         super().__init__([dict(g) for g in self.given_groups], {"lr": lr, "weight_decay": weight_decay, **kwargs})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it
-        """Raise: it is not the one that steps."""
+        """Raise a ConfigurationError: a placeholder cannot step."""
         raise ConfigurationError(
-            "DummyOptim stands for the optimizer of DeepSpeed's configuration. Use DeepSpeedStrategy(config=…) with an "
-            "'optimizer' in it, or return a real optimizer from configure_optimizers."
+            "DummyOptim is a placeholder for the optimizer of DeepSpeed's configuration. Use DeepSpeedStrategy("
+            "config=…) with an 'optimizer' in it, or return a real optimizer from configure_optimizers."
         )
 
 
 class DummyScheduler:
-    """Stands for the scheduler of DeepSpeed's configuration. It counts optimizer steps.
+    """Placeholder for the scheduler of DeepSpeed's configuration. It counts optimizer steps.
 
     The name and arguments are Accelerate's.
 
     Args:
-        optimizer: what `configure_optimizers` returns beside it.
-        total_num_steps: what `"auto"` stands for; the steps that the run will do unless told.
-        warmup_num_steps: what `"auto"` stands for.
-        lr_scheduler_callable: Makes the scheduler from the real optimizer, for a configuration that names an optimizer
-            and no scheduler. Default: None.
+        optimizer: The optimizer that `configure_optimizers` returns with it.
+        total_num_steps: Value for `"auto"`. Default: the number of steps of the run.
+        warmup_num_steps: Value for `"auto"`. Default: 0.
+        lr_scheduler_callable: Creates the scheduler from the real optimizer if the configuration names an optimizer
+            but no scheduler. Default: None.
 
     Attributes:
-        missing: The error while there is no real scheduler.
+        missing: The error message while there is no real scheduler.
     """
 
     missing: ClassVar[str] = (
-        "DummyScheduler stands for the scheduler of DeepSpeed's configuration. Use DeepSpeedStrategy(config=…) "
-        "with a 'scheduler' in it, pass lr_scheduler_callable, or return a real one from configure_optimizers."
+        "DummyScheduler is a placeholder for the scheduler of DeepSpeed's configuration. Use DeepSpeedStrategy("
+        "config=…) with a 'scheduler' in it, pass lr_scheduler_callable, or return a real scheduler from "
+        "configure_optimizers."
     )
 
     def __init__(
@@ -77,7 +78,7 @@ class DummyScheduler:
         self._real: Any = None
 
     def stand_for(self, scheduler: Any) -> None:
-        """Pass all calls to a scheduler of the real optimizer."""
+        """Forward all calls to a scheduler of the real optimizer."""
         self._real = scheduler
 
     @property
@@ -88,7 +89,7 @@ class DummyScheduler:
         return self._real
 
     def step(self) -> None:
-        """Go on by one optimizer step."""
+        """Advance the schedule by one optimizer step."""
         self.real.step()
 
     def get_last_lr(self) -> list[float]:
@@ -97,17 +98,17 @@ class DummyScheduler:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it stands."""
+        """Return the state of the scheduler."""
         found: dict[str, Any] = self.real.state_dict()
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Load a state that `state_dict` returned."""
         self.real.load_state_dict(state)
 
 
 def refuse_schedule_of_dummy(scheduler: Any, origin: str) -> None:
-    """Raise for a real schedule of a `DummyOptim`, which would change the learning rate of nothing."""
+    """Raise a ConfigurationError for a real scheduler over a `DummyOptim`: it would change no learning rate."""
     if not isinstance(scheduler, DummyScheduler) and isinstance(getattr(scheduler, "optimizer", None), DummyOptim):
         raise ConfigurationError(
             f"{origin} names the optimizer, and {type(scheduler).__name__} was created over its DummyOptim, which "

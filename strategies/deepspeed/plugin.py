@@ -1,4 +1,4 @@
-"""DeepSpeedPlugin: DeepSpeed in the names of Hugging Face Accelerate."""
+"""DeepSpeedPlugin: options of DeepSpeed with the names of Hugging Face Accelerate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.strategies.deepspeed.hf_config import HfDeepSpeedConfig
 from trainwright.strategies.deepspeed.options import look_up
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 
-# Where DeepSpeed's own configuration has what a field says.
+# The path of each field in DeepSpeed's own configuration.
 _PATHS = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("gradient_clipping",),
@@ -32,22 +32,22 @@ class DeepSpeedPlugin(KwargsHandler):
     """Options of `DeepSpeedStrategy`, with the names of Hugging Face Accelerate.
 
     A field that is None takes the value of its environment variable (`ACCELERATE_DEEPSPEED_ZERO_STAGE`, …). A plugin
-    does not change: `dataclasses.replace` returns another one.
+    is immutable: `dataclasses.replace` returns a changed copy.
 
     Attributes:
-        hf_ds_config: DeepSpeed's own configuration, a dict, the path of a JSON file or a `HfDeepSpeedConfig`, whose
-            values may change until the model is prepared. The other fields fill in its `"auto"` values and what it
-            leaves out; a field that differs from it is an error.
+        hf_ds_config: DeepSpeed's own configuration: a dict, the path of a JSON file or a `HfDeepSpeedConfig`, whose
+            values may change until the model is prepared. The other fields fill in `"auto"` and missing values. A field
+            that differs from it is an error.
         gradient_accumulation_steps: Micro-batches of one optimizer step. Default: the Accelerator's.
         gradient_clipping: Largest norm of the gradients. Default: they are not clipped.
         zero_stage: 0, 1, 2 or 3. Default: the stage in `hf_ds_config`, or else 2.
-        is_train_batch_min: Accepted; makes no difference.
+        is_train_batch_min: Accepted without effect.
         offload_optimizer_device, offload_param_device: `"none"`, `"cpu"` or `"nvme"`.
         offload_optimizer_nvme_path, offload_param_nvme_path: One folder for both.
-        zero3_init_flag, zero3_save_16bit_model: Accepted; stage 3 always shards modules as they are built, and
-            checkpoints hold full weights at every stage.
+        zero3_init_flag, zero3_save_16bit_model: Accepted without effect. Stage 3 always shards modules while they are
+            built, and checkpoints hold full weights at every stage.
         transformer_moe_cls_names: Classes of mixture-of-experts layers, in a list or separated by commas.
-        enable_msamp, msamp_opt_level: Not supported; only False.
+        enable_msamp, msamp_opt_level: Not supported. `enable_msamp` must be False.
     """
 
     hf_ds_config: str | Path | Mapping[str, Any] | HfDeepSpeedConfig | None = from_variable(
@@ -79,7 +79,7 @@ class DeepSpeedPlugin(KwargsHandler):
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration. `"auto"` stands where `prepare` fills a value in."""
+        """DeepSpeed's configuration. `prepare` replaces `"auto"` by values."""
         return self.strategy(1).config.content
 
     def strategy(self, num_processes: int) -> DeepSpeedStrategy:
@@ -97,7 +97,7 @@ class DeepSpeedPlugin(KwargsHandler):
         if different:
             raise ConfigurationError(
                 f"these fields of DeepSpeedPlugin, or their environment variables, differ from hf_ds_config (in "
-                f'parentheses): {", ".join(different)}. Leave them out, or write "auto" in the configuration.'
+                f'parentheses): {", ".join(different)}. Remove them, or write "auto" in the configuration.'
             )
         config = {one.name: getattr(self, one.name) for one in fields(self)}
         if isinstance(self.hf_ds_config, HfDeepSpeedConfig):

@@ -1,4 +1,4 @@
-"""From an engine's pieces to what a checkpoint holds, and back: whole tensors by the task's own names."""
+"""Conversion between the shards of a DeepSpeed engine and full tensors by the task's names, as in checkpoints."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.model import load_plain_state
 from trainwright.checkpoint.format.optimizer import load_named_optimizer_state
-from trainwright.checkpoint.format.regions import Pieces as SavedPieces
+from trainwright.checkpoint.format.regions import Pieces as SavedShards
 from trainwright.checkpoint.format.regions import Span
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.deepspeed.library import is_partitioned
 from trainwright.strategies.deepspeed.zero_model import ZeroModel
-from trainwright.strategies.deepspeed.zero_pieces import cut
+from trainwright.strategies.deepspeed.zero_shards import read_span
 from trainwright.strategies.state import FullState
 
 # DeepSpeed's own implementations of torch's optimizers: their states are interchangeable.
@@ -27,7 +27,7 @@ _ADAMS = ("DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam")
 
 
 class ReplicatedState(FullState):
-    """The state of an engine that keeps everything whole, in the terms of torch's own optimizers."""
+    """The state of a stage-0 engine, with optimizer states in the format of torch's own optimizers."""
 
     def optimizer_states(self) -> list[dict[str, Any]]:
         found = super().optimizer_states()
@@ -35,15 +35,15 @@ class ReplicatedState(FullState):
 
 
 class ZeroState(FullState):
-    """The state of an engine that keeps some of it in pieces.
+    """The state of an engine that shards parameters, gradients or optimizer states.
 
     Args:
-        model: in the engine.
-        task: the model by the names of the checkpoint.
-        optimizers: what the engine steps: one, or none.
-        is_main: whether this rank wants the values; others get tensors on the device `meta`.
-        writes_pieces: each rank writes its pieces of a checkpoint.
-        keeps_float32: trained parameters are float32 once the engine has let go of them, whatever it computes in.
+        model: The model and its engine.
+        task: The model whose names a checkpoint uses.
+        optimizers: The optimizer that the engine steps, or none.
+        is_main: True if this rank needs the values. Other ranks get tensors on the device `meta`.
+        writes_shards: Each rank writes its shards of a checkpoint.
+        keeps_float32: Trained parameters are float32 after `release`, whatever dtype the engine computes in.
     """
 
     def __init__(
@@ -53,76 +53,76 @@ class ZeroState(FullState):
         optimizers: Sequence[Optimizer],
         *,
         is_main: bool,
-        writes_pieces: bool,
+        writes_shards: bool,
         keeps_float32: bool,
     ) -> None:
         super().__init__(task, optimizers, model.device, is_main=is_main)
-        self._library, self._pieces, self._groups, self._dtypes = (
+        self._library, self._shards, self._groups, self._dtypes = (
             model.library,
-            model.pieces,
+            model.shards,
             model.groups,
             model.dtypes,
         )
-        self._writes_pieces, self._keeps_float32 = writes_pieces, keeps_float32
-        self._stand_ins: dict[int, tuple[torch.Tensor, SavedPieces]] = {}
+        self._writes_shards, self._keeps_float32 = writes_shards, keeps_float32
+        self._placeholders: dict[int, tuple[torch.Tensor, SavedShards]] = {}
         self._parameters = {plain_name(name): parameter for name, parameter in task.named_parameters()}
         trained = {name for _, names in self._groups for name in names}
         self._trained = {
             id(p) for name, p in self._parameters.items() if name in trained and p.requires_grad and _numel(p)
         }
 
-    # Pieces that are saved as they lie
+    # Shards for checkpoints
 
     @property
     def saves_pieces(self) -> bool:
         # Without an optimizer, stage 3 shards weights all the same.
-        return self._writes_pieces and (
-            self._pieces is not None or any(is_partitioned(parameter) for parameter in self._parameters.values())
+        return self._writes_shards and (
+            self._shards is not None or any(is_partitioned(parameter) for parameter in self._parameters.values())
         )
 
     def in_pieces(self, tree: Any) -> Any:
         return map_tensors(self._saved, tree)
 
-    def _stand_for(self, pieces: SavedPieces) -> torch.Tensor:
-        """Return a tensor on the device `meta` that `in_pieces` exchanges for what this rank saves."""
-        stand_in = torch.empty(pieces.shape, dtype=pieces.dtype, device="meta")
-        self._stand_ins[id(stand_in)] = stand_in, pieces
-        return stand_in
+    def _placeholder_for(self, shards: SavedShards) -> torch.Tensor:
+        """Return a `meta` tensor that `in_pieces` replaces by the shards that this rank saves."""
+        placeholder = torch.empty(shards.shape, dtype=shards.dtype, device="meta")
+        self._placeholders[id(placeholder)] = placeholder, shards
+        return placeholder
 
     def _saved(self, tensor: torch.Tensor) -> Any:
-        stand_in, pieces = self._stand_ins.get(id(tensor), (None, None))
-        return tensor if stand_in is None else pieces
+        placeholder, shards = self._placeholders.get(id(tensor), (None, None))
+        return tensor if placeholder is None else shards
 
     def _to_save(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what stands for a parameter that lies in pieces, and others whole. Collective as `model_state`."""
-        if self._pieces is not None and id(value) in self._trained:
-            return self._stand_for(self._pieces.to_save(value, shape_of(value)))
+        """Return a placeholder for a sharded parameter, or the full value otherwise. Collective as `model_state`."""
+        if self._shards is not None and id(value) in self._trained:
+            return self._placeholder_for(self._shards.to_save(value, shape_of(value)))
         held: Any = value.ds_tensor if is_partitioned(value) else None  # type: ignore[attr-defined]  # DeepSpeed's
-        if held is None or held.status.name != "AVAILABLE":  # whole anyway, or on a disk
+        if held is None or held.status.name != "AVAILABLE":  # unsharded, or on disk
             return self._weight(value)
         span, dtype = _partition(value), self._dtypes.get(id(value), held.dtype)
         values = held.data.view(-1).narrow(0, 0, span.stop - span.start).to(dtype)
-        return self._stand_for(SavedPieces(tuple(shape_of(value)), dtype, ((span, values),)))
+        return self._placeholder_for(SavedShards(tuple(shape_of(value)), dtype, ((span, values),)))
 
     # Weights
 
     def model_state(self) -> dict[str, Any]:  # trained weights are float32
-        self._stand_ins.clear()
+        self._placeholders.clear()
         to_save = self._to_save if self.saves_pieces else self.full_tensor
         convert = cache(to_save)  # tied weights are one tensor, also in a checkpoint
         found = self._task.state_dict(keep_vars=True)
         return {name: convert(v) if isinstance(v, torch.Tensor) else v for name, v in found.items()}
 
     def _weight(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a parameter or buffer whole, on this rank's device. Collective."""
+        """Return a full parameter or buffer on this rank's device. Collective."""
         found = self._gathered(value)
-        # The engine casts what is frozen too, and keeps no float32 copy of it.
+        # The engine also casts frozen parameters, without a float32 copy.
         return found if id(value) in self._trained else found.to(self._dtypes.get(id(value), found.dtype))
 
     def _gathered(self, value: torch.Tensor) -> torch.Tensor:
         value_is_exact = not is_partitioned(value) and value.dtype is torch.float32
-        if self._pieces is not None and id(value) in self._trained and not value_is_exact:
-            return self._pieces.whole(value, shape_of(value))
+        if self._shards is not None and id(value) in self._trained and not value_is_exact:
+            return self._shards.full(value, shape_of(value))
         if not is_partitioned(value):
             return value.detach()
         with self._library.zero.GatheredParameters([value]):
@@ -132,7 +132,7 @@ class ZeroState(FullState):
         return _kept(self._weight(tensor), keep=keep)
 
     def missing_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        is_trained = id(tensor) in self._trained and self._pieces is not None
+        is_trained = id(tensor) in self._trained and self._shards is not None
         if not is_partitioned(tensor) and not (is_trained and tensor.dtype is not torch.float32):
             return None
         dtype = torch.float32 if is_trained else self._dtypes.get(id(tensor), tensor.dtype)
@@ -142,28 +142,28 @@ class ZeroState(FullState):
         return {name: _kept(self._weight(parameter), keep=keep) for name, parameter in self._parameters.items()}
 
     def full_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        pieces = self._pieces
-        if pieces is None:
+        shards = self._shards
+        if shards is None:
             return {}
-        held = {id(parameter): gradient for parameter, gradient in pieces.gradients()}
+        held = {id(parameter): gradient for parameter, gradient in shards.gradients()}
         found = {}
         for name, parameter in self._parameters.items():
             if id(parameter) in self._trained:
-                whole = pieces.whole_gradient(parameter, shape_of(parameter), held.get(id(parameter)))
-                found[name] = _kept(whole, keep=keep)
+                full = shards.full_gradient(parameter, shape_of(parameter), held.get(id(parameter)))
+                found[name] = _kept(full, keep=keep)
         return found
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         given = {plain_name(name): value for name, value in state.items()}
         if any(is_partitioned(parameter) for parameter in self._parameters.values()):
-            found = self._load_into_pieces(given, strict)
+            found = self._load_sharded(given, strict)
         else:
             found = load_plain_state(self._task, state, strict=strict)
         for name, parameter in self._parameters_of_state():
-            if id(parameter) in self._trained and name in given and self._pieces is not None:
-                self._pieces.set_value(parameter, given[name])
-        if self._pieces is not None:
-            self._pieces.after_loading()
+            if id(parameter) in self._trained and name in given and self._shards is not None:
+                self._shards.set_value(parameter, given[name])
+        if self._shards is not None:
+            self._shards.after_loading()
         return found
 
     def _parameters_of_state(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -171,7 +171,7 @@ class ZeroState(FullState):
             if isinstance(value, nn.Parameter):
                 yield plain_name(name), value
 
-    def _load_into_pieces(self, given: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
+    def _load_sharded(self, given: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
         own = {plain_name(name): value for name, value in self._task.state_dict(keep_vars=True).items()}
         missing = [name for name in own if name not in given]
         left_over = [name for name in given if name not in own]
@@ -197,19 +197,19 @@ class ZeroState(FullState):
         return missing, left_over
 
     def _set_partition(self, parameter: Any, value: torch.Tensor) -> None:
-        """Put a whole value into this rank's partition of what modules compute with, or into what is whole."""
+        """Set a parameter, or this rank's partition of it, from a full value."""
         if not is_partitioned(parameter):
             parameter.data.copy_(value)
             return
         if parameter.ds_status.name == "AVAILABLE":
-            parameter.partition()  # small ones stay gathered after a step, with what is about to be overwritten
+            parameter.partition()  # small parameters stay gathered after a step
         held = parameter.ds_tensor
         if held.status.name != "AVAILABLE":  # on a disk
             with self._library.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(value)
             return
         span = _partition(parameter)
-        held.data.view(-1).narrow(0, 0, span.stop - span.start).copy_(cut(value, span))
+        held.data.view(-1).narrow(0, 0, span.stop - span.start).copy_(read_span(value, span))
 
     # Optimizer
 
@@ -217,9 +217,9 @@ class ZeroState(FullState):
         return [self._state_of(optimizer) for optimizer in self._optimizers]
 
     def _state_of(self, real: Optimizer) -> dict[str, Any]:
-        in_pieces = self.saves_pieces
+        sharded = self.saves_pieces
         states = {
-            name: self._states_of(self._parameters[name], in_pieces=in_pieces)
+            name: self._states_of(self._parameters[name], sharded=sharded)
             for _, names in self._groups
             for name in names
         }
@@ -235,31 +235,31 @@ class ZeroState(FullState):
             real,
         )
 
-    def _states_of(self, parameter: nn.Parameter, *, in_pieces: bool = False) -> dict[str, Any]:
-        pieces = self._pieces
-        if pieces is None or id(parameter) not in self._trained:
+    def _states_of(self, parameter: nn.Parameter, *, sharded: bool = False) -> dict[str, Any]:
+        shards = self._shards
+        if shards is None or id(parameter) not in self._trained:
             return {}
         try:
-            vectors, others = pieces.state_of(parameter)
+            vectors, others = shards.state_of(parameter)
         except TypeError as error:
             raise CheckpointError(
-                f"{type(pieces.zero.optimizer).__name__}: {error}, so that it cannot be put together from pieces. Use "
+                f"{type(shards.zero.optimizer).__name__}: {error}, and cannot be gathered from shards. Use "
                 "strategy='ddp', or another optimizer."
             ) from error
         shape = shape_of(parameter)
         found: dict[str, Any] = {}
         for key in vectors:
-            if in_pieces:
-                found[key] = self._stand_for(pieces.to_save(parameter, shape, key))
+            if sharded:
+                found[key] = self._placeholder_for(shards.to_save(parameter, shape, key))
             else:
-                found[key] = _kept(pieces.whole(parameter, shape, key), keep=self._is_main)
+                found[key] = _kept(shards.full(parameter, shape, key), keep=self._is_main)
         return found | {
             key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in others.items()
         }
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        pieces = self._pieces
-        assert pieces is not None  # there is an optimizer
+        shards = self._shards
+        assert shards is not None  # there is an optimizer
         groups = self._matching_groups(optimizer, state)
         states = {name: dict(state["state"][name]) for _, names in self._groups for name in names}
         self._check_states(optimizer, states)
@@ -267,71 +267,71 @@ class ZeroState(FullState):
             group.update({key: value for key, value in saved.items() if key in group and key != "params"})
         trained = [(n, self._parameters[n]) for n in states if id(self._parameters[n]) in self._trained]
         for _, parameter in trained:
-            pieces.forget_states(parameter)
+            shards.clear_states(parameter)
         for name, parameter in trained:
             if states[name]:
-                pieces.set_states(parameter, _counting(optimizer, states[name]))
-        pieces.after_loading()
+                shards.set_states(parameter, _counting(optimizer, states[name]))
+        shards.after_loading()
 
     def _matching_groups(self, real: Optimizer, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the saved hyper-parameters in the order of the own groups, once names and classes are compared."""
-        stand_in = type(torch_name(real), (Optimizer,), {})
+        """Check names and class of a saved state. Return its hyperparameters in the order of the engine's groups."""
+        placeholder = type(torch_name(real), (Optimizer,), {})
         names: dict[torch.Tensor, str] = {}
         groups = []
         for group, members in self._groups:
             made = [torch.empty(0, device="meta") for _ in members]
             names.update(zip(made, members, strict=True))
             groups.append({**group, "params": made})
-        shadow = stand_in(groups, {})
+        shadow = placeholder(groups, {})
         bare: dict[str, Any] = {name: {} for name in tree.get("state", {})}
         load_named_optimizer_state(shadow, {**tree, "state": bare}, names)
         return list(shadow.param_groups)
 
     def _check_states(self, real: Optimizer, states: Mapping[str, Mapping[str, Any]]) -> None:
         counts: dict[int, tuple[str, float]] = {}
-        pieces = self._pieces
+        shards = self._shards
         for name, values in states.items():
             parameter = self._parameters[name]
-            if id(parameter) not in self._trained or pieces is None:
+            if id(parameter) not in self._trained or shards is None:
                 continue
             shape = shape_of(parameter)
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
                     raise CheckpointError(
-                        f"{type(real).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name!r}, which has "
-                        "another shape, so that it cannot be cut into pieces. Use strategy='ddp', or start the "
-                        "optimizer anew with allow_missing=['optimizer']."
+                        f"{type(real).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name!r} of shape "
+                        f"{tuple(shape)}, which cannot be sharded. Use strategy='ddp', or reset the optimizer with "
+                        "allow_missing=['optimizer']."
                     )
             if "step" in values:
-                flat, steps = id(pieces.flat(parameter)), float(values["step"])
+                flat, steps = id(shards.flat(parameter)), float(values["step"])
                 other, before = counts.setdefault(flat, (name, steps))
                 if before != steps:
                     raise CheckpointError(
                         f"{type(real).__name__} has stepped {name!r} {steps:g} times and {other!r} {before:g} times, "
-                        "and DeepSpeed steps the parameters of a group as one. Put them into groups of their own, or "
-                        "start the optimizer anew with allow_missing=['optimizer']."
+                        "but DeepSpeed steps the parameters of a group together. Put them into separate groups, or "
+                        "reset the optimizer with allow_missing=['optimizer']."
                     )
 
     # The end
 
     def release(self) -> dict[int, nn.Parameter]:
-        """Give the optimizers whole states and the groups that they had, and return whole parameters. Collective."""
-        # The states come first: once they are whole, their pieces go, and make room for the weights.
-        whole = [
+        """Restore the optimizers' full states and original groups, and return full parameters. Collective."""
+        # Gather the states first: their shards are then freed and make room for the weights.
+        full = [
             {name: self._states_of(self._parameters[name]) for _, names in self._groups for name in names}
             for _ in self._optimizers
         ]
-        if self._pieces is not None:
+        if self._shards is not None:
             for parameter in self._parameters.values():
                 if id(parameter) in self._trained:
-                    self._pieces.forget_states(parameter)
+                    self._shards.clear_states(parameter)
         new = {}
         for number, parameter in {id(p): p for p in self._parameters.values()}.items():
             value = self._weight(parameter).to("cpu", copy=True)
             if not (self._keeps_float32 and number in self._trained):
                 value = value.to(self._dtypes[number])
             new[number] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        for optimizer, states in zip(self._optimizers, whole, strict=True):
+        for optimizer, states in zip(self._optimizers, full, strict=True):
             optimizer.state.clear()
             optimizer.state.update({new[id(self._parameters[name])]: state for name, state in states.items() if state})
             optimizer.param_groups[:] = [group for group, _ in self._groups]
@@ -341,7 +341,7 @@ class ZeroState(FullState):
 
 
 def _partition(parameter: Any) -> Span:
-    """Return which elements of a partitioned parameter this rank has, without what pads the last ones."""
+    """Return the elements of a partitioned parameter that this rank holds, without padding."""
     length: int = parameter.partition_numel()
     start = min(parameter.ds_zero_partition_rank * length, parameter.ds_numel)
     return Span(start, min(start + length, parameter.ds_numel))
@@ -352,7 +352,7 @@ def _kept(value: torch.Tensor, *, keep: bool) -> torch.Tensor:
 
 
 def shape_of(parameter: torch.Tensor) -> torch.Size:
-    """Return the shape of a parameter when it is whole."""
+    """Return the full shape of a parameter."""
     held: Any = parameter
     found: torch.Size = held.ds_shape if is_partitioned(parameter) else held.shape
     return found
@@ -363,14 +363,14 @@ def _numel(parameter: torch.Tensor) -> int:
 
 
 def torch_name(optimizer: Optimizer) -> str:
-    """Return the name of an optimizer's class, or of torch's own where DeepSpeed has one of the same states."""
+    """Return the class name of an optimizer, or torch's name for DeepSpeed's own implementation of it."""
     if type(optimizer).__name__ in _ADAMS:
         return "AdamW" if getattr(optimizer, "adam_w_mode", True) else "Adam"
     return type(optimizer).__qualname__
 
 
 def as_torch(tree: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return a state as torch's own optimizer would have it, where DeepSpeed has one of the same states."""
+    """Convert the state of DeepSpeed's own implementation of an optimizer to torch's format."""
     if type(optimizer).__name__ not in _ADAMS:
         return tree
     name = torch_name(optimizer)
@@ -387,7 +387,7 @@ def as_torch(tree: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _counting(optimizer: Optimizer, values: dict[str, Any]) -> dict[str, Any]:
-    """Return states as an optimizer of DeepSpeed's counts its steps: in whole numbers of Python."""
+    """Return states with the step count as an int, as DeepSpeed's own optimizers need it."""
     if type(optimizer).__name__ in _ADAMS and "step" in values:
         return {**values, "step": int(values["step"])}
     return values

@@ -1,7 +1,7 @@
-"""Training through an engine of DeepSpeed: optimizer states, gradients and parameters in pieces (ZeRO).
+"""Training with DeepSpeed's ZeRO: sharded optimizer states, gradients and parameters.
 
-The engine runs backward, averages, clips and steps; groups of micro-batches, their weights and checkpoints are this
-framework's. Source: Rajbhandari et al., "ZeRO" (2020), "ZeRO-Infinity" (2021).
+DeepSpeed's engine runs backward, averages, clips and steps. Gradient accumulation, loss weights and checkpoints are
+this framework's. Source: Rajbhandari et al., "ZeRO" (2020), "ZeRO-Infinity" (2021).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainwright.strategies.deepspeed.checks import (
     check_unbuilt,
 )
 from trainwright.strategies.deepspeed.config import EngineConfig, for_building, read_accelerate_config
-from trainwright.strategies.deepspeed.library import join, leave, load_library
+from trainwright.strategies.deepspeed.library import connect, disconnect, load_library
 from trainwright.strategies.deepspeed.options import NAMES, REMOVED, look_up, read_options
 from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
 from trainwright.strategies.deepspeed.step import EngineStep
@@ -53,20 +53,20 @@ from trainwright.strategies.units import replace_parameters
 
 
 class DeepSpeedStrategy(DataParallel):
-    """Trains a task through DeepSpeed's ZeRO.
+    """Trains a task with DeepSpeed's ZeRO.
 
     Args:
-        config: DeepSpeed's own configuration, a dict or the path of a JSON file. `"auto"` in it takes what arguments,
-            model and data say. None: what the options make.
-        state_dict_type: `"sharded"`: each rank writes its pieces of a checkpoint; `"full"`: rank 0 gathers the whole on
-            its host and writes it.
-        logging_level: of DeepSpeed's messages.
-        timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
-        zero_optimization, stage, …: the options of `ZeroOptions`, by Lightning's names. None: the value in `config`, or
-            else the default of `ZeroOptions`.
+        config: DeepSpeed's own configuration, a dict or the path of a JSON file. `"auto"` values are filled in from
+            arguments, model and data. None uses only the options.
+        state_dict_type: `"sharded"`: each rank writes its shards of a checkpoint. `"full"`: rank 0 gathers the full
+            state on its host and writes it.
+        logging_level: Level of DeepSpeed's log messages.
+        timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
+        zero_optimization, stage, …: The options of `ZeroOptions`, with Lightning's names. None uses the value in
+            `config`, or else the default of `ZeroOptions`.
 
     Raises:
-        ConfigurationError: an option that is unknown or impossible, or `config` says otherwise.
+        ConfigurationError: An option is unknown or impossible, or differs from `config`.
     """
 
     distributed_type = DistributedType.DEEPSPEED
@@ -141,7 +141,7 @@ class DeepSpeedStrategy(DataParallel):
             lone_steps=False,
             closures=False,
             late_groups=False,
-            inference_mode=not gathers,  # weights that are gathered in it could not be trained on
+            inference_mode=not gathers,  # weights gathered in inference mode cannot be trained afterwards
             owns_optimizer_step=True,
             trials=stage == 0,
             state_rests=False,
@@ -150,10 +150,10 @@ class DeepSpeedStrategy(DataParallel):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> Self:
-        """Make the strategy from Hugging Face Accelerate's `deepspeed_config`, or the arguments of its DeepSpeedPlugin.
+        """Create the strategy from Hugging Face Accelerate's `deepspeed_config` or arguments of its DeepSpeedPlugin.
 
         Raises:
-            ConfigurationError: see `read_accelerate_config`.
+            ConfigurationError: An option is unknown or not supported.
         """
         return cls(**read_accelerate_config(config), **arguments)
 
@@ -161,7 +161,7 @@ class DeepSpeedStrategy(DataParallel):
 
     @property
     def config(self) -> EngineConfig:
-        """DeepSpeed's configuration before a run is known."""
+        """DeepSpeed's configuration without the facts of a run."""
         return EngineConfig(*self.source)
 
     def config_for(self, settings: EngineSettings) -> EngineConfig:
@@ -176,8 +176,8 @@ class DeepSpeedStrategy(DataParallel):
         super().check(settings)
         if settings.compile_options is not None:
             raise ConfigurationError(
-                "compile= with DeepSpeed, whose engine gathers parameters within a step. Call compile() on modules in "
-                "configure_model instead, or use strategy='fsdp'."
+                "compile= is not supported with DeepSpeed, whose engine gathers parameters within a step. Call "
+                "compile() on modules in configure_model, or use strategy='fsdp'."
             )
         self.config_for(settings)
 
@@ -186,10 +186,10 @@ class DeepSpeedStrategy(DataParallel):
 
 
 class DeepSpeedEngine(ParallelEngine):
-    """Trains a task through an engine of DeepSpeed.
+    """Trains a task with an engine of DeepSpeed.
 
     Attributes:
-        resolved_config: the configuration with every `"auto"` filled in, once there is an engine.
+        resolved_config: The configuration with every `"auto"` filled in; empty before DeepSpeed's engine exists.
     """
 
     strategy: DeepSpeedStrategy
@@ -205,18 +205,18 @@ class DeepSpeedEngine(ParallelEngine):
         self._model: ZeroModel | None = None  # of a Trainer
         self._forwards: list[ZeroForward] = []  # of a user-written loop
         self._untrained: list[nn.Module] = []
-        self._steps: dict[Optimizer, Optimizer] = {}  # the user's optimizer → the one whose step is an engine's
+        self._steps: dict[Optimizer, Optimizer] = {}  # the user's optimizer → its ZeroOptimizer
 
     def start(self, topology: Topology) -> None:
         library = load_library(self.settings.device_type, self.strategy.logging_level)
         super().start(topology)
         self.gradients = ZeroGradients(self.device)
         self._library = library
-        join(library, topology)
+        connect(library, topology)
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's engine during a stage of a Trainer that has one; None otherwise."""
+        """DeepSpeed's engine of the Trainer's current stage; None if the stage has none."""
         return None if self._model is None else self._model.engine
 
     # Model and optimizers
@@ -233,7 +233,7 @@ class DeepSpeedEngine(ParallelEngine):
             task.to(self.precision.param_dtype)
         if self.stage < 3:
             move_task(task, self.device)
-        self._lay_out(task)
+        self._place_tensors(task)
         optimizers = make_optimizers() if make_optimizers is not None else []
         if make_optimizers is not None:
             check_optimizers(optimizers, task, self.config, self.precision)
@@ -248,16 +248,16 @@ class DeepSpeedEngine(ParallelEngine):
         self.state = self._state_of(self._model, self.task, self.optimizers)
         return optimizers
 
-    def _lay_out(self, model: nn.Module) -> None:
-        """Bring buffers to the device, with rank 0's values. Collective."""
+    def _place_tensors(self, model: nn.Module) -> None:
+        """Make parameters contiguous, and copy rank 0's buffers to every device. Collective."""
         for parameter in model.parameters():
-            parameter.data = parameter.data.contiguous()  # DeepSpeed broadcasts no others
+            parameter.data = parameter.data.contiguous()  # DeepSpeed broadcasts only contiguous ones
         for buffer in model.buffers():
-            buffer.data = buffer.data.to(self.device)  # at stage 3 the engine moves one parameter after the other
+            buffer.data = buffer.data.to(self.device)  # at stage 3 the engine moves the parameters
             dist.broadcast(buffer, src=0)
 
     def _building(self) -> AbstractContextManager[Any]:
-        """Return the context in which stage 3 cuts modules as soon as each of them is built."""
+        """Return the context in which stage 3 shards each module as soon as it is built."""
         if self.stage < 3:
             return nullcontext()
         device = self.config.offload("offload_param")
@@ -267,20 +267,22 @@ class DeepSpeedEngine(ParallelEngine):
         return context
 
     def _start_engine(self, optimizer: Optimizer | None, plan: TrainingPlan) -> Any:
-        """Let an engine take the task's parameters; returns the optimizer that it steps. Collective."""
-        self._model = found = self._take(self.task, StepModule(self.task), optimizer, plan)
+        """Create an engine for the task's parameters. Return the optimizer that it steps. Collective."""
+        self._model = found = self._zero_model(self.task, StepModule(self.task), optimizer, plan)
         self._training_call = found.engine
         self._eval_call = found.engine if self.stage == 3 else None
         return found.optimizer
 
-    def _take(self, model: nn.Module, root: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> ZeroModel:
+    def _zero_model(
+        self, model: nn.Module, root: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan
+    ) -> ZeroModel:
         ranks, device = self.data_ranks.size, self.device
         found = ZeroModel(self._library, model, root, optimizer, self.config, plan, device, ranks)
         self.resolved_config = found.resolved_config
         return found
 
     def _state_of(self, zero: ZeroModel | None, module: nn.Module, optimizers: list[Optimizer]) -> FullState:
-        """Return the state of a model as its engine, if it has one, holds it now."""
+        """Return the state of a model, read from its engine if it has one."""
         if zero is None or zero.stage == 0:
             return ReplicatedState(module, optimizers, self.device, is_main=self.is_main)
         return ZeroState(
@@ -288,7 +290,7 @@ class DeepSpeedEngine(ParallelEngine):
             module,
             optimizers,
             is_main=self.is_main,
-            writes_pieces=self.strategy.state_dict_type == "sharded" and self.processes.world_size > 1,
+            writes_shards=self.strategy.state_dict_type == "sharded" and self.processes.world_size > 1,
             keeps_float32=self.precision.param_dtype is None,
         )
 
@@ -299,12 +301,12 @@ class DeepSpeedEngine(ParallelEngine):
         super().use(strategy)
         self.config, self.stage = strategy.config_for(self.settings), strategy.stage
         if self.stage > 0:
-            self.capabilities = strategy.capabilities  # some gradients or weights are sharded from now on
+            self.capabilities = strategy.capabilities  # some gradients or weights are now sharded
 
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
     ) -> list[Callable[..., Any]]:
-        """Give each model an engine, if it is trained or sharded. Collective."""
+        """Create an engine for each model that is trained or sharded. Collective."""
         owned = [self._optimizer_of(model, models, optimizers) for model in models]
         for model, optimizer in zip(models, owned, strict=True):
             check_full(model, built_in_shards=self.stage == 3)
@@ -315,13 +317,13 @@ class DeepSpeedEngine(ParallelEngine):
     def _serve(self, model: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> Callable[..., Any]:
         if self.stage < 3:
             move_module(model, self.device)
-        self._lay_out(model)
+        self._place_tensors(model)
         if optimizer is None and self.stage < 3:
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0)
             self._untrained.append(model)
             return model
-        found = self._take(model, model, optimizer, plan)
+        found = self._zero_model(model, model, optimizer, plan)
         if optimizer is not None:
             self.gradients.models.append(found)
             self._steps[optimizer] = ZeroOptimizer(found, self.gradients, self.config.clipping)
@@ -341,25 +343,25 @@ class DeepSpeedEngine(ParallelEngine):
                 found.append(optimizer)
                 if held - own:
                     raise ConfigurationError(
-                        f"{type(optimizer).__name__} holds parameters of {type(model).__name__} and others, and an "
-                        "engine of DeepSpeed steps one model. Use an optimizer for each model."
+                        f"{type(optimizer).__name__} holds parameters of {type(model).__name__} and of other models, "
+                        "but a DeepSpeed engine steps one model. Use one optimizer for each model."
                     )
         if len(found) > 1:
             raise ConfigurationError(
-                f"{len(found)} optimizers hold parameters of {type(model).__name__}, and an engine of DeepSpeed steps "
+                f"{len(found)} optimizers hold parameters of {type(model).__name__}, but a DeepSpeed engine steps "
                 "one. Put all parameters into groups of one optimizer, or use strategy='fsdp'."
             )
         return found[0] if found else None
 
     def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer whose step is the engine's."""
+        """Return the `ZeroOptimizer` of an optimizer, or the optimizer itself if no engine steps it."""
         if optimizer not in self._steps:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for model in (*self._untrained, *(forward.zero.model for forward in self._forwards)):
                 if any(id(p) in held for p in model.parameters()):
                     raise ConfigurationError(
-                        f"{type(optimizer).__name__} comes after its model, which DeepSpeed has prepared without it. "
-                        "Pass both to one prepare() call."
+                        f"{type(optimizer).__name__} was passed to prepare() after its model, which DeepSpeed has "
+                        "prepared without it. Pass both to one prepare() call."
                     )
         return self._steps.get(optimizer, optimizer)
 
@@ -404,7 +406,7 @@ class DeepSpeedEngine(ParallelEngine):
 
     @property
     def _casts(self) -> bool:
-        """Whether the engine computes with 16-bit parameters beside float32 ones."""
+        """True if the engine computes with 16-bit copies of float32 parameters."""
         content = self.config.content
         return any(content.get(part, {}).get("enabled") is True for part in ("bf16", "fp16"))
 
@@ -434,12 +436,12 @@ class DeepSpeedEngine(ParallelEngine):
         state = self.state
         if isinstance(state, ZeroState):
             new = state.release()
-            self._take_apart()
+            self._close_models()
             replace_parameters(self.task, new)
         self.task.to("cpu")
 
-    def _take_apart(self) -> None:
-        """Let go of the engine, and take off the task what it has left there. Not collective."""
+    def _close_models(self) -> None:
+        """Destroy the engines, and remove their attributes from the models. Not collective."""
         self._drop_step()
         model, self._model = self._model, None
         if model is not None:
@@ -455,11 +457,11 @@ class DeepSpeedEngine(ParallelEngine):
         self._training_call = self._eval_call = None
 
     def close(self) -> None:
-        self._take_apart()
+        self._close_models()
         library, self._library = self._library, None
         if library is not None:
-            # What an engine consists of are reference cycles, which must not be the last to hold a process group: see
+            # Engines contain reference cycles. Collect them now, so that none keeps a process group alive; see
             # DDPStrategy.
-            leave(library)
+            disconnect(library)
             gc.collect()
         super().close()

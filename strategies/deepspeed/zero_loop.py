@@ -1,4 +1,4 @@
-"""User-written loops through engines of DeepSpeed: forwards, gradients and optimizer steps."""
+"""Forward, gradients and optimizer steps of user-written training loops with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.deepspeed.zero_model import ZeroModel
-from trainwright.strategies.deepspeed.zero_pieces import FlatPieces
+from trainwright.strategies.deepspeed.zero_shards import FlatShards
 from trainwright.strategies.steps.gradients import (
     GradientClip,
     Gradients,
@@ -25,19 +25,19 @@ from trainwright.strategies.steps.gradients import (
 
 
 class ZeroGradients(Gradients):
-    """The gradients of models that engines of DeepSpeed hold.
+    """The gradients of models in DeepSpeed engines.
 
     Attributes:
-        models: all trained models of the loop.
+        models: All trained models of the loop.
     """
 
-    # Until the last backward, what a stage holds of the sums differs; afterwards all hold shards of the averages.
+    # Before the last backward, the stages hold different parts of the sums. Afterwards all hold averaged shards.
     scales_sums = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.models: list[ZeroModel] = []
-        self._called: list[ZeroModel] = []  # whose forwards have run since the last backward
+        self._called: list[ZeroModel] = []  # called since the last backward
 
     def note_forward(self, model: ZeroModel) -> None:
         """Record that a loss may depend on a model."""
@@ -45,19 +45,19 @@ class ZeroGradients(Gradients):
             self._called.append(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward through the engine of the model whose forward has run."""
+        """Run backward through the engine of the model that was called last."""
         retain = bool(kwargs.pop("retain_graph", False))
-        if kwargs.get("scale_wrt_gas") is False:  # as transformers writes it: the loss is divided already
+        if kwargs.get("scale_wrt_gas") is False:  # passed by transformers: the loss is already divided
             del kwargs["scale_wrt_gas"]
         if kwargs:
             raise ConfigurationError(
-                f"backward({next(iter(kwargs))}=…): an engine of DeepSpeed takes retain_graph only."
+                f"backward({next(iter(kwargs))}=…): DeepSpeed accepts only retain_graph. Remove the argument."
             )
         called = self._called or self.models
         if len(called) != 1:
             raise ConfigurationError(
-                f"backward() after the forwards of {len(called)} models, each with an engine of DeepSpeed. Run one "
-                "forward and one backward for each in turn, or prepare one module that holds both."
+                f"backward() after the forwards of {len(called)} models, each with its own DeepSpeed engine. Run "
+                "forward and backward of one model before the next, or prepare one module that holds all models."
             )
         (model,) = called
         self._called = []
@@ -66,17 +66,16 @@ class ZeroGradients(Gradients):
         boundary = bool(model.engine.is_gradient_accumulation_boundary())
         if model.is_complete:
             raise ConfigurationError(
-                "backward() was called twice after the last micro-batch of a step, and an engine of DeepSpeed has "
-                "averaged the gradients in the first call. To accumulate gradients, set "
-                "Accelerator(gradient_accumulation_steps=n), call backward and step within "
-                "accelerator.accumulate(model), and leave sync_each_batch out. To sum losses, add them and call "
-                "backward once."
+                "backward() was called twice for the last micro-batch of a step, but DeepSpeed averages the gradients "
+                "in the first call. To accumulate gradients, set Accelerator(gradient_accumulation_steps=n), call "
+                "backward and step within accelerator.accumulate(model), and do not set sync_each_batch. To sum "
+                "losses, add them and call backward once."
             )
         model.holds_gradients, model.is_complete = True, boundary
         model.engine.backward(loss, retain_graph=retain, scale_wrt_gas=False)
 
     def _of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[ZeroModel, list[nn.Parameter]]]:
-        """Return the models that hold parameters, each with its own."""
+        """Return the models of the parameters, each with its own parameters."""
         wanted = {id(parameter) for parameter in parameters}
         found = [(model, [p for p in model.model.parameters() if id(p) in wanted]) for model in self.models]
         return [(model, own) for model, own in found if own]
@@ -86,27 +85,27 @@ class ZeroGradients(Gradients):
         wanted = list(parameters)
         shards: list[tuple[torch.Tensor, bool]] = []
         for model, own in self._of(wanted):
-            if model.pieces is None:
+            if model.shards is None:
                 return clip_gradients(wanted, clip)  # stage 0: all gradients are full
             ids = {id(parameter) for parameter in own}
-            shards += [(gradient, True) for p, gradient in model.pieces.gradients() if id(p) in ids]
+            shards += [(gradient, True) for p, gradient in model.shards.gradients() if id(p) in ids]
         return clip_shards(shards, clip, self.device)
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         for model, own in self._of(parameters):
-            if model.pieces is None:
+            if model.shards is None:
                 scale_gradients(own, factor)
                 continue
-            for _, gradient in model.pieces.gradients():
+            for _, gradient in model.shards.gradients():
                 gradient.mul_(factor)
 
     def free(self, parameters: Iterable[torch.Tensor]) -> bool:
         had = False
         for model, own in self._of(parameters):
             had |= free_gradients(own)
-            if model.pieces is not None:
-                had |= any(True for _ in model.pieces.gradients())
-                model.pieces.discard_gradients()
+            if model.shards is not None:
+                had |= any(True for _ in model.shards.gradients())
+                model.shards.discard_gradients()
             model.engine.set_gradient_accumulation_boundary(True)
             model.holds_gradients = model.is_complete = False
         self._called = []
@@ -114,7 +113,7 @@ class ZeroGradients(Gradients):
 
 
 class ZeroForward:
-    """Runs the forward of one model through its engine. Collective at stage 3."""
+    """The forward of one model through its engine. Collective at stage 3."""
 
     def __init__(self, model: ZeroModel, gradients: ZeroGradients, dtype: torch.dtype | None) -> None:
         self.zero = model
@@ -132,7 +131,7 @@ class ZeroForward:
 
 
 class ZeroOptimizer(Optimizer):
-    """An optimizer whose step is the engine's; everything else is its own."""
+    """An optimizer whose step the engine runs. All other attributes are the optimizer's."""
 
     def __init__(self, model: ZeroModel, gradients: ZeroGradients, clipping: float | None) -> None:
         self.optimizer, self.zero, self._gradients, self._clipping = model.optimizer, model, gradients, clipping
@@ -140,18 +139,18 @@ class ZeroOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step through the engine, which frees the gradients."""
         if closure is not None:
-            raise ConfigurationError("step(closure): an engine of DeepSpeed runs no closures. Leave it out.")
+            raise ConfigurationError("step(closure): DeepSpeed does not support closures. Call step().")
         model = self.zero
         model.holds_gradients = model.is_complete = False
         if self._clipping is not None:
-            if model.pieces is None:
+            if model.shards is None:
                 clip_gradients(model.model.parameters(), GradientClip(self._clipping))
             else:
                 model.engine.optimizer.clip_grad = self._clipping
         model.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that no step has used; the engine frees the others in its step."""
+        """Discard gradients that no step has used. The engine frees all others in its step."""
         if self.zero.holds_gradients:
             self._gradients.free(self.zero.model.parameters())
 
@@ -160,20 +159,20 @@ class ZeroOptimizer(Optimizer):
         return partial(self._switch, name, found) if name in ("train", "eval") else found
 
     def _switch(self, name: str, switch: Callable[[], Any]) -> None:
-        """Switch an optimizer with two sets of weights, and update the model from its shards. Collective.
+        """Switch the weights of an optimizer with two sets, and update the model from its shards. Collective.
 
         Raises:
-            ConfigurationError: The engine is at stage 3, where the optimizer holds no parameters between its steps.
+            ConfigurationError: The engine is at stage 3, where the optimizer has no parameters between steps.
         """
-        pieces = self.zero.pieces
-        if pieces is not None and not isinstance(pieces, FlatPieces):
+        shards = self.zero.shards
+        if shards is not None and not isinstance(shards, FlatShards):
             raise ConfigurationError(
-                f"optimizer.{name}(): DeepSpeed's stage 3 takes the parameters from {type(self.optimizer).__name__} "
-                "between two steps, and it cannot switch its weights. Use stage 2 or 1, or FSDP."
+                f"optimizer.{name}(): at DeepSpeed's stage 3, {type(self.optimizer).__name__} has no parameters "
+                "between steps and cannot switch its weights. Use stage 2 or 1, or FSDP."
             )
         switch()
-        if pieces is not None:
-            pieces.update_model()
+        if shards is not None:
+            shards.update_model()
 
     def __repr__(self) -> str:
         """Show the optimizer."""

@@ -1,4 +1,4 @@
-"""A model in an engine of DeepSpeed's, and everything that is known of it."""
+"""A model whose parameters a DeepSpeed engine manages."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from trainwright.strategies.deepspeed.config import EngineConfig, RunFacts, for_
 from trainwright.strategies.deepspeed.library import keep_own_adagrad, keep_unaligned_gradients, quiet_imports
 from trainwright.strategies.deepspeed.options import ZeroOptions, look_up
 from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler, refuse_schedule_of_dummy
-from trainwright.strategies.deepspeed.zero_pieces import FlatPieces, ParameterPieces, ZeroPieces
+from trainwright.strategies.deepspeed.zero_shards import FlatShards, ParameterShards, ZeroShards
 from trainwright.strategies.engine import TrainingPlan
 from trainwright.strategies.units import ModuleTraces, matching
 
-_MARK = "ds_id"  # what tells that a parameter's memory is not its own
-_COME_IN_STEPS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining", "pre_bwd_fn", "post_bwd_fn")
+_MARK = "ds_id"  # DeepSpeed's attribute of a sharded parameter
+_SET_BY_STEPS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining", "pre_bwd_fn", "post_bwd_fn")
 
 
 class Traces(ModuleTraces):
-    """Remembers modules and parameters as they were before an engine took them."""
+    """Record of modules and parameters before an engine changes them."""
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(root)
         self._of_parameters = [(parameter, set(vars(parameter))) for parameter in root.parameters()]
 
     def remove(self) -> None:
-        """Put classes back, and take attributes and hooks off. Not collective.
+        """Restore classes, and remove the engine's attributes and hooks. Not collective.
 
-        Parameters keep the memory that they have; those that lie in pieces stay recognizable as such.
+        Parameters keep their memory. Sharded parameters keep the attribute that marks them as sharded.
         """
         for module in self.modules():
-            for name in _COME_IN_STEPS:
+            for name in _SET_BY_STEPS:
                 vars(module).pop(name, None)
         super().remove()
         for module in self.modules():
-            if type(module._parameters) is not dict:  # stage 3 puts dicts of its own there
+            if type(module._parameters) is not dict:  # stage 3 replaces the dict
                 vars(module)["_parameters"] = dict(module._parameters)
         for parameter, names in self._of_parameters:
             for name in set(vars(parameter)) - names - {_MARK}:
@@ -52,7 +52,7 @@ class Traces(ModuleTraces):
 
 
 class FrozenEngines:
-    """Cuts frozen modules into pieces, which each of them gathers when it is called."""
+    """Stage-3 engines of frozen modules, which gather a module's parameters when it is called."""
 
     def __init__(self, task: nn.Module, names: tuple[str, ...]) -> None:
         self._task = task
@@ -63,15 +63,16 @@ class FrozenEngines:
             if trained is not None:
                 raise ConfigurationError(
                     f"frozen_modules={names!r}: {trained!r} of {type(module).__name__} is trained. Call "
-                    "requires_grad_(False) on the module in configure_model, or leave it out."
+                    "requires_grad_(False) on the module in configure_model, or remove its name."
                 )
             if any(other is not module and other in self._modules for other in module.modules()):
                 raise ConfigurationError(
-                    f"frozen_modules={names!r}: {type(module).__name__} holds another of them. Name the outer one only."
+                    f"frozen_modules={names!r}: {type(module).__name__} contains another frozen module. Name only the "
+                    "outer one."
                 )
 
     def start(self, library: Any, config: Mapping[str, Any]) -> None:
-        """Make an engine of each. Collective."""
+        """Create an engine for each module. Collective."""
         own = copy.deepcopy({key: value for key, value in config.items() if key not in ("optimizer", "scheduler")})
         zero = own.get("zero_optimization", {})
         own["zero_optimization"] = {**{k: v for k, v in zero.items() if k.startswith("stage3_")}, "stage": 3}
@@ -80,8 +81,8 @@ class FrozenEngines:
             self._engines.append(engine)
 
     @contextmanager
-    def taken_out(self) -> Iterator[None]:
-        """Have the task without them meanwhile, so that the run's engine leaves them alone."""
+    def detached(self) -> Iterator[None]:
+        """Remove the frozen modules from the task within the context, so that the main engine ignores them."""
         parents = [parent for parent in self._task.modules() if any(one in self._modules for one in parent.children())]
         kept = [(parent, dict(parent._modules)) for parent in parents]
         for parent, modules in kept:
@@ -96,7 +97,7 @@ class FrozenEngines:
                 parent._modules.update(modules)
 
     def destroy(self) -> None:
-        """Let go of the engines. Not collective."""
+        """Destroy the engines. Not collective."""
         for engine in self._engines:
             _destroy(engine)
         self._engines = []
@@ -104,26 +105,26 @@ class FrozenEngines:
 
 def _destroy(engine: Any) -> None:
     engine.destroy()
-    engine.optimizer = engine.basic_optimizer = None  # it would be taken apart once more when it is freed
+    engine.optimizer = engine.basic_optimizer = None  # otherwise it is destroyed again when it is freed
 
 
 class ZeroModel:
-    """A model whose parameters an engine of DeepSpeed's has taken. Collective to create.
+    """A model whose parameters a DeepSpeed engine manages. Collective to create.
 
     `root` is the module whose forward the engine calls: the model, or a module around it. Without an optimizer, the
-    model is not trained. `dp_size` is the number of processes that see different data.
+    model is not trained. `dp_size` is the number of data-parallel processes.
 
     Attributes:
-        engine: DeepSpeed's; None once it is closed.
-        stage: of ZeRO, 0 to 3.
-        optimizer: the optimizer that the engine steps; None if the model is not trained.
-        groups: its parameter groups as they were before the engine took them, with the names in each.
-        dtypes: those of the parameters before, by the id of the parameter.
-        pieces: how gradients and states are sharded; None if they are not.
-        holds_gradients: backward has run since the last step of a user-written loop.
-        is_complete: The last of these backwards has averaged the gradients.
-        trained: knows which parameters the engine trains; None if it does not matter.
-        resolved_config: the configuration with every `"auto"` filled in.
+        engine: DeepSpeed's engine; None once it is closed.
+        stage: ZeRO stage, 0 to 3.
+        optimizer: The optimizer that the engine steps; None if the model is not trained.
+        groups: The original parameter groups, each with the names of its parameters.
+        dtypes: The original dtypes of the parameters by the parameter's id.
+        shards: Shards of gradients and optimizer states; None if they are not sharded.
+        holds_gradients: Backward has run since the last step of a user-written loop.
+        is_complete: The last backward has averaged the gradients.
+        trained: Check that the same parameters are trained; None if it is not needed.
+        resolved_config: The configuration with every `"auto"` filled in.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class ZeroModel:
         self._frozen = FrozenEngines(model, options.frozen_modules)
         with quiet_imports():
             self._frozen.start(library, engine_config)
-        with quiet_imports(), self._frozen.taken_out():
+        with quiet_imports(), self._frozen.detached():
             self.engine, _, _, schedule = library.initialize(
                 model=root,
                 optimizer=optimizer if is_own else None,
@@ -164,23 +165,23 @@ class ZeroModel:
         keep_unaligned_gradients(self.engine.optimizer)
         keep_own_adagrad(self.engine)
         self._traces.note()
-        self.engine.lr_scheduler = None  # it is stepped outside, once per unit
+        self.engine.lr_scheduler = None  # the training loop steps it
         self.optimizer: Any = None if optimizer is None else self.engine.basic_optimizer
-        take_schedule(schedule, self.optimizer, plan, config.origin)
+        connect_schedule(schedule, self.optimizer, plan, config.origin)
         if self.optimizer is not None:
             keep_groups(self.optimizer, type(model).__name__)
         groups = given if is_own else _groups_of(self.optimizer)
         self.groups = list(zip(groups, members, strict=True))
         self.holds_gradients = self.is_complete = False
-        self.pieces: ZeroPieces | None = None
+        self.shards: ZeroShards | None = None
         self.trained: TrainedParameters | None = None
         if self.optimizer is not None and self.stage > 0:
             self.trained = TrainedParameters(model)
-            kind = ParameterPieces if self.stage == 3 else FlatPieces
-            self.pieces = kind(self.engine.optimizer, device)
+            kind = ParameterShards if self.stage == 3 else FlatShards
+            self.shards = kind(self.engine.optimizer, device)
 
     def close(self) -> None:
-        """Drop the engine, and remove what it has left on the model. Not collective."""
+        """Destroy the engine, and remove its attributes and hooks from the model. Not collective."""
         engine, self.engine = self.engine, None
         if engine is None:
             return
@@ -188,11 +189,11 @@ class ZeroModel:
         _destroy(engine)
         del engine
         self._traces.remove()
-        self.pieces = self.trained = self.optimizer = None
+        self.shards = self.trained = self.optimizer = None
 
 
-def take_schedule(schedule: Any, optimizer: Optimizer | None, plan: TrainingPlan, origin: str) -> None:
-    """Connect the scheduler of the real optimizer, DeepSpeed's or the user's, with its placeholder."""
+def connect_schedule(schedule: Any, optimizer: Optimizer | None, plan: TrainingPlan, origin: str) -> None:
+    """Connect the `DummyScheduler` of a plan to the scheduler of the real optimizer."""
     for config in plan.lr_scheduler_configs:
         refuse_schedule_of_dummy(config.scheduler, origin)
         if isinstance(config.scheduler, DummyScheduler):
@@ -201,16 +202,16 @@ def take_schedule(schedule: Any, optimizer: Optimizer | None, plan: TrainingPlan
                 schedule = make(optimizer)
             if schedule is None:
                 raise ConfigurationError(
-                    f"there is a DummyScheduler, and {origin} has no 'scheduler'. Add one there, pass "
-                    "lr_scheduler_callable, or pass a real one."
+                    f"DummyScheduler needs a 'scheduler', and {origin} has none. Add one there, pass "
+                    "lr_scheduler_callable, or use a real scheduler."
                 )
             config.scheduler.stand_for(schedule)
             config.interval = "step"  # what it counts
             schedule = None
     if schedule is not None:
         raise ConfigurationError(
-            f"{origin} has a 'scheduler', and no DummyScheduler stands for it. Return {{'optimizer': …, 'lr_scheduler':"
-            " DummyScheduler(optimizer)} from configure_optimizers, or pass it to prepare(); or leave it out there."
+            f"{origin} has a 'scheduler' without a DummyScheduler. Return {{'optimizer': …, 'lr_scheduler': "
+            "DummyScheduler(optimizer)} from configure_optimizers, pass it to prepare(), or remove the 'scheduler'."
         )
 
 
@@ -218,7 +219,7 @@ def _leaf_modules(model: nn.Module, options: ZeroOptions, stage: int) -> list[nn
     names = options.moe_leaf_modules
     if names and stage < 3:
         raise ConfigurationError(
-            f"moe_leaf_modules={names!r} at stage={stage}: modules are gathered at stage 3 only. Leave it out."
+            f"moe_leaf_modules={names!r} has no effect at stage={stage}. Remove it, or use stage=3."
         )
     return matching(model, names, "moe_leaf_modules") if names else []
 
@@ -230,7 +231,7 @@ def _groups_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
 def collect_facts(
     model: nn.Module, plan: TrainingPlan, config: dict[str, Any], optimizer: Optimizer | None, *, dp_size: int
 ) -> RunFacts:
-    """Collect what the configuration asks for, and nothing else: to know the data, it has to be loaded."""
+    """Collect the facts that the configuration needs. The training data is loaded only if its batch size is needed."""
     trains = optimizer is not None
     batch = trains and ("train_micro_batch_size_per_gpu" in config or "train_batch_size" in config)
     schedule = next((c.scheduler for c in plan.lr_scheduler_configs if isinstance(c.scheduler, DummyScheduler)), None)
@@ -250,7 +251,7 @@ def collect_facts(
 
 
 def _hidden_size(model: nn.Module) -> int | None:
-    """Return the width that the `config` of the model or of a module in it names, as transformers' models do."""
+    """Return the hidden size from the `config` of the model or of one of its modules, as in transformers."""
     for module in model.modules():
         config = getattr(module, "config", None)
         sizes = getattr(config, "hidden_sizes", None)

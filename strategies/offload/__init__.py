@@ -1,1 +1,1 @@
-"""Training a model that is larger than its device: weights, gradients and states at home on the host or on disk."""
+"""Training a model that is larger than its device: weights, gradients and optimizer states on the host or on disk."""

@@ -1,7 +1,6 @@
-"""Copies between the host and a device, made beside the computation and in the order in which they are asked for.
+"""Copies between host and device on a separate stream, in the order of the calls.
 
-What is in pageable memory or in a file passes through pinned buffers that are used again and again: one copy on the
-host, read straight from the file where there is one.
+Pageable memory and files are copied through reused pinned buffers. Files are read directly into them.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ class Readable(Protocol):
         """Fill a buffer (uint8 on the CPU, contiguous) with the tensor's bytes from `start` on."""
 
 
-Weight = tuple[str, torch.Tensor, torch.dtype, Readable | None]  # name, value, the dtype that it gets, its file
+Weight = tuple[str, torch.Tensor, torch.dtype, Readable | None]  # name, value, target dtype, file
 
 
 class PinnedBuffers:
-    """Host buffers that copies to a device pass through, each reused once its last copy is over.
+    """Host buffers for copies to a device. Each is reused once its last copy is complete.
 
     Args:
-        pinned: False for ordinary memory, from which copies wait.
+        pinned: Use pinned memory. Copies from pageable memory block. Default: True.
     """
 
     def __init__(self, num_bytes: int = _BUFFER_BYTES, *, pinned: bool = True) -> None:
@@ -43,12 +42,12 @@ class PinnedBuffers:
         self._free: list[tuple[torch.Tensor, torch.Event | None]] = []
 
     def acquire(self) -> torch.Tensor:
-        """Return a buffer that nothing reads any more; may wait for the device."""
+        """Return a buffer that no copy reads. May wait for the device."""
         with self._lock:
             found = self._free.pop(0) if len(self._free) > 1 else None
         if found is None:
-            # Where the user's default device is another, only the host has pinned memory; and a buffer that was made in
-            # inference mode could not be written again outside of it.
+            # The device is explicit because the user may have set another default device. A buffer that was created in
+            # inference mode could not be written outside of it.
             with torch.inference_mode(False):
                 return torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         buffer, event = found
@@ -56,8 +55,8 @@ class PinnedBuffers:
             event.synchronize()
         return buffer
 
-    def give_back(self, buffer: torch.Tensor, event: torch.Event | None) -> None:
-        """Take a buffer back, to be used again after `event`."""
+    def release(self, buffer: torch.Tensor, event: torch.Event | None) -> None:
+        """Return a buffer, which is reused after `event`."""
         with self._lock:
             self._free.append((buffer, event))
 
@@ -66,40 +65,39 @@ _BUFFERS = PinnedBuffers()
 
 
 class CopyStream:
-    """Copies of one direction, one after the other. On the CPU, which has nothing beside, they are made at once.
+    """Consecutive copies in one direction. On devices without a copy stream, such as the CPU, copies are synchronous.
 
-    What is copied with `queue` belongs to the stream that computes: memory is allocated there before `queue` and freed
-    there after `join`, and what is copied from is kept until `release`. So the allocator may give it to others at once,
-    and the device never holds more than the program says. What `bring` makes is this stream's, and waits for no
-    computation.
+    Memory for `queue` belongs to the computation stream: it is allocated there before `queue` and freed there after
+    `join`, and sources are kept until `release`. The allocator can therefore reuse it at once, without extra device
+    memory. Memory that `copy_in` allocates belongs to the copy stream and does not wait for the computation.
 
     Args:
-        device: that one end of each copy is on.
+        device: The device at one end of each copy.
 
     Attributes:
-        is_beside: whether it is another stream than that of the computation.
-        num_queued: copies so far.
+        is_async: True if copies have their own stream.
+        num_queued: Number of copies so far.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.is_beside = properties(device.type).copies_beside
-        self._stream = torch.Stream(device=device) if self.is_beside else None
+        self.is_async = properties(device.type).copies_beside
+        self._stream = torch.Stream(device=device) if self.is_async else None
         self._kept: list[torch.Tensor] = []
         self._last: Any = None
         self.num_queued = 0
 
     def mark(self) -> Any:
-        """Return an event for all that the computation has been given so far."""
+        """Return an event after all work that is queued on the computation stream."""
         return None if self._stream is None else torch.accelerator.current_stream(self._device).record_event()
 
     def queue(self, copy: Callable[[], Any], *, after: Any = None, source: torch.Tensor | None = None) -> Any:
-        """Have a copy made, and return the event of its end; waits for nothing.
+        """Queue a copy, and return an event that marks its end. Does not block.
 
         Args:
-            copy: starts it on the present stream.
-            after: a `mark` that it must not begin before. Default: all that the computation has been given.
-            source: memory of the device that must stay until it is made.
+            copy: Starts the copy on the current stream.
+            after: A `mark` after which the copy starts. Default: all work queued on the computation stream.
+            source: Device memory to keep until the copy is complete.
         """
         self.num_queued += 1
         if self._stream is None:
@@ -113,8 +111,8 @@ class CopyStream:
             self._kept.append(source)
         return self._last
 
-    def bring(self, weights: Iterable[Weight]) -> Fetched:
-        """Have tensors of the host, or of the device, copied into memory that is made for them; see `fill`."""
+    def copy_in(self, weights: Iterable[Weight]) -> Fetched:
+        """Copy tensors from the host or the device into new device memory; see `fill`."""
         if self._stream is None:
             return Fetched({name: tensor.to(self._device, dtype) for name, tensor, dtype, _ in weights})
         with self._stream:
@@ -129,13 +127,15 @@ class CopyStream:
         return target
 
     def fill(self, target: torch.Tensor, source: torch.Tensor, file: Readable | None = None) -> None:
-        """Copy a contiguous tensor of the host to one of the device, on the present stream; may wait for a buffer.
+        """Copy a contiguous host tensor to a device tensor on the current stream. May wait for a buffer.
 
         Args:
-            file: what `source` is a part of, read past its mapping.
+            target: The device tensor.
+            source: The host tensor.
+            file: The file of `source`, read instead of its mapping.
 
         Raises:
-            CheckpointError: a file has become shorter.
+            CheckpointError: The file has become shorter.
         """
         if self._stream is None or source.is_pinned():
             target.copy_(source, non_blocking=True)
@@ -149,13 +149,13 @@ class CopyStream:
             else:
                 file.read_into(buffer[:count], start)
             target[start : start + count].copy_(buffer[:count], non_blocking=True)
-            _BUFFERS.give_back(buffer, self._stream.record_event())
+            _BUFFERS.release(buffer, self._stream.record_event())
 
     def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Have a tensor of the device copied into memory of the host that is made for it; waits for nothing.
+        """Copy a device tensor into new host memory. Does not block.
 
         Returns:
-            That memory, and the event of the copy's end. The tensor itself where it is on the host.
+            The host tensor, and an event that marks the end of the copy. A tensor on the host is returned as it is.
         """
         if self._stream is None:
             self.num_queued += 1
@@ -164,31 +164,31 @@ class CopyStream:
         return made, self.queue(functools.partial(made.copy_, source, non_blocking=True), source=source)
 
     def join(self, event: Any, made: Iterable[torch.Tensor] = ()) -> None:
-        """Let the computation go on from here when a copy is made; the host goes on at once.
+        """Make the computation stream wait for a copy. Does not block the host.
 
         Args:
-            event: of the copy's end; None: it is made.
-            made: memory of this stream that the computation uses from now on.
+            event: Event of the copy. None if it is complete.
+            made: Memory of the copy stream that the computation uses from now on.
         """
         if event is not None:
             computation = torch.accelerator.current_stream(self._device)
             computation.wait_event(event)
             for tensor in made:
-                tensor.record_stream(computation)  # which this stream must not reuse too early
+                tensor.record_stream(computation)  # the copy stream must not reuse it earlier
 
     def wait(self, event: Any) -> None:
-        """Return when a copy is made: the host may read and write its end of it."""
+        """Wait on the host until a copy is complete."""
         if event is not None:
             event.synchronize()
 
     def release(self) -> None:
-        """Let the computation go on from here when all copies are made, and reuse what they were made from."""
+        """Make the computation stream wait for all copies, and release their sources."""
         if self._kept:
             self.join(self._last)
             self._kept.clear()
 
     def synchronize(self) -> None:
-        """Return when all copies are made."""
+        """Wait on the host until all copies are complete."""
         self.wait(self._last)
         self._last = None
         self._kept.clear()
@@ -196,13 +196,13 @@ class CopyStream:
 
 @dataclass(slots=True)
 class Fetched:
-    """Weights on their way to where they are used, or there.
+    """Weights that are copied to the device or already there.
 
     Attributes:
-        tensors: by their names in the module, where they are made for one use.
-        copies: the stream that they come on; None: they are there.
-        ready: the event of their copies' end.
-        free: gives memory back that does not go with `tensors`.
+        tensors: Tensors for one use, by their names in the module.
+        copies: The stream of the copies. None if they are complete.
+        ready: Event that marks the end of the copies.
+        free: Frees memory that `tensors` does not own.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -211,14 +211,14 @@ class Fetched:
     free: Callable[[], None] | None = None
 
     def use(self) -> dict[str, torch.Tensor]:
-        """Return the tensors, safe for what the calling thread queues on its stream from now on; does not block."""
+        """Return the tensors. The current stream of the calling thread waits for the copies. Does not block."""
         if self.copies is not None:
             self.copies.join(self.ready, self.tensors.values())
             self.copies = None
         return self.tensors
 
     def discard(self) -> None:
-        """Give back the memory of what is not going to be used."""
+        """Free the memory of weights that will not be used."""
         if self.free is not None:
             self.use()
             self.free()

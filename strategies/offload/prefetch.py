@@ -1,9 +1,8 @@
-"""Bring the weights of the next units in while the present one computes: those of modules, or of parts of a model.
+"""Prefetch the weights of the next units while the current one computes. A unit is a module or a part of a model.
 
-Which unit comes next is learned from the calls themselves: after the two that came last, whatever followed them the
-last time, or else what followed the last one alone. So nothing has to be declared, a loop of `generate` closes by
-itself, and where the order changes a guess is wrong once: the weights are then fetched when they are needed, as without
-any of this. Guesses decide when weights are read, never which are used.
+The order of units is learned from the calls. The prediction is the unit that followed the last two units the last time,
+or else the unit that followed the last one. No order has to be declared, and the loop of `generate` is learned too. A
+wrong prediction only means that weights are fetched when they are used, as without prefetching.
 """
 
 from __future__ import annotations
@@ -24,40 +23,40 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.host.memory import is_out_of_memory
 from trainwright.strategies.offload.copy_stream import CopyStream, Fetched
 
-_IDLE_S = 1.0  # with no unit in use and no work for so long, the reader ends and what nobody came for is dropped
+_IDLE_S = 1.0  # after this time without work and units in use, the reader ends and discards prefetched units
 MIN_BUDGET_BYTES = 64 * 2**20
-# What the system has in memory comes within this; so many in a row, and nothing is brought in ahead until one does not.
+# A fetch within these limits reads from the page cache. After so many in a row, prefetching pauses until a slower one.
 _QUICK_S, _QUICK_BYTES_PER_S, _QUICK_IN_A_ROW = 100e-6, 10e9, 16
-_NOBODY = -1  # the number of no unit: what comes before the first one
+_NOBODY = -1  # predecessor of the first unit
 
 _readers: weakref.WeakKeyDictionary[threading.Thread, threading.Condition] = weakref.WeakKeyDictionary()
-_ending = threading.Event()  # the interpreter
+_ending = threading.Event()  # the interpreter exits
 
 
 class Fetchable(Protocol):
-    """What is brought in as one: the offloaded weights of one module, or of one part of a model."""
+    """A unit of prefetching: the offloaded weights of one module, or of one part of a model."""
 
     @property
     def num_bytes(self) -> int:
-        """How much memory it takes while it waits to be used."""
+        """Memory of the prefetched unit in bytes."""
 
     @property
     def stays_on_host(self) -> bool:
-        """Whether nothing is copied: what the system has in memory needs no fetching ahead."""
+        """True if the unit is used in host memory: prefetching then only reads files into the page cache."""
 
     def fetch(self) -> Fetched:
-        """Bring it in, unless it is there, and return it; called from any thread."""
+        """Fetch the unit unless it is present, and return it. Called from any thread."""
 
 
 class _Fetch:
-    """A unit that was asked for ahead of its use."""
+    """A prefetch of one unit."""
 
     def __init__(self, unit: Fetchable) -> None:
         self.unit, self.num_bytes = unit, unit.num_bytes
         self.started = False
         self.done = threading.Event()
-        self.seconds = 0.0  # that it took
-        self.value: Fetched | None = None  # None after an error: the caller meets it again itself
+        self.seconds = 0.0  # duration
+        self.value: Fetched | None = None  # None after an error: the user of the unit fetches it again
 
     def run(self) -> None:
         """Fetch the unit."""
@@ -70,31 +69,31 @@ class _Fetch:
 
 
 class Prefetcher:
-    """Hands out units, and brings those ahead that will probably be asked for next.
+    """Provides units, and prefetches those that will probably be used next.
 
-    Whoever uses a unit calls `take` and, when it is no longer used, `give_back`; `follow` says that its turn has come
-    in the order that is learned. Units whose copies do not hold up the caller are brought by itself; others by a reader
-    thread, which starts with the first guess and ends a second after the last unit was used.
+    Call `acquire` before the use of a unit and `release` afterwards. Call `follow` to record its position in the
+    learned order. With `num_units`, the calling thread starts the copies, which do not block it. Otherwise a reader
+    thread fetches the units. It starts with the first prediction and ends a second after the last use.
 
     Args:
-        budget_bytes: how much may wait to be used at a time; 0 fetches nothing ahead. Default: twice the largest unit,
-            and at least 64 MiB.
-        num_units: how many units are brought ahead instead, by the caller, without a thread.
+        budget_bytes: Maximum size of prefetched units that are not yet used; 0 disables prefetching. Default: twice the
+            largest unit, and at least 64 MiB.
+        num_units: Number of units to prefetch instead, without a thread.
 
     Attributes:
-        budget_bytes: how much may wait to be used.
-        total_bytes: sum of the sizes of all units that were added.
+        budget_bytes: Maximum size of prefetched units that are not yet used.
+        total_bytes: Total size of all units.
 
     Raises:
-        ConfigurationError: the budget is no whole number, or negative.
+        ConfigurationError: The budget is not an integer, or is negative.
     """
 
     def __init__(self, budget_bytes: int | None = None, *, num_units: int | None = None) -> None:
-        whole = isinstance(budget_bytes, int) and not isinstance(budget_bytes, bool)
-        if budget_bytes is not None and (not whole or budget_bytes < 0):
+        is_int = isinstance(budget_bytes, int) and not isinstance(budget_bytes, bool)
+        if budget_bytes is not None and (not is_int or budget_bytes < 0):
             raise ConfigurationError(
-                f"prefetch_bytes={budget_bytes!r}, expected whole bytes, such as {MIN_BUDGET_BYTES}; 0 reads nothing "
-                "ahead, and None leaves it to the largest layer."
+                f"prefetch_bytes={budget_bytes!r}, expected a number of bytes, such as {MIN_BUDGET_BYTES}; 0 to "
+                "disable prefetching; or None for twice the largest layer."
             )
         self.budget_bytes = MIN_BUDGET_BYTES if budget_bytes is None else budget_bytes
         self._is_fixed, self._num_units = budget_bytes is not None, num_units
@@ -105,18 +104,18 @@ class Prefetcher:
         self._streams: dict[torch.device, CopyStream] = {}
         self._next: dict[tuple[int, int], int] = {}
         self._before: dict[int, int] = {}
-        self._last: dict[int, tuple[int, int]] = {}  # by thread: the last two units that it followed
-        self._jobs: OrderedDict[int, _Fetch] = OrderedDict()  # asked for ahead, oldest first
+        self._last: dict[int, tuple[int, int]] = {}  # by thread: its last two units
+        self._jobs: OrderedDict[int, _Fetch] = OrderedDict()  # oldest first
         self._held_bytes = 0
         self._num_used = 0
-        self._num_quick = 0  # fetches in a row that had nothing to wait for
+        self._num_quick = 0  # consecutive fetches from the page cache
         self._reader: threading.Thread | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prefetcher:
-        return self  # a copied model has units of its own here, and shares the budget
+        return self  # a copied model shares the budget
 
     def add(self, unit: Fetchable) -> int:
-        """Make a unit known, weakly; return the number to `take` it by."""
+        """Register a unit by a weak reference. Return its number for `acquire`."""
         with self._condition:
             number = next(self._numbers)
             self._units[number] = unit
@@ -126,7 +125,7 @@ class Prefetcher:
             return number
 
     def copies_to(self, device: torch.device) -> CopyStream:
-        """Return the stream that units come to a device on."""
+        """Return the stream of copies to a device."""
         with self._condition:
             if device not in self._streams:
                 self._streams[device] = CopyStream(device)
@@ -134,14 +133,13 @@ class Prefetcher:
 
     # Units that are used
 
-    def take(self, number: int) -> Fetched:
-        """Return a unit's weights, as they were brought ahead, or else fetched here and now.
+    def acquire(self, number: int) -> Fetched:
+        """Return a unit's weights, which were prefetched or are fetched now.
 
-        Call `give_back` when they are no longer used. Blocks until they are there (on an accelerator: until the copies
-        are in its queue).
+        Call `release` after their use. Blocks until they are fetched; on an accelerator, until the copies are queued.
 
         Raises:
-            Exception: whatever fetching it raised.
+            Exception: Any error of the fetch.
         """
         with self._condition:
             self._num_used += 1
@@ -152,15 +150,15 @@ class Prefetcher:
             if job is None or job.value is None:
                 job = self._fetch(self._units[number])
         except BaseException:
-            self.give_back()
+            self.release()
             raise
         is_quick = job.seconds <= _QUICK_S + job.num_bytes / _QUICK_BYTES_PER_S
         self._num_quick = self._num_quick + 1 if is_quick else 0
-        assert job.value is not None  # else fetching it raised
+        assert job.value is not None  # otherwise the fetch raised
         return job.value
 
-    def give_back(self) -> None:
-        """Say that a unit is no longer used. The reader waits for its next work as long as one is."""
+    def release(self) -> None:
+        """Record the end of a unit's use. The reader does not end while units are in use."""
         with self._condition:
             self._num_used -= 1
 
@@ -171,12 +169,12 @@ class Prefetcher:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self.forget()  # what waits to be used takes memory that is needed now
+            self.discard()  # free the memory of prefetched units
             job.run()
         return job
 
-    def forget(self, number: int | None = None) -> None:
-        """Drop what was brought ahead, or one unit of it; what the reader is at is dropped when it is done."""
+    def discard(self, number: int | None = None) -> None:
+        """Discard all prefetched units, or one of them. A running fetch is discarded when it ends."""
         with self._condition:
             for each in list(self._jobs) if number is None else [number]:
                 self._drop(each)
@@ -192,23 +190,23 @@ class Prefetcher:
         if job is not None and job.value is not None:
             job.value.discard()
 
-    # Units that are brought ahead
+    # Prefetching
 
     def begin(self) -> None:
-        """Have those brought that a pass over the model begins with, which does not follow the pass before it."""
+        """Prefetch the first units of a new pass over the model."""
         self._last.clear()
-        self.bring(self.first())
+        self.prefetch(self.first())
 
     def first(self) -> list[int]:
-        """Return the `num_units` units that a pass probably begins with."""
+        """Return the predicted first `num_units` units of a pass."""
         return list(itertools.islice(self._expected((_NOBODY, _NOBODY)), self._num_units))
 
     def follow(self, number: int, *, backward: bool = False) -> None:
-        """Take note that it is a unit's turn, and have those brought that will probably be next.
+        """Record the use of a unit, and prefetch those that will probably be next.
 
         Args:
-            number: the unit's.
-            backward: the order is that in which units came last, reversed, and not another one to be learned.
+            number: Number of the unit.
+            backward: Predict the reverse of the last order, and learn nothing. Default: False.
         """
         if self.budget_bytes == 0:
             return
@@ -216,18 +214,18 @@ class Prefetcher:
             last = (_NOBODY, number) if backward else self._learn(number)
             expected = self._expected(last, backward=backward)
             if self._num_units is not None:
-                self.bring(itertools.islice(expected, self._num_units))
-            # Another thread that has nothing to wait for costs more than it saves.
+                self.prefetch(itertools.islice(expected, self._num_units))
+            # A reader thread that never waits for the disk costs more than it saves.
             elif self._num_quick < _QUICK_IN_A_ROW or not self._units[number].stays_on_host:
                 self._plan(expected)
 
     def _learn(self, number: int) -> tuple[int, int]:
         thread = threading.get_ident()
-        if thread not in self._last and len(self._last) > 64:  # threads come and go, and their numbers with them
+        if thread not in self._last and len(self._last) > 64:  # ids of ended threads
             self._last.clear()
         last = self._last.get(thread, (_NOBODY, _NOBODY))
         self._next[last] = number
-        self._next[_NOBODY, last[1]] = number  # for when the one before is another
+        self._next[_NOBODY, last[1]] = number  # used if the unit before it differs
         self._before[number] = last[1]
         self._last[thread] = (last[1], number)
         return self._last[thread]
@@ -237,7 +235,7 @@ class Prefetcher:
         while True:
             if backward:
                 found = self._before.get(last[1], _NOBODY)
-            else:  # what followed the last two, or else what followed the last one
+            else:  # the successor of the last two units, or else of the last one
                 found = self._next.get(last, self._next.get((_NOBODY, last[1]), _NOBODY))
             if found in seen:
                 return
@@ -246,7 +244,7 @@ class Prefetcher:
             last = (last[1], found)
 
     def _plan(self, expected: Iterable[int]) -> None:
-        """Have brought what is expected, as far as the budget goes, once half of it is free."""
+        """Prefetch expected units up to the budget, once half of it is free."""
         if self._held_bytes * 2 > self.budget_bytes:
             return
         wanted: dict[int, Fetchable] = {}
@@ -262,10 +260,10 @@ class Prefetcher:
             if self._held_bytes + need <= self.budget_bytes:
                 break
             self._drop(stale)
-        self.bring(wanted)
+        self.prefetch(wanted)
 
-    def bring(self, numbers: Iterable[int]) -> None:
-        """Have units brought ahead of their use, in this order, whatever the budget."""
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        """Prefetch units in this order, regardless of the budget."""
         with self._condition:
             for number in numbers:
                 if number in self._jobs:
@@ -291,7 +289,7 @@ class Prefetcher:
             self._condition.notify_all()
 
     def _wait(self) -> _Fetch | None:
-        """Return the next job to do; None when there was none for a while, which ends the reader."""
+        """Return the next fetch, or None to end the reader after a while without one."""
         with self._condition:
             idle = False
             while not _ending.is_set():
@@ -302,27 +300,27 @@ class Prefetcher:
                 if idle and not self._num_used:
                     break
                 idle = not self._condition.wait(_IDLE_S)
-            self.forget()
+            self.discard()
             self._reader = None
             return None
 
 
 def _read(reference: weakref.ref[Prefetcher]) -> None:
-    """Do jobs until there are none. It keeps no model alive: between two jobs it holds nothing."""
+    """Run fetches until there are none. Holds no reference to the prefetcher in between, to keep no model alive."""
     while True:
         prefetcher = reference()
         job = None if prefetcher is None else prefetcher._wait()
         del prefetcher
         if job is None:
             return
-        with contextlib.suppress(Exception):  # who takes the unit fetches it again and meets the error there
+        with contextlib.suppress(Exception):  # `acquire` fetches the unit again and raises the error
             job.run()
         del job
 
 
 @atexit.register
 def _end_readers() -> None:
-    """Let readers end before the interpreter does: a thread that it stops within torch aborts the process."""
+    """End readers before the interpreter exits: a thread that is stopped within torch aborts the process."""
     _ending.set()
     readers = list(_readers.items())
     for _, condition in readers:

@@ -1,4 +1,4 @@
-"""The step of a model that visits the device: units come and go, gradients go home, and the optimizer steps there."""
+"""The optimizer step of a model whose units are streamed to the device. The optimizer steps on the host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trainwright.core.signatures import overrides
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.strategies.offload.advice import read_ahead
-from trainwright.strategies.offload.homes import Home
+from trainwright.strategies.offload.host_storage import HostStorage
 from trainwright.strategies.offload.streaming import Unit, WeightStream
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.steps.step import AutomaticStep, StepParts
 
-# What may run between a step of the optimizer and the next forward without the strategy being told.
+# Hooks between an optimizer step and the next forward, which may change weights.
 _BETWEEN_STEPS = (
     "on_train_batch_end",
     "on_train_step_end",
@@ -34,25 +34,25 @@ _MOVING = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_bat
 
 
 class OffloadStep(AutomaticStep):
-    """A step in which weights, gradients and the optimizer's state are at home elsewhere.
+    """A step with weights, gradients and optimizer state on host or disk.
 
     Args:
-        parts: what it is made of.
-        stream: brings units to the device; None: they are computed where they are.
-        state_home: where the optimizer's state goes after a unit has stepped; None: it stays in memory.
+        parts: The parts of the step.
+        stream: Copies units to the device. None computes with weights in their storage.
+        state_storage: Storage of the optimizer state of units that are not being stepped. None keeps it in memory.
     """
 
-    def __init__(self, parts: StepParts, stream: WeightStream | None, state_home: Home | None) -> None:
+    def __init__(self, parts: StepParts, stream: WeightStream | None, state_storage: HostStorage | None) -> None:
         super().__init__(parts)
-        self._stream, self._state_home = stream, state_home
-        self._is_early = False  # copies on the device are of the present weights, though a step has been made
+        self._stream, self._state_storage = stream, state_storage
+        self._is_early = False  # device copies were updated after the last step
         self._last_of_group = 0
         hooks = parts.hooks
-        # Unless an optimizer cannot be split, which may change.
-        self._in_portions = (stream is not None or state_home is not None) and self._plain_step
-        # Who listens to gradients must find all of them; otherwise a unit's are waited for when it steps.
-        listened = bool(hooks.on_after_backward or hooks.on_before_optimizer_step)
-        self._waits_late = self._in_portions and self._backward is None and not listened
+        # `_step_in_portions` also checks that the optimizer can be split, which may change.
+        self._in_portions = (stream is not None or state_storage is not None) and self._plain_step
+        # Hooks may read all gradients. Without hooks, the gradients of a unit are needed only when it steps.
+        has_hooks = bool(hooks.on_after_backward or hooks.on_before_optimizer_step)
+        self._waits_late = self._in_portions and self._backward is None and not has_hooks
         moves = any(overrides(parts.task, name, TaskModule) for name in _MOVING)
         quiet = hooks.only_read(_BETWEEN_STEPS) and _only_schedule(parts.run, parts.task) and not moves
         self._copies_early = self._in_portions and quiet
@@ -62,12 +62,12 @@ class OffloadStep(AutomaticStep):
             self._backward = lambda loss: self._run_backward(stream, backward, loss)
             self._training_step = lambda batch, idx: self._run_training_step(stream, forward, batch, idx)
         for optimizer in self.optimizers:
-            self._send_home(optimizer)
+            self._store_state(optimizer)
         if self._in_portions:
             self._plain_step, self._own_step = False, self._step_in_portions
 
     def weights_changed(self) -> None:
-        """Take note that copies on the device may be out of date."""
+        """Record that device copies may be outdated."""
         self._is_early = False
 
     # Forward and backward
@@ -75,7 +75,7 @@ class OffloadStep(AutomaticStep):
     def forward_backward(self, group: Group) -> torch.Tensor | None:
         if self._stream is not None:
             if not self._is_early:
-                self._stream.weights_changed()  # by the last step, or by whoever averages or loads weights
+                self._stream.weights_changed()  # by the last step, or by a callback that averages or loads weights
             self._is_early = False
             self._last_of_group = group.first_idx + len(group.batches) - 1
         return super().forward_backward(group)
@@ -91,11 +91,11 @@ class OffloadStep(AutomaticStep):
         finally:
             stream.end()
             if not (complete and self._waits_late and idx == self._last_of_group):
-                stream.wait()  # what comes next may look at gradients, or adds to them
+                stream.wait()  # hooks may read gradients, and the next micro-batch accumulates them
         return found
 
     def _run_training_step(self, stream: WeightStream, own: Callable[..., Any], batch: Any, idx: int) -> Any:
-        if self._rewritten:  # maybe, by those who were just told of the batch
+        if self._rewritten:  # hooks of the batch may have written weights
             stream.weights_changed()
         stream.begin()
         return own(batch, idx)
@@ -107,42 +107,42 @@ class OffloadStep(AutomaticStep):
             own(loss)
         stream.end()
         if not self._waits_late:
-            stream.wait()  # whoever listens after the backward finds the gradients
+            stream.wait()  # hooks after the backward may read gradients
 
     def _zero_gradients(self, idx: int) -> None:
         if self._stream is None:
             super()._zero_gradients(idx)
-        else:  # between forward and backward, when gradients of what is on the device are put aside
+        else:  # between forward and backward, gradients of parameters on the device are stashed
             self._stream.end()
             super()._zero_gradients(idx)
-            self._stream.root.come()
+            self._stream.root.move_to_device()
 
     # The optimizer
 
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
-        """Clip and step where the weights are at home, while gradients still come and weights already go."""
+        """Clip and step on the host, while gradients and updated weights are still being copied."""
         stream = self._stream
         if clip is not None or self._own_clip is not None or not self._in_portions:
             self._wait_for_gradients()
         if stream is not None:
-            stream.weights_changed()  # also frozen ones maybe, by the task's own step
+            stream.weights_changed()  # the task's own step may also write frozen weights
         try:
             norm = super().optimizer_step(clip)
         finally:
-            self._wait_for_gradients()  # also those that nobody steps
+            self._wait_for_gradients()  # also of parameters without an optimizer
         if not self._in_portions:
             for optimizer in self.optimizers:
-                self._send_home(optimizer)
+                self._store_state(optimizer)
         if stream is not None and self._copies_early:
             stream.copy_early(stream.all_units)
             self._is_early = True
         return norm
 
     def _step_in_portions(self, epoch: int, idx: int, optimizer: Any, closure: Any) -> None:
-        """Step one unit after the other, each when its gradients are at home, with its state alone in memory.
+        """Step unit by unit, each when its gradients are on the host, with only its state in memory.
 
-        Meanwhile the gradients of those that follow come from the device, their state is read from the disk, and the
-        weights of those before go to the device.
+        During the step of a unit, the gradients and states of the next units are read, and the new weights of previous
+        units are copied to the device.
         """
         stream = self._stream
         if not can_be_split(optimizer):
@@ -150,18 +150,18 @@ class OffloadStep(AutomaticStep):
             optimizer.step()
             if stream is not None:
                 stream.weights_changed()
-            self._send_home(optimizer)
+            self._store_state(optimizer)
             return
         last = optimizer is self.optimizers[-1]  # others may hold parameters of the same unit
 
         def before(portion: Portion, following: Iterator[torch.Tensor]) -> None:
-            if self._state_home is not None:
+            if self._state_storage is not None:
                 read_ahead(following)
             if portion.unit is not None:
                 portion.unit.wait_for_gradients()
 
         def after(portion: Portion) -> None:
-            self._send_home(optimizer, portion.parameters)
+            self._store_state(optimizer, portion.parameters)
             if stream is not None and portion.unit is not None:
                 portion.unit.weights_changed()
                 if last and self._copies_early:
@@ -170,19 +170,19 @@ class OffloadStep(AutomaticStep):
         portions = portions_of(optimizer, None if stream is None else stream.in_order_of_gradients())
         step_in_portions(optimizer, portions, before=before, after=after)
 
-    def _send_home(self, optimizer: Optimizer, parameters: list[nn.Parameter] | None = None) -> None:
-        if self._state_home is not None:
-            self._state_home.take_state(optimizer, parameters)
+    def _store_state(self, optimizer: Optimizer, parameters: list[nn.Parameter] | None = None) -> None:
+        if self._state_storage is not None:
+            self._state_storage.store_state(optimizer, parameters)
 
-    # Whoever looks at gradients between two steps
+    # Gradients between two steps
 
     def _wait_for_gradients(self) -> None:
         if self._stream is not None:
             self._stream.wait_for_gradients()
 
-    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
         self._wait_for_gradients()
-        return super()._leave_out(skipped, group, weights, total)
+        return super()._skip_batches(skipped, group, weights, total)
 
     def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         self._wait_for_gradients()
@@ -204,26 +204,26 @@ class OffloadStep(AutomaticStep):
             return super().evaluate(name, batch, idx, dataloader_idx)
         finally:
             self._stream.end()
-            self._stream.wait()  # whoever listens may write weights
+            self._stream.wait()  # hooks may write weights
 
 
 def _only_schedule(run: Run, task: TaskModule) -> bool:
-    """Tell whether what is called in a step's schedules is torch's, which changes optimizers and no weights."""
+    """Return whether all schedulers are torch's, which change optimizers and no weights."""
     return not overrides(task, "lr_scheduler_step", TaskModule) and all(
         type(config.scheduler).__module__.startswith("torch.optim.") for config in run.lr_scheduler_configs
     )
 
 
-# One step of an optimizer made of several: a part of its parameters after the other, to the same bits
+# An optimizer step in portions of the parameters, with bitwise the same result
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What steps at once.
+    """Parameters that are stepped together.
 
     Attributes:
-        parameters: with gradients, all of one optimizer.
-        unit: that they lie in; None: in none.
+        parameters: Parameters of one optimizer, all with gradients.
+        unit: Their unit; None if they have none.
     """
 
     parameters: list[nn.Parameter]
@@ -231,24 +231,24 @@ class Portion:
 
 
 def can_be_split(optimizer: Optimizer) -> bool:
-    """Tell whether several steps of some parameters each do what one of all does, and nobody would notice.
+    """Return whether steps of some parameters each have the same effect as one step of all.
 
-    So it is with torch's own optimizers but L-BFGS: what they do to a parameter depends on its own gradient and state.
-    Of others, sub-classes of those with a step of their own included, nothing is known: what they share between
-    parameters (a norm, a step size, a count of calls) would differ. Whoever has put hooks on the step would see each.
+    True for torch's own optimizers except L-BFGS: their update of a parameter depends only on its own gradient and
+    state. Other optimizers, and subclasses that override `step`, may share a norm, a step size or a call count between
+    parameters. Hooks on the step would be called several times.
     """
-    listeners = (
+    hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
         of_torch._global_optimizer_pre_hooks,
         of_torch._global_optimizer_post_hooks,
     )
     of_torchs_own = type(optimizer).step.__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
-    return of_torchs_own and not any(listeners)
+    return of_torchs_own and not any(hooks)
 
 
 def portions_of(optimizer: Optimizer, units: Sequence[Unit] | None) -> list[Portion]:
-    """Return what of an optimizer has gradients, unit by unit, or each parameter by itself where there are none."""
+    """Return an optimizer's parameters with gradients, one portion per unit, or per parameter outside of units."""
     left = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     found = []
     for unit in units or ():
@@ -268,16 +268,16 @@ def step_in_portions(
     after: Callable[[Portion], Any],
     step: Callable[[], Any] | None = None,
 ) -> None:
-    """Step one portion after the other: an optimizer skips what has no gradient.
+    """Step portion by portion. Gradients of all others are None meanwhile, so that the optimizer skips them.
 
-    Also after an exception every parameter has its gradient.
+    All gradients are restored afterwards, also after an exception.
 
     Args:
-        optimizer: `can_be_split`.
-        portions: all that have gradients.
-        before: called before each portion's turn, with what the step of the next one will read.
-        after: called after each portion's step.
-        step: called for each portion. Default: None, which is `optimizer.step`.
+        optimizer: An optimizer for which `can_be_split` is True.
+        portions: All parameters with gradients.
+        before: Called before each step with the portion and the tensors that the next portion's step will read.
+        after: Called after each step with the portion.
+        step: Called for each portion. Default: None, which is `optimizer.step`.
     """
     step = optimizer.step if step is None else step
     gradients = {parameter: parameter.grad for portion in portions for parameter in portion.parameters}
@@ -298,7 +298,7 @@ def step_in_portions(
 
 
 def _touched(optimizer: Optimizer, parameters: list[nn.Parameter], gradients: Any) -> Iterator[torch.Tensor]:
-    """Yield what a step of the parameters reads: them, their gradients and their state."""
+    """Yield the tensors that a step of the parameters reads: parameters, gradients and state."""
     for parameter in parameters:
         yield parameter.data
         yield gradients[parameter]

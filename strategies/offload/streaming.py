@@ -1,11 +1,11 @@
-"""Bring the weights of one part of a model after the other to the device, in the forward and again in the backward.
+"""Stream the weights of a model to the device unit by unit, in the forward and again in the backward.
 
-A part's parameters are at home on the host (see `homes`) and on the device only from just before its forward until just
-after, and the same in the backward, whose gradients go home as they come. Between steps every parameter and gradient is
-at home, so that optimizers, checkpoints, averages and norms see ordinary tensors of the host.
+The parameters of a unit are stored on the host (see `host_storage`). They are on the device only during the unit's
+forward and backward. Gradients are copied to the host as soon as they are computed. Between steps all parameters and
+gradients are on the host, so that optimizers, checkpoints, averages and norms use ordinary host tensors.
 
-What autograd keeps of a weight for the backward is a view of the memory that the weight had on the device. That memory
-is freed and filled again in the same storage, as torch's own sharding does.
+Autograd saves a view of the weight's device memory for the backward. That memory is freed and filled again in the same
+storage, as in torch's own FSDP.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from torch.utils import _pytree as pytree
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import iterate_tensors
 from trainwright.strategies.offload.copy_stream import CopyStream, Fetched
-from trainwright.strategies.offload.homes import Home, flat_numel, place_in
+from trainwright.strategies.offload.host_storage import HostStorage, flat_numel, place_in
 from trainwright.strategies.offload.prefetch import Prefetcher
 
-_UNITS_TO_ADD = 2  # whose gradients may wait on the host to be added to those of earlier micro-batches
+_UNITS_TO_ADD = 2  # units whose gradients may wait on the host for accumulation
 
 
 class Unit:
-    """The parameters of one part of a model, which come and go together.
+    """The parameters of one part of a model, which are copied to the device together.
 
     Args:
-        parameters: none of them in another unit.
-        device: where they are used.
-        weights: where they are at home.
-        gradients: where their gradients are.
-        stays: keep the copy on the device between uses, and bring it up to date after each step.
-        prefetcher: brings it to the device, and may do so ahead of its use.
-        gradients_out: the copies of gradients from the device.
+        parameters: Parameters of this unit only.
+        device: Device of the computation.
+        weights: Host storage of weights.
+        gradients: Host storage of gradients.
+        stays: Keep the device copy between uses, and update it after each step.
+        prefetcher: Copies the unit to the device, also ahead of its use.
+        gradients_out: Stream of the gradients' copies to the host.
 
     Attributes:
-        num_bytes: of the copy on the device.
-        number: that the prefetcher knows it by.
-        arrived: grows with each gradient: units are stepped in its order, in which their gradients are at home.
+        num_bytes: Size of the device copy.
+        number: The unit's number in the prefetcher.
+        arrived: Order in which the gradients of units reach the host. Units are stepped in this order.
     """
 
     stays_on_host = False
@@ -52,117 +52,119 @@ class Unit:
         self,
         parameters: Iterable[nn.Parameter],
         device: torch.device,
-        weights: Home,
-        gradients: Home,
+        weights: HostStorage,
+        gradients: HostStorage,
         *,
         stays: bool,
         prefetcher: Prefetcher,
         gradients_out: CopyStream,
     ) -> None:
-        self.device, self.stays, self._gradient_home = device, stays, gradients
+        self.device, self.stays, self._gradient_storage = device, stays, gradients
         self._prefetcher, self._weights_in = prefetcher, prefetcher.copies_to(device)
         self._gradients_out = gradients_out
         self.parameters = list(parameters)
-        self.is_here = self.in_backward = False
-        self.stays_in_backward = False  # also when all of its gradients are there: other parts may still need it
-        self.fresh = False  # the copy on the device has the present values
+        self.on_device = self.in_backward = False
+        self.stays_in_backward = False  # also after all its gradients are computed: other units may need it
+        self.fresh = False  # the device copy has the current values
         self.arrived = 0
-        self._gradients_event: Any = None  # when the gradients that were queued last are at home
-        self._to_add: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients, to those of earlier micro-batches
-        self._last_use: Any = None  # when the computation was through with the copy that stays
-        self._assigned: dict[int, torch.Tensor] = {}  # values elsewhere than at home, by the parameter's index
-        self._versions: list[int] = []  # of the parameters when the copy was queued
-        self._expected = 0  # gradients that are still to come in this backward
-        self.inputs_to_come = 0  # inputs whose gradient is not there yet
-        self._calls: list[list[tuple[torch.Tensor, Any]]] = []  # that are under way, with their inputs
+        self._gradients_event: Any = None  # end of the last copy of a gradient
+        self._to_add: list[tuple[torch.Tensor, torch.Tensor]] = []  # accumulated gradients, new gradients
+        self._last_use: Any = None  # end of the last computation with a copy that stays
+        self._assigned: dict[int, torch.Tensor] = {}  # index of a parameter → value that the user assigned
+        self._versions: list[int] = []  # versions of the parameters when the copy was queued
+        self._expected = 0  # gradients not yet computed in this backward
+        self.inputs_to_come = 0  # inputs whose gradients are not yet computed
+        self._calls: list[list[tuple[torch.Tensor, Any]]] = []  # inputs of running calls
         self._leaf_hooks: list[Any] = []
         self._stashed: list[torch.Tensor | None] = [None] * len(self.parameters)
-        self._homes: list[torch.Tensor] = [parameter.data for parameter in self.parameters]
-        self._views: list[torch.Tensor] = list(self._homes)
+        self._host_values: list[torch.Tensor] = [parameter.data for parameter in self.parameters]
+        self._views: list[torch.Tensor] = list(self._host_values)
         self._gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
         self.flats: list[tuple[torch.Tensor, torch.Tensor]] = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in self.parameters):
             self._lay_out([i for i, p in enumerate(self.parameters) if p.dtype == dtype], dtype, weights)
         trained: list[tuple[int, Any]] = [(i, p) for i, p in enumerate(self.parameters) if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(partial(self._take_gradient, i)) for i, p in trained]
-        self.num_bytes = sum(there.nbytes for _, there in self.flats)
+        self.num_bytes = sum(device_flat.nbytes for _, device_flat in self.flats)
         self.number = prefetcher.add(self)
 
-    def _lay_out(self, members: Sequence[int], dtype: torch.dtype, weights: Home) -> None:
+    def _lay_out(self, members: Sequence[int], dtype: torch.dtype, weights: HostStorage) -> None:
         tensors = [self.parameters[i].data for i in members]
         numel = flat_numel([tensor.shape for tensor in tensors], dtype)
-        home = weights.empty(numel, dtype)
-        there = torch.empty(numel, dtype=dtype, device=self.device)
-        for i, at_home, view in zip(members, place_in(home, tensors), place_in(there, tensors), strict=True):
-            at_home.copy_(self.parameters[i].data)
-            self.parameters[i].data = self._homes[i] = at_home
+        host = weights.empty(numel, dtype)
+        device_flat = torch.empty(numel, dtype=dtype, device=self.device)
+        for i, on_host, view in zip(members, place_in(host, tensors), place_in(device_flat, tensors), strict=True):
+            on_host.copy_(self.parameters[i].data)
+            self.parameters[i].data = self._host_values[i] = on_host
             self._views[i] = view
-        there.untyped_storage().resize_(0)
-        self.flats.append((home, there))
+        device_flat.untyped_storage().resize_(0)
+        self.flats.append((host, device_flat))
 
-    # Coming and going
+    # Copies to the device and back
 
     def fetch(self) -> Fetched:
-        """Queue the copy to the device, unless it is in use there or has the present values."""
-        if self.is_here or self.fresh:
+        """Queue the copy to the device, unless it is in use or already has the current values."""
+        if self.on_device or self.fresh:
             return Fetched({})
         after = self._last_use
-        for _, there in self.flats:
-            memory = there.untyped_storage()
+        for _, device_flat in self.flats:
+            memory = device_flat.untyped_storage()
             if not memory.nbytes():
-                memory.resize_(there.numel() * there.itemsize)
-                after = None  # others may be computing with this memory yet
+                memory.resize_(device_flat.numel() * device_flat.itemsize)
+                after = None  # queued work may still use this memory
         self._versions = self._present_versions()
         event = self._weights_in.queue(self._copy_all, after=after)
         self.fresh = True
         return Fetched({}, self._weights_in, event, free=self._free)
 
     def _copy_all(self) -> None:
-        for home, there in self.flats:
-            self._weights_in.fill(there.data, home)  # data: to autograd, the values are those it has seen
+        for host, device_flat in self.flats:
+            self._weights_in.fill(device_flat.data, host)  # .data: autograd must not see a change
 
     def _present_versions(self) -> list[int]:
         return [0 if parameter.is_inference() else parameter._version for parameter in self.parameters]
 
-    def come(self) -> None:
-        """Have the parameters on the device, for what the present stream does from now on."""
-        if self.is_here:
+    def move_to_device(self) -> None:
+        """Move the parameters to the device, for use on the current stream."""
+        if self.on_device:
             return
         former, self._assigned = self._assigned, self._find_assigned()
-        if former or self._assigned or self._versions != self._present_versions():  # written in place since
+        if former or self._assigned or self._versions != self._present_versions():  # written in place
             self.weights_changed()
-        self._prefetcher.take(self.number).use()
+        self._prefetcher.acquire(self.number).use()
         for i, value in self._assigned.items():
             self._views[i].data.copy_(value)
         for i, parameter in enumerate(self.parameters):
             self._stashed[i], parameter.grad = parameter.grad, None
             parameter.data = self._views[i]
-        self.is_here = True
+        self.on_device = True
 
     def _find_assigned(self) -> dict[int, torch.Tensor]:
-        """Return values that somebody has put in a parameter's place by `parameter.data = …`, by its index. They stay
-        there, and those at home as they are: they may be put back.
+        """Return values that were assigned with `parameter.data = …`, by the parameter's index.
+
+        The host storage keeps the old values: callbacks may restore them.
         """
-        found = {i: p.data for i, p in enumerate(self.parameters) if p.data_ptr() != self._homes[i].data_ptr()}
+        found = {i: p.data for i, p in enumerate(self.parameters) if p.data_ptr() != self._host_values[i].data_ptr()}
         for i, value in found.items():
-            if (value.shape, value.dtype) != (self._homes[i].shape, self._homes[i].dtype):
+            own = self._host_values[i]
+            if (value.shape, value.dtype) != (own.shape, own.dtype):
                 raise ConfigurationError(
-                    f"a parameter of {self._homes[i].dtype} {tuple(self._homes[i].shape)} was given values of "
-                    f"{value.dtype} {tuple(value.shape)} in a run, for which OffloadStrategy has no room on the "
-                    "device. Change the model before the run."
+                    f"a parameter of {own.dtype} {tuple(own.shape)} was assigned a value of {value.dtype} "
+                    f"{tuple(value.shape)} during a run, which OffloadStrategy does not support. Change the model "
+                    "before the run."
                 )
         return found
 
-    def go(self) -> None:
-        """Have the parameters at home; gradients that have come are there, or on their way (`wait_for_gradients`)."""
-        if self.is_here:
+    def move_to_host(self) -> None:
+        """Move the parameters to the host. Their gradients may still be copied (`wait_for_gradients`)."""
+        if self.on_device:
             for i, parameter in enumerate(self.parameters):
-                if parameter.grad is not None:  # of one that was frozen when the hooks were put on
-                    self._bring_home(i, parameter)
-                parameter.data = self._assigned.get(i, self._homes[i])
+                if parameter.grad is not None:  # of a parameter that was frozen when the hooks were registered
+                    self._copy_to_host(i, parameter)
+                parameter.data = self._assigned.get(i, self._host_values[i])
                 parameter.grad, self._stashed[i] = self._stashed[i], None
-            self.is_here = False
-            self._prefetcher.give_back()
+            self.on_device = False
+            self._prefetcher.release()
             if self.stays:
                 self._last_use = self._weights_in.mark()
         if self.in_backward:
@@ -172,20 +174,20 @@ class Unit:
             self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Take the copy on the device, or what was queued to become one, for out of date."""
-        self._prefetcher.forget(self.number)
+        """Mark the device copy, or a queued one, as outdated."""
+        self._prefetcher.discard(self.number)
         self.fresh = False
-        if not self.is_here:
+        if not self.on_device:
             self._free()
 
     def _free(self) -> None:
         self.fresh = False
-        for _, there in self.flats:
+        for _, device_flat in self.flats:
             if not self.stays:
-                there.untyped_storage().resize_(0)
+                device_flat.untyped_storage().resize_(0)
 
     def wait_for_gradients(self) -> None:
-        """Return when gradients that were on their way are at home, and added to those that were there before."""
+        """Wait until all gradients have been copied to the host, and accumulate them."""
         self._gradients_out.wait(self._gradients_event)
         self._gradients_event = None
         to_add, self._to_add = self._to_add, []
@@ -193,36 +195,36 @@ class Unit:
             total.add_(gradient)
 
     def add_gradients(self) -> None:
-        """Wait for gradients that are to be added, so that the host need not hold them; not for others."""
+        """Wait for and accumulate gradients of earlier units, to free their host memory."""
         if self._to_add:
             self.wait_for_gradients()
 
     # Backward
 
     def begin_backward(self) -> None:
-        """Come again, and stay until all gradients are there."""
+        """Move the parameters to the device until all gradients are computed."""
         if not self.in_backward:
-            self.come()
+            self.move_to_device()
             self.in_backward = True
             self._expected = len(self._hooks)
 
     def expect_inputs(self, inputs: Any) -> None:
-        """Take note of what a call is made with: with the gradient of that, its backward is over."""
+        """Record the inputs of a call. Its backward ends with their gradients."""
         tensors = _differentiable(inputs)
         self._calls.append([(tensor, tensor.register_hook(self._input_done)) for tensor in tensors])
         self.inputs_to_come += len(tensors)
 
     def returned(self, *, is_recorded: bool) -> None:
-        """Take note that the call which began last is over, and whether it will have a backward."""
+        """Record the end of the innermost call. `is_recorded`: autograd has recorded it for a backward."""
         for tensor, handle in self._calls.pop() if self._calls else ():
             if not is_recorded:
                 handle.remove()
                 self.inputs_to_come -= 1
-            elif tensor.is_leaf:  # which outlives the graph: a parameter, or what a checkpoint computes anew from
+            elif tensor.is_leaf:  # outlives the graph: a parameter, or an input of activation checkpointing
                 self._leaf_hooks.append(handle)
 
     def forget_inputs(self) -> None:
-        """Wait for no gradients of inputs any more."""
+        """Stop waiting for gradients of inputs."""
         self.inputs_to_come = 0
         self._calls.clear()
         while self._leaf_hooks:
@@ -230,25 +232,25 @@ class Unit:
 
     def _input_done(self, gradient: torch.Tensor) -> None:
         self.inputs_to_come -= 1
-        self._go_when_done()
+        self._move_when_done()
 
     def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """Bring a gradient home as soon as it is there."""
-        if self.is_here:
-            self._bring_home(index, parameter)
+        """Copy a gradient to the host as soon as it is computed."""
+        if self.on_device:
+            self._copy_to_host(index, parameter)
             self._expected -= 1
-            self._go_when_done()
+            self._move_when_done()
 
-    def _bring_home(self, index: int, parameter: torch.Tensor) -> None:
+    def _copy_to_host(self, index: int, parameter: torch.Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None  # that is what the hook is called for
+        assert gradient is not None  # autograd calls the hook after it has set it
         before = self._stashed[index]
-        if gradient.layout is not torch.strided:  # of an embedding with sparse=True: small, and of any size
+        if gradient.layout is not torch.strided:  # sparse embedding: small, of varying size
             self.wait_for_gradients()
-            at_home = gradient.to(self._homes[index].device)
-            self._stashed[index] = at_home if before is None else before + at_home
+            on_host = gradient.to(self._host_values[index].device)
+            self._stashed[index] = on_host if before is None else before + on_host
         elif before is None:
-            self._stashed[index] = self._gradient_at_home(index, gradient)
+            self._stashed[index] = self._queue_gradient(index, gradient)
         else:
             fetched, self._gradients_event = self._gradients_out.fetch(gradient)
             self._to_add.append((before, fetched))
@@ -256,22 +258,22 @@ class Unit:
                 self.wait_for_gradients()
         self.arrived = self._gradients_out.num_queued
 
-    def _gradient_at_home(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+    def _queue_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         mine = self._gradients[index]
         if mine is None:
-            mine = self._gradient_home.empty_like(gradient)
+            mine = self._gradient_storage.empty_like(gradient)
             self._gradients[index] = mine
         copy: Callable[[], Any] = partial(mine.copy_, gradient, non_blocking=True)
         self._gradients_event = self._gradients_out.queue(copy, source=gradient)
         return mine
 
-    def _go_when_done(self) -> None:
+    def _move_when_done(self) -> None:
         if not self.stays_in_backward and self.in_backward and self._expected <= 0 and self.inputs_to_come <= 0:
-            self.go()
+            self.move_to_host()
 
     def close(self) -> None:
-        """Go home for good; the parameters stay where they are at home."""
-        self.go()
+        """Move the parameters to the host, and remove the hooks."""
+        self.move_to_host()
         self.stays = False
         self.weights_changed()
         for hook in self._hooks:
@@ -279,21 +281,21 @@ class Unit:
 
 
 def _differentiable(values: Any) -> list[Any]:
-    """Return the tensors in some values that gradients flow to."""
+    """Return the tensors in nested values that require gradients."""
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 class WeightStream:
-    """All parts of a model, coming in the order in which they run; the next ones are copied beside the computation.
+    """All units of a model. The next units are copied while the current one computes.
 
     Args:
-        modules: the parts that come and go, none with a parameter of another.
-        others: parameters outside of them, which are on the device for the whole of a step.
-        device: where they are used.
-        weights: where weights are at home.
-        gradients: where gradients are.
-        stays: keep copies on the device between uses.
-        ahead: how many parts are copied ahead of their use.
+        modules: Modules of the units. No two of them share parameters.
+        others: All other parameters, which are on the device during a full step.
+        device: Device of the computation.
+        weights: Host storage of weights.
+        gradients: Host storage of gradients.
+        stays: Keep device copies between uses.
+        ahead: Number of units that are copied ahead of their use.
     """
 
     def __init__(
@@ -301,8 +303,8 @@ class WeightStream:
         modules: Sequence[nn.Module],
         others: Iterable[nn.Parameter],
         device: torch.device,
-        weights: Home,
-        gradients: Home,
+        weights: HostStorage,
+        gradients: HostStorage,
         *,
         stays: bool,
         ahead: int,
@@ -322,7 +324,7 @@ class WeightStream:
         self.units: list[Unit] = []
         self._handles: list[Any] = []
         self.stays = stays
-        for module in modules:  # inner ones come first and keep what is theirs
+        for module in modules:  # inner modules come first
             own = [parameter for parameter in module.parameters() if parameter not in taken]
             taken.update(own)
             unit = make(own)
@@ -332,38 +334,38 @@ class WeightStream:
                 module.register_forward_hook(partial(self._after, unit), always_call=True),
             ]
         self.root = make([parameter for parameter in others if parameter not in taken])
-        self._behind: deque[Unit] = deque()  # whose backward began last
+        self._behind: deque[Unit] = deque()  # units whose backward began last
 
     @property
     def all_units(self) -> list[Unit]:
-        """The one with what all parts share, and those that come and go."""
+        """The root unit, which is on the device during a full step, and the streamed units."""
         return [self.root, *self.units]
 
     def begin(self) -> None:
-        """Before a forward: have what all parts share on the device."""
-        self.root.come()
+        """Move the root unit to the device. Called before a forward."""
+        self.root.move_to_device()
         self._behind.clear()
         self._prefetcher.begin()
 
     def end(self) -> None:
-        """After a backward, or a forward without one: weights are at home, and gradients there or on their way."""
+        """Move all weights to the host. Called after a backward, or after a forward without one."""
         for unit in self.all_units:
-            unit.go()
+            unit.move_to_host()
             unit.forget_inputs()
 
     def wait(self) -> None:
-        """Return when all gradients are at home, and nothing is copied any more: the host may read and write."""
+        """Wait until all copies are complete: the host may then read gradients and write weights."""
         self.wait_for_gradients()
         self._weights_in.synchronize()
 
     def wait_for_gradients(self) -> None:
-        """Return when all gradients are at home."""
+        """Wait until all gradients have been copied to the host."""
         for unit in self.all_units:
             unit.add_gradients()
         self._gradients_out.synchronize()
 
     def weights_changed(self) -> None:
-        """After a step of the optimizer, or after weights were loaded: copies on the device are out of date."""
+        """Mark all device copies as outdated. Called after an optimizer step, or after weights were loaded."""
         for unit in self.all_units:
             unit.weights_changed()
 
@@ -392,7 +394,7 @@ class WeightStream:
         outputs: list[Any] = [tensor for tensor in tensors if tensor.requires_grad]
         for tensor in outputs:
             tensor.register_hook(self._begin_model_backward)
-        self.root.go()
+        self.root.move_to_host()
         if not outputs:
             self.end_and_wait()
 
@@ -402,31 +404,31 @@ class WeightStream:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_and_wait)  # after the last gradient
 
     def end_and_wait(self) -> None:
-        """Call `end` and `wait`: what follows may read gradients and write weights."""
+        """Call `end` and `wait`. The caller may then read gradients and write weights."""
         self.end()
         self.wait()
 
     # Between two steps
 
     def in_order_of_gradients(self) -> list[Unit]:
-        """Return all units, those first whose gradients came first."""
+        """Return all units in the order in which their gradients were computed."""
         return sorted(self.all_units, key=lambda unit: unit.arrived)
 
     def copy_early(self, units: Iterable[Unit]) -> None:
-        """Queue copies before the next forward begins, of those units that the device has room for until then."""
+        """Queue copies for the next forward, for as many units as the device holds at a time."""
         early = {self.root.number, *self._prefetcher.first()}
-        self._prefetcher.bring([unit.number for unit in units if self.stays or unit.number in early])
+        self._prefetcher.prefetch([unit.number for unit in units if self.stays or unit.number in early])
 
     def close(self) -> None:
-        """Take the hooks off; the parameters are at home."""
+        """Remove the hooks, and move all parameters to the host."""
         for handle in self._handles:
             handle.remove()
         for unit in self.all_units:
             unit.close()
 
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        unit.come()
-        if unit.in_backward:  # a forward within the backward, which computes activations anew
+        unit.move_to_device()
+        if unit.in_backward:  # recomputation of activation checkpointing
             return
         if torch.is_grad_enabled():
             unit.expect_inputs((args, kwargs))
@@ -440,11 +442,11 @@ class WeightStream:
             tensor.register_hook(partial(self._begin_backward, unit))
         if torch.is_grad_enabled():
             unit.returned(is_recorded=bool(outputs))
-        unit.go()
+        unit.move_to_host()
 
     def _begin_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
         if not unit.in_backward:
-            self._gradients_out.release()  # those of the units before: the device has room for one unit's
+            self._gradients_out.release()  # the device holds the gradients of one unit only
             self._behind.append(unit)
             if len(self._behind) > _UNITS_TO_ADD:
                 self._behind.popleft().add_gradients()

@@ -1,4 +1,4 @@
-"""Train a model that is larger than the device on one device: everything is at home on the host, and parts visit it."""
+"""Training of a model that is larger than the memory of its one device, with weights on the host."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.offload.advice import read_ahead
-from trainwright.strategies.offload.homes import PLACES, Home
+from trainwright.strategies.offload.host_storage import PLACES, HostStorage
 from trainwright.strategies.offload.step import OffloadStep, can_be_split, portions_of, step_in_portions
 from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import Strategy
 from trainwright.strategies.units import WrapPolicy, find_units
 
-_PARTS = 16  # a unit has at least this part of the parameters, where nobody says what a unit is
+_PARTS = 16  # by default, a unit has at least 1/16 of the parameters
 
 
 class OffloadStrategy(Strategy):
-    """Trains on one device with weights, gradients and the optimizer's state at home on the host or on disk.
+    """Trains on one device with weights, gradients and optimizer state on the host or on disk.
 
-    The units of the model come to the device one after the other, in the forward and again in the backward; their
-    gradients go home as they come, and the optimizer steps there. On the device there are a unit and those that are
-    copied ahead, what lies in no unit, and activations. In one process.
+    The units of the model are copied to the device one after the other, in the forward and again in the backward.
+    Gradients are copied to the host as soon as they are computed, and the optimizer steps on the host. The device holds
+    the current unit, the prefetched units, parameters outside of units, and activations. Supports one process.
 
     Args:
-        parameters: where weights are at home: `"cpu"`, `"disk"`, or `"device"`, which leaves a copy on the device and
-            offloads gradients and the optimizer's state alone.
-        optimizer_state: where it is, and gradients: `"cpu"` or `"disk"`. From the disk the optimizer steps unit by
-            unit, so that one unit's state is in memory at a time.
-        auto_wrap_policy: which modules are units: classes, their names, or a function; unless given, what
-            `TaskModule.shard_units` returns, else modules with a sixteenth of the parameters.
-        min_num_params: modules with so many parameters are units, instead.
-        offload_folder: for the disk; the system's temporary folder unless given. Its files have no names, and are gone
-            when the run is, however it ends.
-        prefetch: how many units are copied ahead of their use.
-        stream: bring units in and out although they could be computed where they are. Unless told, only to a device
-            with memory of its own: on the CPU weights in a file are used there, and the system reads and drops them.
+        parameters: Storage of weights: `"cpu"`, `"disk"`, or `"device"`, which keeps a copy on the device and offloads
+            only gradients and optimizer state.
+        optimizer_state: Storage of optimizer state and gradients: `"cpu"` or `"disk"`. With `"disk"` the optimizer
+            steps unit by unit, so that the state of one unit is in memory at a time.
+        auto_wrap_policy: Modules that are units: classes, their names, or a function. Default: the result of
+            `TaskModule.shard_units`, or else modules with a sixteenth of the parameters.
+        min_num_params: Makes modules with at least this many parameters units instead.
+        offload_folder: Folder for `"disk"`. Default: the system's temporary folder. Files are deleted at the end of the
+            run, also if it is killed.
+        prefetch: Number of units that are copied ahead of their use. Default: 1.
+        stream: Copy units to the device for each use. Default: True, except on the CPU, which computes with weights in
+            their storage. Weights on disk are then memory-mapped.
 
     Raises:
-        ConfigurationError: a place that there is not.
+        ConfigurationError: An argument has an unknown or invalid value.
     """
 
     capabilities = Capabilities(
@@ -92,13 +92,13 @@ class OffloadStrategy(Strategy):
         """
         if settings.compile_options is not None:
             raise ConfigurationError(
-                "compile= and OffloadStrategy exclude each other: weights come and go between the parts of what would "
-                "be one graph. Leave compile= out."
+                "compile= is not supported with OffloadStrategy, which moves weights within what would be one graph. "
+                "Remove compile=."
             )
         if settings.precision.scaled:
             raise ConfigurationError(
-                f"precision={settings.precision.name!r} scales the loss, which OffloadStrategy cannot: its gradients "
-                "are not on the device. Use 'bf16-mixed'."
+                f"precision={settings.precision.name!r} needs loss scaling, which OffloadStrategy does not support. "
+                "Use 'bf16-mixed'."
             )
         super().check(settings)
 
@@ -120,12 +120,12 @@ class OffloadEngine(Engine):
     # Model and optimizers
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
-        """Build the model on the host, and have its units visit the device."""
+        """Build the model on the host, and stream its units to the device."""
         optimizers = super().prepare(task, make_optimizers, plan)
         for optimizer in optimizers:
             self._check_state(optimizer)
         if self.precision.autocast_dtype is not None:
-            # Without a cache, which would keep a narrow copy of every weight on the device until the step is over.
+            # The autocast cache would keep a 16-bit copy of every weight on the device until the end of the step.
             self._context = self.precision.autocast(self.device.type, cache_enabled=False)
         return optimizers
 
@@ -133,9 +133,9 @@ class OffloadEngine(Engine):
         self.weight_stream = self._offload(task)
 
     def _offload(self, model: nn.Module) -> WeightStream | None:
-        """Move buffers to the device and parameters to the host or the disk; returns what streams them, if it does."""
+        """Move buffers to the device and parameters to host or disk. Return the stream, or None without streaming."""
         pinned = self.device.type != "cpu"
-        weights = Home(
+        weights = HostStorage(
             "cpu" if self.strategy.parameters == "device" else self.strategy.parameters,
             self.strategy.offload_folder,
             pinned=pinned,
@@ -147,7 +147,7 @@ class OffloadEngine(Engine):
                 for parameter in model.parameters():
                     parameter.data = weights.like(parameter.data)
             return None
-        gradients = Home(self.strategy.optimizer_state, self.strategy.offload_folder, pinned=pinned)
+        gradients = HostStorage(self.strategy.optimizer_state, self.strategy.offload_folder, pinned=pinned)
         return WeightStream(
             self._units(model), model.parameters(), self.device, weights, gradients,
             stays=self.strategy.parameters == "device", ahead=self.strategy.prefetch,
@@ -160,8 +160,8 @@ class OffloadEngine(Engine):
             units = find_units(model, None, max(1, total // _PARTS))
         if not units:
             warnings.warn(
-                f"no part of {type(model).__name__} comes and goes by itself: all of it is on the device during a "
-                f"step. Name units with auto_wrap_policy or {type(model).__name__}.shard_units.",
+                f"{type(model).__name__} has no units to stream, so that all of its parameters are on the device "
+                f"during a step. Name units with auto_wrap_policy or {type(model).__name__}.shard_units.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
@@ -170,20 +170,20 @@ class OffloadEngine(Engine):
     # The step
 
     def make_step(self, parts: StepParts) -> Step:
-        return OffloadStep(parts, self.weight_stream, self._state_home)
+        return OffloadStep(parts, self.weight_stream, self._state_storage)
 
     @property
-    def _state_home(self) -> Home | None:
-        """Where the state of optimizers is moved to; None: it stays in memory."""
+    def _state_storage(self) -> HostStorage | None:
+        """Storage for optimizer state; None keeps it in memory."""
         place, folder = self.strategy.optimizer_state, self.strategy.offload_folder
-        return Home(place, folder) if place == "disk" else None
+        return HostStorage(place, folder) if place == "disk" else None
 
     # User-written loops
 
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
     ) -> list[Callable[..., Any]]:
-        """Move models to the host or the disk, and have their units visit the device."""
+        """Move models to host or disk, and stream their units to the device."""
         for model in models:
             stream = self._offload(model)
             if stream is not None:
@@ -195,17 +195,17 @@ class OffloadEngine(Engine):
         try:
             super().backward(loss, **kwargs)
         except BaseException:
-            for stream in self._streams:  # otherwise they end by themselves
+            for stream in self._streams:  # a complete backward ends them itself
                 stream.end_and_wait()
             raise
 
     def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let the optimizer step unit by unit if its state is on the disk: one unit's state is in memory at a time."""
-        home, own = self._state_home, optimizer.step
-        if home is None or optimizer in self._own_steps:
+        """Make an optimizer with state on disk step unit by unit, so that one unit's state is in memory at a time."""
+        storage, own = self._state_storage, optimizer.step
+        if storage is None or optimizer in self._own_steps:
             return optimizer
         self._check_state(optimizer)
-        home.take_state(optimizer)
+        storage.store_state(optimizer)
 
         @functools.wraps(own)
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -215,28 +215,28 @@ class OffloadEngine(Engine):
                     optimizer,
                     portions_of(optimizer, units),
                     before=lambda portion, following: read_ahead(following),
-                    after=lambda portion: home.take_state(optimizer, portion.parameters),
+                    after=lambda portion: storage.store_state(optimizer, portion.parameters),
                     step=own,
                 )
             found = own() if closure is None else own(closure)
-            home.take_state(optimizer)
+            storage.store_state(optimizer)
             return found
 
         self._own_steps[optimizer] = vars(optimizer).get("step")
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # which schedulers wrap, too
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # as schedulers do
         return optimizer
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        """Check that the optimizer's state can be stored where it is to be."""
+        """Check that the optimizer's state can be stored on disk if it has to be."""
         quantizes = any(kind.__module__.startswith("torchao.") for kind in type(optimizer).__mro__)
-        if quantizes and self._state_home is not None:
+        if quantizes and self._state_storage is not None:
             raise ConfigurationError(
-                f"{type(optimizer).__name__} of torchao has quantized states, which cannot be stored on the disk. Use "
+                f"{type(optimizer).__name__} of torchao has quantized states, which cannot be stored on disk. Use "
                 "optimizer_state='cpu', or an optimizer of torch."
             )
 
     def weights_changed(self) -> None:
-        """Record that copies on the device may be out of date; callbacks of evaluations and saves may write weights."""
+        """Mark device copies as outdated: callbacks of evaluations and saves may write weights."""
         step = vars(self).get("step")
         if isinstance(step, OffloadStep):
             step.weights_changed()
@@ -244,7 +244,7 @@ class OffloadEngine(Engine):
     begin_evaluation = begin_save = weights_changed
 
     def close(self) -> None:
-        """Leave the task whole on the host."""
+        """Move the full task to the host."""
         for stream in (self.weight_stream, *self._streams):
             if stream is not None:
                 stream.close()
@@ -252,8 +252,8 @@ class OffloadEngine(Engine):
         self._streams.clear()
         for optimizer, own in self._own_steps.items():
             del optimizer.step
-            if own is not None:  # a schedule had wrapped it
-                optimizer.step = own  # type: ignore[method-assign]  # as it was
+            if own is not None:  # a scheduler had wrapped it
+                optimizer.step = own  # type: ignore[method-assign]  # restored
         self._own_steps.clear()
         task = getattr(self, "task", None)
         if task is not None:
@@ -263,7 +263,7 @@ class OffloadEngine(Engine):
 
 
 def _buffers(task: nn.Module) -> Any:
-    """Yield (module, name) and the buffer, each once."""
+    """Yield each buffer with (module, name)."""
     for module in task.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -1,1 +1,1 @@
-"""One optimizer step: how batches arrive, what is fired and when, gradients, and steps that are tried out."""
+"""One optimizer step: batch transfer, hooks, gradients and low-precision layers."""

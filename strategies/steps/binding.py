@@ -1,4 +1,4 @@
-"""How the user's own methods are called: with the arguments they take, through the wrapper if there is one."""
+"""Calls of the user's own methods, with the arguments that they accept."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from trainwright.strategies.precision import Precision
 
 
 def bind_step(task: TaskModule, name: str, wrapper: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a caller of one of the task's steps that leaves out what the step does not take.
+    """Return a function that calls one of the task's steps with only the arguments that the step accepts.
 
     Args:
-        task: whose step.
-        name: `"training_step"`, with `(batch, batch_idx)`, or an evaluation's, which may get `dataloader_idx` too.
-        wrapper: `wrapper(name, *args)` runs the step through an engine; None calls the method itself.
+        task: The task.
+        name: `"training_step"`, with `(batch, batch_idx)`, or an evaluation step, which may also get `dataloader_idx`.
+        wrapper: `wrapper(name, *args)` runs the step through an engine. None calls the method directly.
     """
     call = None if wrapper is None else functools.partial(wrapper, name)
     return bind(getattr(task, name), name, arguments_of(TaskModule, name), call)
 
 
 def need_closure(optimizers: Iterable[Optimizer], precision: Precision) -> bool:
-    """Tell whether one of the optimizers cannot step without a closure, as L-BFGS cannot.
+    """Return whether one of the optimizers requires a closure, as L-BFGS does.
 
     Raises:
-        ConfigurationError: it cannot, and the precision scales the loss.
+        ConfigurationError: One does, and the precision uses loss scaling.
     """
     found = [optimizer for optimizer in optimizers if _closure_is_required(optimizer)]
     if found and precision.scaled:
         raise ConfigurationError(
-            f"precision={precision.name!r} scales the loss, which {type(found[0]).__name__} cannot be given because it "
-            "evaluates it several times in a step. Use precision='32-true' or 'bf16-mixed'."
+            f"precision={precision.name!r} uses loss scaling, which does not work with {type(found[0]).__name__}: it "
+            "evaluates the loss several times in a step. Use precision='32-true' or 'bf16-mixed'."
         )
     return bool(found)
 
@@ -51,7 +51,7 @@ def _closure_is_required(optimizer: Optimizer) -> bool:
 
 
 def defines_itself(owner: object, name: str) -> bool:
-    """Tell whether a data module defines the transfer hook itself rather than inheriting ours."""
+    """Return whether a data module overrides the transfer hook."""
     for cls in type(owner).__mro__:
         if name in vars(cls):
             return not cls.__module__.startswith("trainwright.")
@@ -59,13 +59,13 @@ def defines_itself(owner: object, name: str) -> bool:
 
 
 class ScaledOptimizer:
-    """An optimizer as a task's own `optimizer_step` sees it while the loss is scaled: an overflown step is left out.
+    """The optimizer that is passed to a task's `optimizer_step` with loss scaling. It skips steps that overflow.
 
-    Everything but `step` is the optimizer's own, whose class it also has for `isinstance`.
+    All attributes except `step` are the optimizer's, and `isinstance` sees the optimizer's class.
 
     Args:
-        optimizer: its gradients are unscaled already.
-        scaler: knows whether they overflowed.
+        optimizer: The optimizer. Its gradients are already unscaled.
+        scaler: The loss scaler.
     """
 
     def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
@@ -81,7 +81,7 @@ class ScaledOptimizer:
         raise AttributeError("the class of a wrapped optimizer is the optimizer's")
 
     def step(self, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
-        """Step unless a gradient is not finite; returns the closure's loss."""
+        """Step unless a gradient is not finite. Return the closure's loss."""
         self._scaler.step(self.optimizer, **own)
         return None if closure is None else closure()
 
@@ -90,15 +90,15 @@ class ScaledOptimizer:
 
 
 def outputs_of(output: Any) -> dict[str, Any]:
-    """Return the `outputs` of `on_train_batch_end`: what keeps it keeps neither the graph nor a buffer of the step.
+    """Return the `outputs` of `on_train_batch_end`, which keep neither the graph nor buffers of the step alive.
 
     Args:
-        output: what `training_step` returned: the loss alone becomes `{"loss": …}`, None (the micro-batch was skipped)
-            an empty dict; anything else that is not a mapping is under `"output"`.
+        output: The result of `training_step`. A loss tensor becomes `{"loss": …}`, None (a skipped micro-batch) an
+            empty dict, and any other value that is not a mapping `{"output": …}`.
 
     Returns:
-        A dict whose tensors are detached. The loss is a copy, because compiled steps reuse its memory; it is not
-        weighted and not divided by the number of micro-batches.
+        A dict whose tensors are detached. The loss is a copy, because compiled steps reuse its memory. It is not
+        weighted or divided by the number of micro-batches.
     """
     if output is None:
         return {}
@@ -113,10 +113,10 @@ def outputs_of(output: Any) -> dict[str, Any]:
 
 
 class StepModule(nn.Module):
-    """Calls `task.<step>(*args)` as its forward.
+    """A module whose forward calls `task.<step>(*args)`.
 
     Args:
-        task: holds all the parameters; they keep their names in `task.state_dict()`, whatever wraps this module.
+        task: The task. Its parameters keep their names in `task.state_dict()`.
     """
 
     def __init__(self, task: TaskModule) -> None:
@@ -124,5 +124,5 @@ class StepModule(nn.Module):
         self.task = task
 
     def forward(self, step: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the step called `step`, for example `"training_step"`, or a function in its place."""
+        """Run a step by its name, for example `"training_step"`, or a function."""
         return (getattr(self.task, step) if isinstance(step, str) else step)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Training in fp8: linear layers whose matrix products have operands of 8 bits, by torchao's float8 training."""
+"""fp8 training with torchao: linear layers that multiply matrices in float8."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from trainwright.strategies.precision import Precision
 ModuleFilter = Callable[[nn.Module, str], bool]
 
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-MULTIPLE = 16  # of the sizes of float8 matrix products
+MULTIPLE = 16  # float8 matrix products need sizes that are multiples of this
 _MOST_NAMES = 10
 
 
 @dataclass(frozen=True)
 class Fp8(Precision):
-    """The precision `"fp8"` with options: matrix products of linear layers in fp8, everything else as in `bf16-mixed`.
+    """The precision `"fp8"`: matrix products of linear layers are computed in fp8, the rest as in `bf16-mixed`.
 
     Parameters, gradients and optimizers stay in float32. Linear layers whose sizes are multiples of 16 are converted,
     but not the first and the last linear layer of the model.
 
     Attributes:
-        recipe: torchao's recipe of scaling: `"tensorwise"`, `"rowwise"` or `"rowwise_with_gw_hp"`, or a
+        recipe: torchao's scaling recipe: `"tensorwise"`, `"rowwise"` or `"rowwise_with_gw_hp"`, or a
             `torchao.float8.Float8LinearConfig`. Default: `"tensorwise"`.
-        skip: names of layers, or of modules that contain them, that are not converted. In a Trainer these are names in
+        skip: Names of layers, or of modules that contain them, that are not converted. In a Trainer these are names in
             the task, such as `"model.2"`.
-        min_features: layers with fewer input or output features are not converted. Default: 0.
-        module_filter: a function of a module and its name that returns True for layers to be converted. It replaces
+        min_features: Layers with fewer input or output features are not converted. Default: 0.
+        module_filter: A function of a module and its name that returns True for layers to be converted. It replaces
             the rule for the first and the last layer. Default: None.
-        fp8_all_gather: FSDP gathers the weights of converted layers in float8 instead of bf16, which halves the bytes.
-            For the recipe `"tensorwise"`; other strategies ignore it. Default: False, or what a `Float8LinearConfig`
-            says.
+        fp8_all_gather: FSDP gathers the weights of converted layers in float8 instead of bf16, which halves the
+            traffic. Needs the recipe `"tensorwise"`; other strategies ignore it. Default: False, or the value in a
+            `Float8LinearConfig`.
 
     Raises:
-        ConfigurationError: The recipe is unknown, or cannot be combined with `fp8_all_gather`. When layers are
-            converted: there is none, or no module has a name in `skip`.
+        ConfigurationError: The recipe is unknown, or cannot be combined with `fp8_all_gather`. Later, if no layer can
+            be converted, or a name in `skip` does not exist.
     """
 
     name: str = field(default="fp8", init=False)
@@ -73,8 +73,8 @@ class Fp8(Precision):
             object.__setattr__(self, "fp8_all_gather", True)
         if self.fp8_all_gather and not _is_tensorwise(self.recipe):
             raise ConfigurationError(
-                f"fp8_all_gather=True with recipe={self.recipe!r}: shards of a weight are cast with one scale for all. "
-                "Use recipe='tensorwise', or leave fp8_all_gather out."
+                f"fp8_all_gather=True needs one scale for all shards of a weight, which recipe={self.recipe!r} does "
+                "not have. Use recipe='tensorwise', or remove fp8_all_gather."
             )
 
     def check_device(self, device_type: str) -> None:
@@ -113,12 +113,12 @@ class Fp8(Precision):
             rank_zero_info(f"fp8: {len(converted)} linear layers compute in float8. Left in bf16: {_listed(left)}.")
 
     def _config(self, device: torch.device) -> Any:
-        """Return torchao's configuration for a device, which is emulated if it has no float8 matrix products."""
+        """Return torchao's configuration for a device. Without float8 hardware it emulates float8."""
         config = self.recipe
         if isinstance(config, str):
-            # Padding lets micro-batches have any number of rows.
+            # Padding allows micro-batches with any number of rows.
             config = replace(float8().Float8LinearConfig.from_recipe_name(config), pad_inner_dim=True)
-        # It would replace the parameters before they are sharded; `Float8Gather` extends the shards.
+        # torchao's option would replace the parameters before they are sharded; `Float8Gather` extends the shards.
         config = replace(config, enable_fsdp_float8_all_gather=False)
         if config.emulate or has_float8_products(device):
             return config
@@ -127,7 +127,7 @@ class Fp8(Precision):
                 "the recipe 'rowwise_with_gw_hp' needs a CUDA device. Use 'rowwise', or precision='bf16-mixed'."
             )
         rank_zero_warn(
-            f"{device.type} has no float8 matrix products. They are emulated, which is slower than bf16: use "
+            f"{device.type} has no float8 matrix products and emulates them, which is slower than bf16. Use "
             "precision='bf16-mixed' unless you test a model for other devices.",
             category=TrainwrightWarning,
         )
@@ -151,16 +151,16 @@ class Fp8(Precision):
 
 @dataclass(frozen=True)
 class AORecipeKwargs(KwargsHandler):
-    """Options of `mixed_precision="fp8"`, by Accelerate's names.
+    """Options of `mixed_precision="fp8"`, with Accelerate's names.
 
     Attributes:
-        config: A `torchao.float8.Float8LinearConfig`. Default: None, which is the recipe `"tensorwise"`.
+        config: A `torchao.float8.Float8LinearConfig`. Default: None, the recipe `"tensorwise"`.
         module_filter_func: A function of a module and its name that returns True for layers to be converted. Default:
-            None, which are all but the first and the last linear layer. Layers whose sizes are not multiples of 16 are
-            never converted.
+            None, all except the first and the last linear layer. Layers whose sizes are not multiples of 16 are never
+            converted.
         pad_inner_dim: Pad micro-batches to a multiple of 16 rows, if `config` is None. Default: None, which is True.
-        enable_fsdp_float8_all_gather: FSDP gathers weights of converted layers in float8. Default: None, which is what
-            `config` says, or False; in Accelerate it is True.
+        enable_fsdp_float8_all_gather: FSDP gathers weights of converted layers in float8. Default: None, the value in
+            `config`, or else False. Accelerate's default is True.
     """
 
     config: Any = None
@@ -169,7 +169,7 @@ class AORecipeKwargs(KwargsHandler):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def precision(self) -> Fp8:
-        """Return the precision that these options describe.
+        """Return the precision with these options.
 
         Raises:
             ConfigurationError: An option is not supported, or torchao is not installed.
@@ -187,7 +187,7 @@ class AORecipeKwargs(KwargsHandler):
 
 
 def float8() -> Any:
-    """Return torchao's package of float8 training."""
+    """Import torchao's package for float8 training."""
     return load_torchao("precision='fp8'").float8  # takes a second
 
 
@@ -203,7 +203,7 @@ def _is_tensorwise(recipe: Any) -> bool:
 
 
 def _keeps_an_operand(config: Any) -> bool:
-    """Return whether some product has operands of full precision, whose dtypes torchao only casts on CUDA."""
+    """Return whether a matrix product has a full-precision operand, which torchao supports only on CUDA."""
     return bool(config.cast_config_input_for_grad_weight.scaling_type.name == "DISABLED")
 
 
@@ -225,10 +225,10 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def convert_layer(layer: nn.Linear, config: Any) -> Callable[[], None]:
-    """Convert one layer in place: it stays the same object with the same parameters and hooks.
+    """Convert one layer in place. It remains the same object with the same parameters and hooks.
 
     Returns:
-        A function that undoes it.
+        A function that restores the layer.
     """
     before, own = type(layer), set(vars(layer))
     made = float8().convert_to_float8_training(layer, config=config)
@@ -247,7 +247,7 @@ def convert_layer(layer: nn.Linear, config: Any) -> Callable[[], None]:
 def float8_linear(
     layer: nn.Module, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the output of a converted layer for a shard of its weight, which gets scales of its own."""
+    """Return the output of a converted layer for a shard of its weight, which has its own scales."""
     if torch.is_autocast_enabled(inputs.device.type):
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
     output: torch.Tensor = float8().float8_linear.matmul_with_hp_or_float8_args.apply(
@@ -257,23 +257,23 @@ def float8_linear(
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Return whether layers of a model were converted to torchao's float8 training."""
+    """Return whether a model has layers of torchao's float8 training."""
     return any(map(is_converted, model.modules()))
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of the first and the last linear layer of a model; None if it has none."""
+    """Return the names of the first and the last linear layer of a model, or None for both if it has none."""
     names = [name for name, _ in linear_layers(model)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable[str | None]) -> bool:
-    """Return whether a layer can be converted: its sizes are multiples of 16, and its name is not in the list.
+    """Return whether a layer's sizes are multiples of 16 and its name is not in the list.
 
     Args:
-        module: the layer.
-        fqn: its name in the model.
-        layers_to_filter: names of layers that are not converted.
+        module: The layer.
+        fqn: Its name in the model.
+        layers_to_filter: Names of layers that are not converted.
     """
     if isinstance(module, nn.Linear) and (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
         return False
@@ -281,11 +281,13 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Return whether a layer of a model can be converted: see `filter_linear_layers`, and it is not the first or last.
+    """Return whether a layer passes `filter_linear_layers` and is not the first or last linear layer of the model.
+
+    As `module_filter_func` it selects the default rule.
 
     Args:
-        module: the model. For a layer alone the sizes decide; as `module_filter_func` it is the default rule.
-        fqn: the layer's name in the model.
+        module: The model. For a single layer, only its sizes are checked.
+        fqn: The layer's name in the model.
     """
     layer = module if isinstance(module, nn.Linear) else module.get_submodule(fqn)
     return filter_linear_layers(layer, fqn, find_first_last_linear_layers(module))
@@ -294,11 +296,11 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
 def convert_model_to_fp8_ao(
     model: nn.Module, config: Any = None, module_filter_func: ModuleFilter | None = None
 ) -> None:
-    """Convert linear layers of a model in place, for loops without an Accelerator. It cannot be undone.
+    """Convert linear layers of a model in place, for loops without an Accelerator. The conversion is permanent.
 
     Args:
-        model: the model.
-        config: A `torchao.float8.Float8LinearConfig`. Default: None, which is torchao's.
+        model: The model.
+        config: A `torchao.float8.Float8LinearConfig`. Default: None, torchao's default.
         module_filter_func: See `AORecipeKwargs`.
     """
     if module_filter_func is filter_first_and_last_linear_layers:

@@ -1,4 +1,4 @@
-"""What happens to gradients between backward and the optimizer: weights of micro-batches, norms and clipping."""
+"""Gradients between backward and optimizer step: weights of micro-batches, norms and clipping."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trainwright.core.host.device_types import properties
 
 @dataclass(frozen=True, slots=True)
 class GradientClip:
-    """How gradients are clipped once per optimizer step.
+    """Gradient clipping, applied once per optimizer step.
 
     Attributes:
-        value: largest total norm (`"norm"`) or largest absolute element (`"value"`), > 0.
-        algorithm: which of the two.
-        norm_type: p of the p-norm; infinity: the largest absolute element.
+        value: Maximum total norm (`"norm"`) or maximum absolute element (`"value"`), > 0.
+        algorithm: `"norm"` or `"value"`.
+        norm_type: p of the p-norm. Infinity is the maximum absolute element. Default: 2.
     """
 
     value: float
@@ -32,10 +32,10 @@ class GradientClip:
 
     @classmethod
     def parse(cls, value: float | int | None, algorithm: str | None) -> GradientClip | None:
-        """Read `gradient_clip_val` and `gradient_clip_algorithm`; None when nothing is clipped.
+        """Parse `gradient_clip_val` and `gradient_clip_algorithm`. Return None if clipping is disabled.
 
         Raises:
-            ConfigurationError: a value that is no positive number, or an unknown algorithm.
+            ConfigurationError: The value is not a positive number, or the algorithm is unknown.
         """
         if algorithm is not None and algorithm not in ("norm", "value"):
             raise ConfigurationError(
@@ -50,15 +50,15 @@ class GradientClip:
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """Return the parameters that the optimizers hold, each once, in their order."""
+    """Return the parameters of the optimizers in order, without duplicates."""
     found = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     return list(found.values())
 
 
 def clip_gradients(parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-    """Clip in place and return the total norm before clipping (a 0-dim device tensor; None for `"value"`).
+    """Clip in place. Return the total norm before clipping (a 0-dim device tensor; None for `"value"`).
 
-    Neither reads the device.
+    Does not wait for the device.
     """
     if clip.algorithm == "value":
         nn.utils.clip_grad_value_(parameters, clip.value)
@@ -69,24 +69,24 @@ def clip_gradients(parameters: Iterable[torch.Tensor], clip: GradientClip) -> to
 def clip_shards(
     shards: list[tuple[torch.Tensor, bool]], clip: GradientClip, device: torch.device
 ) -> torch.Tensor | None:
-    """Clip this rank's shards of gradients in place. Collective, over all ranks; does not wait for the device.
+    """Clip this rank's shards of gradients in place. Collective over all ranks; does not wait for the device.
 
-    Called without gradients recorded.
+    Call it under `torch.no_grad()`.
 
     Args:
-        shards: Each with whether it is counted here: of the ranks that hold the same shard, one counts it.
-        clip: how; by value nothing is collective.
-        device: where ranks meet.
+        shards: Shards, each with True if this rank counts it. Of ranks with the same shard, exactly one counts it.
+        clip: The clipping. Clipping by value is not collective.
+        device: Device of the collectives.
 
     Returns:
-        The norm of the whole gradients before (0-dim, on the device); None if they are clipped by value.
+        The norm of the full gradients before clipping (0-dim, on the device); None if they are clipped by value.
     """
     if clip.algorithm == "value":
         for grad, _ in shards:
             grad.clamp_(-clip.value, clip.value)
         return None
     counted, p = [grad for grad, counts in shards if counts and grad.numel()], clip.norm_type
-    norm = nn.utils.get_total_norm(counted, p).to(device).double()  # float32 would overflow where the norm does not
+    norm = nn.utils.get_total_norm(counted, p).to(device).double()  # powers may overflow in float32
     if math.isinf(p):
         dist.all_reduce(norm, op=dist.ReduceOp.MAX)
     else:
@@ -108,16 +108,16 @@ def _by_kind(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 
 
 class Gradients:
-    """The gradients of the models of one engine, which every rank holds in full in `p.grad`.
+    """The gradients of an engine's models, which every rank holds in full in `p.grad`.
 
-    Engines that hold them elsewhere have a sub-class.
+    Engines that store gradients in another way have a subclass.
 
     Args:
-        device: Where they are.
+        device: Device of the gradients.
 
     Attributes:
-        averaged: The ranks average them in the last backward of an optimizer step. Default: True.
-        scales_sums: `scale` works before that backward, on the sums of earlier ones; otherwise only after it.
+        averaged: The ranks average gradients in the last backward of an optimizer step. Default: True.
+        scales_sums: True if `scale` also works before that backward, on accumulated gradients.
     """
 
     scales_sums: bool = True
@@ -130,7 +130,7 @@ class Gradients:
         """Return a loss scaler for float16.
 
         Args:
-            options: those of `torch.amp.GradScaler`.
+            options: Options of `torch.amp.GradScaler`.
         """
         return torch.amp.GradScaler(self.device.type, **options)
 
@@ -138,7 +138,7 @@ class Gradients:
         """Complete the gradients of an optimizer step after its last backward. Collective where ranks hold shards."""
 
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-        """Clip the gradients of parameters in place; returns their norm before (None for `"value"`).
+        """Clip the gradients of parameters in place. Return their norm before clipping, or None for `"value"`.
 
         Collective where ranks hold shards.
         """
@@ -149,19 +149,19 @@ class Gradients:
         scale_gradients(parameters, factor)
 
     def free(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Free the accumulated gradients of parameters; returns whether there were any."""
+        """Free the accumulated gradients of parameters. Return whether there were any."""
         return free_gradients(parameters)
 
 
 def loss_of(output: Any, origin: str) -> torch.Tensor | None:
-    """Take the loss out of what a training step returned, and check that it can be trained on.
+    """Return the loss in the result of a training step, and check that it can be trained on.
 
     Args:
-        output: a tensor, a mapping with the key `"loss"`, or None (the micro-batch is skipped).
-        origin: the task's class name, for messages.
+        output: A tensor, a mapping with the key `"loss"`, or None (the micro-batch is skipped).
+        origin: The task's class name for messages.
 
     Raises:
-        TaskError: no loss in it, not a scalar, or not connected to any parameter.
+        TaskError: There is no loss, it is not a scalar, or it has no graph.
     """
     loss = output
     if not isinstance(loss, torch.Tensor):
@@ -185,17 +185,17 @@ def loss_of(output: Any, origin: str) -> torch.Tensor | None:
         )
     if not loss.requires_grad:
         raise TaskError(
-            f"{origin}.training_step returned a loss without a graph (requires_grad is False): nothing could be "
-            "learned from it. Compute it from the model's outputs, without detach(), .item() or torch.no_grad(); "
-            "if every parameter is frozen, unfreeze some."
+            f"{origin}.training_step returned a loss without a graph (requires_grad is False). Compute it from the "
+            "model's outputs, without detach(), .item() or torch.no_grad(). If every parameter is frozen, unfreeze "
+            "some."
         )
     return loss.squeeze(0) if num_dims else loss
 
 
 def stack_counts(counts: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Return the item counts of a group's micro-batches as one float tensor on `device`, without reading it.
+    """Return the item counts of the micro-batches as one float tensor on `device`. Does not block.
 
-    float64 where the device has it, so that counts stay exact beyond 2²⁴.
+    The dtype is float64 if the device supports it, so that counts are exact beyond 2²⁴.
     """
     dtype = torch.float64 if properties(device.type).has_float64 else torch.float32
     beside = properties(device.type).copies_beside
@@ -206,53 +206,53 @@ def stack_counts(counts: Sequence[Any], device: torch.device) -> torch.Tensor:
 
 
 def growth_without(skipped: Sequence[int], size: int, weights: Sequence[Any] | None) -> float | torch.Tensor:
-    """Return by what factor a group's mean grows when some of its micro-batches are left out of it.
+    """Return the factor that corrects the mean over micro-batches if some of them were skipped.
 
     Args:
-        skipped: indices of micro-batches that gave no loss; not all of them.
-        size: micro-batches in the group.
-        weights: their weights, numbers or 0-dim device tensors that sum to 1, without reading them; None: all alike.
+        skipped: Indices of micro-batches without a loss. Not all of them.
+        size: Number of micro-batches.
+        weights: Weights of the micro-batches, numbers or 0-dim device tensors that sum to 1. None weighs all equally.
     """
     if weights is None:
         return size / (size - len(skipped))
     used = sum(weight for i, weight in enumerate(weights) if i not in skipped)
-    return 1 / torch.as_tensor(used).clamp(min=1e-12)  # without any item the gradient is zero, whatever the factor
+    return 1 / torch.as_tensor(used).clamp(min=1e-12)  # without items the gradient is zero for any factor
 
 
 def weights_of_one_rank(weights: Sequence[Any]) -> list[float]:
-    """Return weights whose sum is the mean over the real micro-batches of this rank.
+    """Return the weights of the mean over this rank's micro-batches, without padding.
 
     Args:
-        weights: of the mean over those of all ranks; 0 for padding.
+        weights: Weights of the mean over the micro-batches of all ranks; 0 for padding.
     """
     real = [weight > 0 for weight in weights]
     return [is_real / max(sum(real), 1) for is_real in real]
 
 
 def without_loss(origin: str, rank: int) -> TaskError:
-    """Return the error for a step without loss where other processes wait for its gradient."""
+    """Return the error for a step without a loss in a run with several processes."""
     return TaskError(
-        f"{origin}.training_step returned None on rank {rank}: with several processes the others would wait for its "
-        "gradient. Return a loss of zero that is connected to the parameters instead, for example 0 * output.sum()."
+        f"{origin}.training_step returned None on rank {rank}, but with several processes every rank must compute "
+        "gradients. Return a zero loss that is connected to the parameters, for example 0 * output.sum()."
     )
 
 
 def scale_gradients(parameters: Iterable[torch.Tensor], factor: Any) -> None:
-    """Multiply the gradients that there are, in place."""
+    """Multiply the gradients of parameters in place. Parameters without a gradient are skipped."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor.to(parameter.grad.device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def zero_gradients(optimizer: Optimizer) -> None:
-    """Do what `optimizer.zero_grad()` does, without the profiler's record around it: a tenth of a small step."""
+    """Zero gradients like `optimizer.zero_grad()`, without its profiler record, which takes a tenth of a small step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
 
 
 def free_gradients(parameters: Iterable[torch.Tensor]) -> bool:
-    """Free the gradients of parameters; returns whether there were any."""
+    """Free the gradients of parameters. Return whether there were any."""
     held = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in held:
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""Check whether the loss and the gradients of a step are finite: at once, or noted on the device and read later."""
+"""Checks that the loss and gradients of a step are finite, immediately or recorded on the device and read later."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainwright.strategies.steps.step import Step
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """What one rank sees of a step that is not finite.
+    """A step of one rank whose loss or gradients are not finite.
 
     Attributes:
-        loss: this rank's weighted loss of the group.
-        parameters: names of the parameters whose gradients hold a NaN or an infinity, in the task's order.
+        loss: This rank's weighted loss.
+        parameters: Names of the parameters whose gradients contain a NaN or an infinity, in the task's order.
     """
 
     loss: float
@@ -26,28 +26,26 @@ class NonFinite:
 
 
 def is_finite(step: Step, loss: torch.Tensor, ranks: DataRanks) -> bool:
-    """Tell, between `forward_backward` and `optimizer_step`, whether loss and gradients are finite on every rank.
+    """Return whether loss and gradients are finite on every rank.
 
-    With a scaled loss only the loss is looked at: gradients that overflow are the scaler's to find, and are part of its
-    search for a scale.
+    Call it between `forward_backward` and `optimizer_step`. With loss scaling, only the loss is checked: the scaler
+    handles gradients that overflow. Collective; waits for the device to read one flag.
 
     Args:
-        step: between the two.
-        loss: what `forward_backward` returned.
-        ranks: of the run.
-
-    Collective; waits for the device, to read one flag.
+        step: The step.
+        loss: The result of `forward_backward`.
+        ranks: The data-parallel ranks of the run.
     """
     finite = loss.isfinite()
     if step.scaler is None:
-        # The largest element, unlike the 2-norm, is finite exactly when all are, also where their squares overflow.
+        # Unlike the 2-norm, whose squares may overflow, the maximum is finite if and only if all elements are.
         held = [values for _, values in step.held_gradients() if values.numel()]
         finite = finite & nn.utils.get_total_norm(held, float("inf")).to(loss.device).isfinite()
     return not ranks.sum((~finite).float()).item()
 
 
 def explain(step: Step, loss: torch.Tensor) -> NonFinite:
-    """Say what this rank sees of a step for which `is_finite` was False. Not collective; reads the device."""
+    """Describe this rank's part of a step that is not finite. Not collective; waits for the device."""
     flags = {id(p): values.isfinite().all().to(loss.device) for p, values in step.held_gradients()}
     finite = dict(zip(flags, torch.stack([*flags.values()]).tolist() if flags else [], strict=True))
     names = [name for name, parameter in step.task.named_parameters() if not finite.get(id(parameter), True)]
@@ -55,35 +53,35 @@ def explain(step: Step, loss: torch.Tensor) -> NonFinite:
 
 
 def reading_waits(device: torch.device) -> bool:
-    """Tell whether the host waits for the device when it reads a value: a CPU computes in step with it."""
+    """Return whether the host waits for the device when it reads a value. False for the CPU."""
     return device.type != "cpu"
 
 
 class FirstNonFinite:
-    """The first step that was not finite, kept on the device: which it was, its loss, and whose gradients.
+    """Record of the first step that was not finite, kept on the device: its number, its loss and its parameters.
 
-    Nothing waits for the device or for other ranks before `read`. The memory is one flag per parameter.
+    `note` does not wait for the device or for other ranks. The record has one flag per parameter.
 
     Args:
-        step: whose losses and gradients are looked at.
+        step: The step whose loss and gradients are checked.
     """
 
     def __init__(self, step: Step) -> None:
         device = step.parts.device
         self._step = step
         self._index = {id(parameter): i for i, parameter in enumerate(parameters_of(step.optimizers))}
-        self._held: tuple[int, ...] = ()  # indices of the parameters that had gradients last
-        self._at: torch.Tensor | None = None  # the same, on the device
+        self._held: tuple[int, ...] = ()  # indices of the parameters with gradients in the last call
+        self._at: torch.Tensor | None = None  # the same on the device
         self._number = torch.full((), -1, dtype=torch.int64, device=device)
         self._loss = torch.zeros((), device=device)
         self._flags = torch.zeros(len(self._index), dtype=torch.bool, device=device)
 
     def note(self, loss: torch.Tensor, number: int) -> None:
-        """Look at a step between `forward_backward` and `optimizer_step`; with a scaled loss at the loss alone.
+        """Check a step between `forward_backward` and `optimizer_step`. With loss scaling, only the loss is checked.
 
         Args:
-            loss: what `forward_backward` returned.
-            number: of the step.
+            loss: The result of `forward_backward`.
+            number: Number of the step.
         """
         flags = self._bad_gradients()
         is_first = (self._number < 0) & (~loss.isfinite() | flags.any())
@@ -92,7 +90,7 @@ class FirstNonFinite:
         self._flags = torch.where(is_first, flags, self._flags)
 
     def _bad_gradients(self) -> torch.Tensor:
-        """Return a flag per parameter: its gradient holds a NaN or an infinity."""
+        """Return a flag per parameter that is True if its gradient contains a NaN or an infinity."""
         flags = torch.zeros_like(self._flags)
         held = [] if self._step.scaler is not None else [*self._step.held_gradients()]
         held = [(parameter, values) for parameter, values in held if values.numel()]
@@ -101,17 +99,20 @@ class FirstNonFinite:
         indices = tuple(self._index[id(parameter)] for parameter, _ in held)
         if self._at is None or indices != self._held:
             self._held, self._at = indices, torch.tensor(indices, device=flags.device)
-        # The largest element, unlike the 2-norm, is finite exactly when all are.
+        # Unlike the 2-norm, the maximum is finite if and only if all elements are.
         largest = torch._foreach_norm([values for _, values in held], float("inf"))
         finite = torch.stack([value.to(flags.device, torch.float32) for value in largest]).isfinite()
         return flags.index_put_((self._at,), ~finite)
 
     def is_seen(self, ranks: DataRanks) -> bool:
-        """Tell whether a step was not finite on any rank. Collective; waits for the device, to read one flag."""
+        """Return whether a step was not finite on some rank. Collective; waits for the device to read one flag."""
         return bool(ranks.sum((self._number >= 0).float()).item())
 
     def read(self) -> tuple[int, NonFinite] | None:
-        """Return the number of this rank's first step that was not finite and what it was, or None. Waits."""
+        """Return the number and the description of this rank's first step that was not finite, or None.
+
+        Waits for the device.
+        """
         number = int(self._number)
         if number < 0:
             return None

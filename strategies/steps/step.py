@@ -1,7 +1,7 @@
-"""One optimizer step over a group of micro-batches: every event of a micro-batch is fired here, and nowhere else.
+"""One optimizer step over a group of micro-batches. Calls all hooks of micro-batches.
 
-`AutomaticStep` weighs losses, runs backward and steps the optimizers; `ManualStep` serves tasks whose training_step
-does so itself. An engine that does a part of it in its own way has a sub-class, which its strategy makes.
+`AutomaticStep` weighs losses, runs backward and steps the optimizers. `ManualStep` is for tasks with manual
+optimization. Engines that run parts of the step themselves have a subclass.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from trainwright.strategies.steps.transfer import make_transfer
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """What a strategy has prepared for steps, and who listens to them.
+    """The parts of a step that a strategy has prepared, and the hooks.
 
     Attributes:
-        task: its parameters are final.
-        optimizers: in the task's order.
-        device, precision: where and in which format is computed.
-        ranks: which ranks see which data.
-        rank: this process's, for messages.
-        context: of each forward; None: there is none.
-        scaler: of the loss; None: it is not scaled.
-        training_call, eval_call: the engine's way to run a step, `call(name, *args)`; None: the task's own method.
-        inputs: the format of batches.
-        gradients: of the task.
-        run: handed to listeners.
-        hooks: who listens.
-        sink: takes what the task logs; it is told the present micro-batch.
-        counts_items: weigh micro-batches by `TaskModule.num_items` when the task defines it.
-        synchronize: told before each micro-batch of a group of several whether gradients cross ranks in its backward,
-            and that they do when a group was left; None: they never do.
-        placed: receives each batch once it is on the device, and returns it; None: nobody does.
-        split: takes a batch to this rank's part of its sequences, and to how much that counts in a mean over the ranks
-            that split it, 1 on average; None: batches stay whole.
-        finish: called with the index of the last batch after an optimizer step (True) and an evaluation step (False);
-            None: there is nothing to be done.
+        task: The prepared task.
+        optimizers: Optimizers in the task's order.
+        device, precision: Device and precision of the computation.
+        ranks: Data-parallel ranks.
+        rank: Rank of this process, for messages.
+        context: Context of each forward, or None.
+        scaler: Loss scaler, or None.
+        training_call, eval_call: `call(name, *args)` runs a step through the engine. None calls the task's method.
+        inputs: Precision of batches.
+        gradients: Gradients of the task.
+        run: The run that is passed to hooks.
+        hooks: Registered hooks.
+        sink: Buffer of logged metrics. It also receives the current micro-batch.
+        counts_items: Weigh micro-batches by `TaskModule.num_items` if the task defines it.
+        synchronize: Called before each of several micro-batches with True if its backward must all-reduce gradients,
+            and with True after a step was discarded. None if nothing has to be synchronized.
+        placed: Called with each batch on the device; returns the batch. May be None.
+        split: Returns this rank's part of a batch's sequences and its weight in the mean over the ranks that share the
+            batch, 1 on average. None if sequences are not split.
+        finish: Called with the index of the last batch after an optimizer step (True) and an evaluation step (False).
+            May be None.
     """
 
     task: TaskModule
@@ -91,15 +91,15 @@ class StepParts:
 
 
 class Step(ABC):
-    """Runs the steps of a task, in training and in evaluation.
+    """Runs the training and evaluation steps of a task.
 
     Args:
-        parts: what it is made of.
+        parts: The parts of the step.
 
     Attributes:
-        scaler: of the loss; None: it is not scaled.
-        stepped: an optimizer has stepped in the present group, or the last one, of a task that optimizes by hand.
-        begun: likewise, or has begun to.
+        scaler: Loss scaler, or None.
+        stepped: With manual optimization: an optimizer has stepped in the current or last group.
+        begun: With manual optimization: an optimizer has stepped or started a step in that group.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -114,7 +114,7 @@ class Step(ABC):
         )
         self._finish = parts.finish
         self._items: Callable[[Any], Any] | None = None
-        wrapped = parts.training_call if task.automatic_optimization else None  # by hand, it runs backward within
+        wrapped = parts.training_call if task.automatic_optimization else None  # a manual step runs backward inside
         self._training_step = bind_step(task, "training_step", wrapped)
         self._eval_steps: dict[str, Callable[..., Any]] = {}
         self._handles: list[Any] = []
@@ -131,27 +131,27 @@ class Step(ABC):
     def forward_backward(self, group: Group) -> torch.Tensor | None:
         """Run every micro-batch of one optimizer step forward and backward.
 
-        Afterwards the gradients are the mean over everything the group consumed, over micro-batches and ranks
-        (see `TaskModule.num_items`), unscaled. Collective under strategies that join several processes.
+        Afterwards the gradients are unscaled, and are the mean over all micro-batches of all ranks (see
+        `TaskModule.num_items`). Collective with several processes.
 
         Returns:
-            The group's weighted loss on the device (0-dim, detached, not reduced): its mean over ranks is the mean
-            over everything consumed. None when the task optimizes by hand or skipped every micro-batch.
+            The weighted loss on the device (0-dim, detached, not reduced). Its mean over ranks is the mean over all
+            micro-batches of all ranks. None with manual optimization, or if all micro-batches were skipped.
 
         Raises:
-            TaskError: the loss cannot be trained on.
-            SkipRestOfEpoch: a listener ended the epoch.
+            TaskError: The loss cannot be trained on.
+            SkipRestOfEpoch: A hook ended the epoch.
         """
         hooks, sink, num = self.hooks, self.sink, len(group.batches)
         shares = None if self.parts.split is None else self._split(group, self.parts.split)
-        counts = self._items is not None and shares is None  # otherwise `_split` has counted
+        counts = self._items is not None and shares is None  # `_split` has already weighed items
         weights = self._weigh_items(group) if counts else group.weights
         output: Any = None
         total: torch.Tensor | None = None
         skipped: list[int] = []
         for i, batch in enumerate(group.batches):
             group.index, idx = i, group.first_idx + i
-            output = group.last_batch = None  # what a micro-batch gave must not outlive it into the next one's forward
+            output = group.last_batch = None  # free the output before the next forward
             if self._transfer is not None:
                 batch = self._transfer(batch)
             sink.batch = batch
@@ -161,7 +161,7 @@ class Step(ABC):
                 if hook(self.run, self.task, batch, idx) == -1:
                     raise SkipRestOfEpoch
             if num > 1 and self._synchronize is not None:
-                self._synchronize(i == num - 1)  # gradients cross ranks in the last micro-batch only
+                self._synchronize(i == num - 1)  # all-reduce gradients only in the last micro-batch
             output, loss = self._run_batch(batch, idx, None if weights is None else weights[i], num)
             if loss is None:
                 skipped.append(i)
@@ -172,7 +172,7 @@ class Step(ABC):
                 if i < num - 1:
                     self.end_batch(group)
         if skipped:
-            total = self._leave_out(skipped, group, weights, total)
+            total = self._skip_batches(skipped, group, weights, total)
         sink.batch = None
         if self._complete is not None and total is not None:
             self._complete()
@@ -185,7 +185,7 @@ class Step(ABC):
         return total
 
     def _split(self, group: Group, split: Callable[[Any], tuple[Any, float]]) -> list[float]:
-        """Replace a group's micro-batches by this rank's parts; returns how much each counts."""
+        """Replace a group's micro-batches by this rank's parts. Return the weight of each part."""
         num = len(group.batches)
         weights = (group.weights or [1 / num] * num) if self._items is None else self._weigh_items(group)
         parts = [split(batch) for batch in group.batches]
@@ -196,51 +196,51 @@ class Step(ABC):
 
     @abstractmethod
     def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
-        """Run one of a group's `num` micro-batches; returns the step's output and its weighted loss, detached."""
+        """Run one of `num` micro-batches. Return the step's output and its weighted loss, detached."""
 
     def end_batch(self, group: Group) -> None:
-        """Tell listeners of the end of the group's present micro-batch; of its last one once the step is done."""
-        self.sink.batch = group.last_batch  # the weight of what is logged there
+        """Call the hooks at the end of a micro-batch. For the last one, call it after the optimizer step."""
+        self.sink.batch = group.last_batch  # it determines the weight of logged values
         for hook in self.hooks.on_train_batch_end:
             hook(self.run, self.task, group.last_output, group.last_batch, group.first_idx + group.index)
         self.sink.batch = None
 
     def _weigh_items(self, group: Group) -> Sequence[Any]:
-        """Return the weight of each micro-batch of a task that counts its items."""
+        """Return the weights of the micro-batches of a task with `num_items`."""
         parts = self.parts
-        assert self._items is not None  # asked before
+        assert self._items is not None  # checked by the caller
         counts = stack_counts([self._items(batch) for batch in group.batches], parts.device)
-        if group.weights is not None:  # padding counts for nothing
+        if group.weights is not None:  # padding has no weight
             counts = counts * torch.tensor([float(w > 0) for w in group.weights], dtype=counts.dtype).to(parts.device)
         total = parts.ranks.sum(counts.sum())
-        # A step without a single item has a gradient of zero, not of NaN.
+        # A step without items has zero gradients instead of NaN.
         dtype = torch.float64 if parts.precision.param_dtype is torch.float64 else torch.float32
         return (counts * parts.ranks.size / total.clamp(min=1)).to(dtype).unbind()
 
     @abstractmethod
-    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
-        """Return the loss of a group in which some micro-batches gave none, as if they had not been in it."""
+    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+        """Return the loss of a group without its skipped micro-batches."""
 
     @abstractmethod
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
         """Clip, step every optimizer and free the gradients.
 
         Returns:
-            The total gradient norm before clipping (0-dim, on the device), or None when it was not computed.
+            The total gradient norm before clipping (0-dim, on the device), or None if it was not computed.
         """
 
-    # Gradients that are not stepped
+    # Access to gradients before the optimizer step
 
     def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield parameters with the elements of their gradients that this rank holds. Not collective."""
+        """Yield parameters with this rank's shards of their gradients. Not collective."""
         for parameter in parameters_of(self.optimizers):
             grad: Any = parameter.grad
             if grad is not None:
-                piece = grad.to_local() if is_cut(grad) else grad
-                yield parameter, piece.coalesce().values() if piece.is_sparse else piece
+                shard = grad.to_local() if is_cut(grad) else grad
+                yield parameter, shard.coalesce().values() if shard.is_sparse else shard
 
     def discard_gradients(self) -> None:
-        """Forget the gradients of a group that will not be stepped."""
+        """Free the gradients of a step that is discarded."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self._group = self._loss = None
@@ -249,11 +249,11 @@ class Step(ABC):
             self._synchronize(True)
         self.parts.gradients.free(parameters_of(self.optimizers))
 
-    def drop_group(self) -> None:
-        """Forget a group after `forward_backward`: no optimizer steps, and the loss scale stays as it is."""
+    def discard_step(self) -> None:
+        """Discard a step after `forward_backward`, without changing the loss scale."""
         self.discard_gradients()
         if self.scaler is not None:
-            self.scaler.update(self.scaler.get_scale())  # the same one: only forgets that gradients were unscaled
+            self.scaler.update(self.scaler.get_scale())  # only resets the scaler's record of unscaled gradients
 
     # Evaluation
 
@@ -264,10 +264,13 @@ class Step(ABC):
         return batch if self._transfer is None else self._transfer(batch, dataloader_idx)
 
     def evaluate(self, name: str | Callable[..., Any], batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
-        """Run `validation_step`, `test_step` or `predict_step` on one batch, which is on the device, or a function
-        that takes a step's place.
+        """Run an evaluation step on one batch, which is on the device.
 
-        `dataloader_idx` is handed on to steps that take it; None where there is only one loader.
+        Args:
+            name: `"validation_step"`, `"test_step"` or `"predict_step"`, or a function to call instead.
+            batch: The batch.
+            idx: Index of the batch.
+            dataloader_idx: Passed to steps that accept it. Default: None, for a single loader.
         """
         call = self.parts.eval_call
         step: Callable[..., Any] | None
@@ -282,14 +285,14 @@ class Step(ABC):
         return output
 
     def close(self) -> None:
-        """Let go of what it has hung on the optimizers."""
+        """Remove the hooks from the optimizers."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 class AutomaticStep(Step):
-    """The step of a task that returns losses."""
+    """A step with automatic optimization."""
 
     def __init__(self, parts: StepParts) -> None:
         super().__init__(parts)
@@ -302,8 +305,8 @@ class AutomaticStep(Step):
         self._own_clip = own_hook(task, "configure_gradient_clipping", TaskModule)
         self._needs_closure = need_closure(optimizers, parts.precision)
         self._plain_step = self._own_step is None and self.scaler is None and not self._needs_closure
-        # Gradients are freed right after the step, which saves their memory during the next forward. Whoever listens
-        # gets them in Lightning's place instead: after the group's first training_step, before its backward.
+        # Gradients are freed right after the step, which saves their memory during the next forward. If a hook or the
+        # task may read them, they are freed where Lightning does it: between the first training_step and its backward.
         own_zero = self._own_zero is not None or any(overrides(o, "zero_grad", Optimizer) for o in optimizers)
         self._zero_late = bool(parts.hooks.on_before_zero_grad) or own_zero
         self._zeroed = not self._zero_late and all(p.grad is None for p in parameters_of(optimizers))
@@ -335,7 +338,7 @@ class AutomaticStep(Step):
             hook(self.run, self.task)
         return output, loss.detach()
 
-    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
         if self.parts.ranks.size > 1:
             raise without_loss(type(self.task).__name__, self.parts.rank)
         if total is None:
@@ -375,7 +378,7 @@ class AutomaticStep(Step):
         return None
 
     def _closure(self) -> Callable[[], Any]:
-        """Return a closure for `Optimizer.step`: its first call gives the loss at hand, later ones recompute it."""
+        """Return a closure for `Optimizer.step`. Its first call returns the present loss; later calls recompute it."""
         group, loss, calls = self._group, self._loss, 0
 
         def closure() -> Any:
@@ -404,12 +407,11 @@ class AutomaticStep(Step):
 
 
 class ManualStep(Step):
-    """The step of a task that optimizes by hand: its training_step runs backward and the optimizers itself.
+    """A step with manual optimization: `training_step` runs backward and steps the optimizers itself.
 
     Args:
-        parts: what it is made of.
-        average: Averages the gradients over ranks after each backward. Default: None, which completes them if
-            `Gradients.complete` does anything.
+        parts: The parts of the step.
+        average: Averages gradients over ranks after each backward. Default: None, which calls `Gradients.complete`.
     """
 
     def __init__(self, parts: StepParts, average: Callable[[], None] | None = None) -> None:
@@ -423,7 +425,7 @@ class ManualStep(Step):
 
     def forward_backward(self, group: Group) -> torch.Tensor | None:
         self.begun = False
-        self.stepped = not self.optimizers  # without an optimizer there is nothing else to count by
+        self.stepped = not self.optimizers  # without an optimizer every group counts as a step
         loss = super().forward_backward(group)
         if self._finish is not None:
             self._finish(self._last_idx, True)
@@ -433,14 +435,14 @@ class ManualStep(Step):
         with self._context or nullcontext():
             return self._training_step(batch, idx), None
 
-    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
         return None
 
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
         return None
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward, as `TaskModule.manual_backward` promises. Collective where ranks see different data."""
+        """Run backward for `TaskModule.manual_backward`. Collective with several data-parallel ranks."""
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         for hook in self.hooks.on_before_backward:
@@ -453,9 +455,10 @@ class ManualStep(Step):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave the gradients of backward passes where they are, until one outside of it. Not collective.
+        """Accumulate gradients without averaging them over ranks. Not collective.
 
-        The next `backward` after it averages what has been added up. Every rank must hold back the same passes.
+        The next `backward` outside of the context averages the accumulated gradients. Every rank must run the same
+        backward passes in the context.
         """
         before, self._holds_back = self._holds_back, True
         try:
@@ -466,15 +469,14 @@ class ManualStep(Step):
     def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
         """Step one optimizer.
 
-        Gradients are unscaled and hooks called before it steps: with a closure after each of its calls, since it makes
-        the gradients.
+        Gradients are unscaled and hooks are called before the step. With a closure, this happens after each call of it.
 
         Args:
-            optimizer: to be stepped.
-            closure: computes the loss and runs backward.
-            **own: further arguments of its `step`.
+            optimizer: The optimizer.
+            closure: Computes the loss and runs backward. Default: None.
+            **own: Further arguments of the optimizer's `step`.
         """
-        if self.scaler is not None:  # its step takes no closure
+        if self.scaler is not None:  # GradScaler.step does not accept a closure
             loss = None if closure is None else closure()
             self.scaler.unscale_(optimizer)
             self._announce(optimizer)

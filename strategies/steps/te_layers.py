@@ -1,4 +1,4 @@
-"""Training in fp8 by NVIDIA's transformer_engine: its layers in place of torch's, and its autocast around forwards."""
+"""fp8 training with NVIDIA's transformer_engine: replaces torch's layers, and runs forwards under its autocast."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _NOT_OF_RECIPES = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "backe
 
 @dataclass(frozen=True)
 class TERecipeKwargs(KwargsHandler):
-    """Options of fp8 by transformer_engine, by Accelerate's names. Those that are None have transformer_engine's
-    defaults.
+    """Options of fp8 training with transformer_engine, with Accelerate's names.
+
+    Options that are None have transformer_engine's defaults.
 
     Attributes:
         use_autocast_during_eval: Compute in fp8 also where gradients are disabled. Default: None, which is False.
@@ -64,7 +65,7 @@ class TERecipeKwargs(KwargsHandler):
         if self.use_mxfp8_block_scaling and delayed:
             raise ConfigurationError(
                 f"use_mxfp8_block_scaling=True has no {', '.join(delayed)}, which are options of delayed scaling. "
-                "Leave them out."
+                "Remove them."
             )
         if self.fp8_format is not None:
             name = str(self.fp8_format).upper()
@@ -76,7 +77,7 @@ class TERecipeKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class FP8RecipeKwargs(TERecipeKwargs):
-    """`TERecipeKwargs` by Accelerate's older name.
+    """`TERecipeKwargs` under Accelerate's older name.
 
     Attributes:
         backend: Only `"TE"`.
@@ -86,7 +87,7 @@ class FP8RecipeKwargs(TERecipeKwargs):
 
     def __post_init__(self) -> None:
         if self.backend.upper() != "TE":
-            reason = "FP8RecipeKwargs has the options of transformer_engine only"
+            reason = "FP8RecipeKwargs has only options of transformer_engine"
             if self.backend.upper() == "MSAMP":
                 reason = "MS-AMP is not supported, as it needs a patched build of an old torch"
             raise ConfigurationError(
@@ -97,10 +98,10 @@ class FP8RecipeKwargs(TERecipeKwargs):
 
 @dataclass(frozen=True)
 class TransformerEnginePrecision(Precision):
-    """fp8 by transformer_engine; everything else as in `bf16-mixed`.
+    """fp8 with transformer_engine. Everything else is as in `bf16-mixed`.
 
-    Linear layers whose sizes are multiples of 16, and layer norms, are replaced during a stage. Parameters stay the
-    same objects.
+    Linear layers whose sizes are multiples of 16, and layer norms, are replaced during a stage. They keep the same
+    parameter objects.
 
     Attributes:
         options: See `TERecipeKwargs`.
@@ -119,11 +120,11 @@ class TransformerEnginePrecision(Precision):
     def check_device(self, device_type: str) -> None:
         problem = ""
         if not is_transformer_engine_available():
-            problem = f"fp8 by transformer_engine needs the package. Install it: pip install {_INSTALL}. Or use"
+            problem = f"fp8 with transformer_engine needs the package. Install it: pip install {_INSTALL}. Or use"
         elif device_type not in _DEVICES:
-            problem = f"transformer_engine computes on CUDA devices, not on {device_type!r}. Use"
+            problem = f"transformer_engine needs a CUDA device, not {device_type!r}. Use"
         if problem:
-            raise ConfigurationError(f"{problem} precision='fp8', which is torchao's.")
+            raise ConfigurationError(f"{problem} precision='fp8', which uses torchao.")
 
     def convert(self, models: Sequence[nn.Module], device: torch.device, undo: ExitStack) -> None:
         if models and not sum(_convert(model, _engine_layer, undo) for model in models):
@@ -141,7 +142,7 @@ class TransformerEnginePrecision(Precision):
 
 
 def _load(part: str) -> ModuleType:
-    require_package("transformer_engine", purpose="fp8 by transformer_engine", install=_INSTALL)
+    require_package("transformer_engine", purpose="fp8 with transformer_engine", install=_INSTALL)
     return importlib.import_module(f"transformer_engine{part}")
 
 
@@ -153,7 +154,7 @@ def _autocast(enabled: bool, recipe: object) -> Any:
 
 
 def _engine_layer(layer: nn.Module, *, linear: bool = True, norms: bool = True) -> Any:
-    """Return transformer_engine's layer for one of torch's; None: there is none."""
+    """Return transformer_engine's layer for a layer of torch, or None if there is none."""
     te: Any = _load(".pytorch")
     new: Any = None
     if type(layer) is nn.Linear and linear and not any(size % MULTIPLE for size in layer.weight.shape):
@@ -161,14 +162,14 @@ def _engine_layer(layer: nn.Module, *, linear: bool = True, norms: bool = True) 
         new = te.Linear(*sizes, bias=bias, params_dtype=layer.weight.dtype)
     elif type(layer) is nn.LayerNorm and norms and len(layer.normalized_shape) == 1 and layer.bias is not None:
         new = te.LayerNorm(layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype)
-    if new is not None:  # maxima of past steps stay out of checkpoints, which every precision reads
+    if new is not None:  # checkpoints do not contain the amax history: every precision can load them
         new.register_state_dict_post_hook(_drop_extra_state)
         new.register_load_state_dict_post_hook(_forget_missing)
     return new
 
 
 def _torch_layer(layer: Any, *, linear: bool = True, norms: bool = True) -> Any:
-    """Return torch's layer for one of transformer_engine's; None: there is none."""
+    """Return torch's layer for a layer of transformer_engine, or None if there is none."""
     te: Any = _load(".pytorch")
     if isinstance(layer, te.Linear) and linear:
         has_bias = layer._parameters.get("bias") is not None
@@ -181,7 +182,7 @@ def _torch_layer(layer: Any, *, linear: bool = True, norms: bool = True) -> Any:
 
 
 def _convert(model: nn.Module, make: Callable[[nn.Module], Any], undo: ExitStack) -> int:
-    """Replace the layers of a model for which `make` returns others. Return how many."""
+    """Replace the layers of a model for which `make` returns another. Return their number."""
     found = [(parent, *item) for parent in model.modules() for item in parent._modules.items()]
     pairs = [(parent, name, old, make(old)) for parent, name, old in found if old is not None]
     replaced = [pair for pair in pairs if pair[-1] is not None]
@@ -192,7 +193,7 @@ def _convert(model: nn.Module, make: Callable[[nn.Module], Any], undo: ExitStack
 
 
 def _exchange(parent: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:
-    """Put a layer in the place of another one, with the same parameters."""
+    """Replace a layer by another one with the same parameters."""
     for key, parameter in old._parameters.items():
         if parameter is not None and key in new._parameters:
             new._parameters[key] = parameter
@@ -211,7 +212,7 @@ def _forget_missing(_: nn.Module, keys: _IncompatibleKeys) -> None:
 def convert_model(
     model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
 ) -> None:
-    """Replace linear layers and layer norms of a model by transformer_engine's in place, or those by torch's.
+    """Replace linear layers and layer norms of a model in place by transformer_engine's, or vice versa.
 
     Args:
         model: The model.
@@ -247,11 +248,11 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:
-    """Have the forward of a model compute in fp8, for loops without an Accelerator.
+    """Run the forward of a model in fp8, for loops without an Accelerator.
 
     Args:
         model: Changed in place, with transformer_engine's layers.
-        fp8_recipe_handler: Options. Default: None, which are transformer_engine's defaults.
+        fp8_recipe_handler: Options. Default: None, transformer_engine's defaults.
     """
     options = fp8_recipe_handler or TERecipeKwargs()
     forward = contextual_fp8_autocast(model.forward, options.make_recipe(), bool(options.use_autocast_during_eval))

@@ -1,4 +1,4 @@
-"""How a task and its batches get to the device: batches by the task's hooks, else the data module's, else plainly."""
+"""Transfer of a task and its batches to the device, through the transfer hooks of the task or the data module."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batc
 
 
 def move_task(task: TaskModule, device: torch.device) -> None:
-    """Bring a task's parameters and buffers to a device.
+    """Move a task's parameters and buffers to a device.
 
     Raises:
-        ConfigurationError: some have no values here. Nothing has been moved then.
+        ConfigurationError: Some are on the meta device. Nothing has been moved then.
     """
     tensors = itertools.chain(task.named_parameters(), task.named_buffers())
     if empty := [name for name, tensor in tensors if tensor.is_meta]:
         raise ConfigurationError(
-            f"{type(task).__name__}: {empty[0]!r} and {len(empty) - 1} others have no values to be moved to {device}: "
-            "they are on the meta device. Load or initialize them first. What load_checkpoint_and_dispatch or "
-            "dispatch_model keeps elsewhere cannot be used in a Trainer: give it the plain model, with "
-            "strategy='offload', 'fsdp' or 'deepspeed_stage_3' if it is larger than the memory."
+            f"{type(task).__name__}: {empty[0]!r} and {len(empty) - 1} others are on the meta device and cannot be "
+            f"moved to {device}. Load or initialize them first. The Trainer does not support models of "
+            "load_checkpoint_and_dispatch or dispatch_model: use the plain model, with strategy='offload', 'fsdp' or "
+            "'deepspeed_stage_3' if it is larger than the memory."
         )
     move_module(task, device)
 
@@ -43,14 +43,14 @@ def make_transfer(
     precision: Precision,
     placed: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any] | None:
-    """Return `transfer(batch, dataloader_idx=0)`, or None when batches are in place and nobody wants to see them.
+    """Return `transfer(batch, dataloader_idx=0)`, or None if there is nothing to do.
 
     Args:
-        task: whose hooks come first.
-        datamodule: whose hooks are used where the task has none, or None.
-        device: where batches go; a copy from pinned memory is not waited for.
-        precision: floating-point inputs take its parameters' dtype.
-        placed: receives a batch that is on the device, and returns it. Default: None.
+        task: Its transfer hooks have precedence.
+        datamodule: Its hooks are used for those that the task does not define. May be None.
+        device: Device of the batches. Copies from pinned memory do not block.
+        precision: Floating-point inputs are cast to the dtype of its parameters.
+        placed: Called with each batch on the device; returns the batch. Default: None.
     """
 
     def find(name: str) -> Any:

@@ -227,7 +227,7 @@ def test_variables_that_differ_from_the_configuration_are_named(
     with pytest.raises(ConfigurationError) as caught:
         Accelerator(cpu=True)
     expected = "zero_stage=3 (zero_optimization.stage=2), offload_param_device='cpu' "
-    assert f"{expected}(zero_optimization.offload_param.device='none'). Leave them out" in str(caught.value)
+    assert f"{expected}(zero_optimization.offload_param.device='none'). Remove them" in str(caught.value)
     assert "gradient_clipping" not in str(caught.value)
 
 

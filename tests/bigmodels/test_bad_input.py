@@ -348,7 +348,7 @@ def test_a_dtype_that_is_none_of_weights_is_refused(dtype: Any, tmp_path: Path) 
 @pytest.mark.parametrize("prefetch_bytes", ["64MB", -1, 1.5, True])
 def test_an_amount_that_is_no_number_of_bytes_is_refused(prefetch_bytes: Any, tmp_path: Path) -> None:
     net = make_net()
-    with nothing_changes(net, tmp_path), pytest.raises(ConfigurationError, match="expected whole bytes"):
+    with nothing_changes(net, tmp_path), pytest.raises(ConfigurationError, match="expected a number of bytes"):
         cpu_offload(net, "cpu", prefetch_bytes=prefetch_bytes)
 
 

@@ -263,8 +263,8 @@ def test_a_small_model_on_the_disk_is_read_ahead_once(tmp_path: Path, monkeypatc
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     save_file(net.state_dict(), tmp_path / "m.safetensors")
     inputs = torch.randn(1, 64)
-    expected, taken, take = net(inputs), [], Prefetcher.take
-    monkeypatch.setattr(Prefetcher, "take", lambda self, number: (taken.append(number), take(self, number))[1])
+    expected, taken, acquire = net(inputs), [], Prefetcher.acquire
+    monkeypatch.setattr(Prefetcher, "acquire", lambda self, number: (taken.append(number), acquire(self, number))[1])
     load_checkpoint_and_dispatch(net, tmp_path, device_map=ALL_DISK)
     outputs = [net(inputs) for _ in range(3)]
     for output in outputs:  # a product with weights at another alignment may have other last bits

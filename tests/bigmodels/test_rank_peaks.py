@@ -148,7 +148,7 @@ class MeasureOnDevice(Callback):
         if trainer.global_step == 0:  # gradients have no home yet
             return
         units = trainer.strategy.weight_stream.all_units
-        homes = [home for unit in units for home in (*unit._homes, *unit._gradients) if home is not None]
+        homes = [home for unit in units for home in (*unit._host_values, *unit._gradients) if home is not None]
         self.bytes.left_out |= {home.untyped_storage()._cdata for home in homes}
         self.bytes.watched = [there.untyped_storage() for unit in units for _, there in unit.flats]
         self.bytes.__enter__()  # type: ignore[no-untyped-call]  # likewise

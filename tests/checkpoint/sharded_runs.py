@@ -100,11 +100,11 @@ def fsdp(folder: Path, version: int) -> dict[str, Any]:
 def deepspeed_zero(folder: Path, stage: int, is_bf16: bool) -> dict[str, Any]:
     """Train with DeepSpeed itself, save with its `save_checkpoint`, and continue; return its own full values."""
     from trainwright.core.process import Topology
-    from trainwright.strategies.deepspeed.library import join, load_library
+    from trainwright.strategies.deepspeed.library import connect, load_library
 
     rank = torch.distributed.get_rank()
     library = load_library("cpu")
-    join(library, Topology("torchrun", rank=rank, world_size=RANKS, local_rank=rank))
+    connect(library, Topology("torchrun", rank=rank, world_size=RANKS, local_rank=rank))
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     model = net()

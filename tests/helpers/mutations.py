@@ -49,7 +49,7 @@ MUTATIONS = [
              "self.root.set_requires_gradient_sync(True)", "tests/strategies/fsdp"),
     Mutation("DeepSpeed", "strategies/deepspeed/step.py", "clip.value if by_norm and clip is not None else 0.0", "0.0",
              "tests/contracts/test_strategy.py"),
-    Mutation("offload", "strategies/offload/step.py", "stream.weights_changed()  # also frozen ones maybe", "pass  #",
+    Mutation("offload", "strategies/offload/step.py", "stream.weights_changed()  # the task's own step", "pass  #",
              "tests/strategies/offload"),
     Mutation("dispatch", "src/trainwright/bigmodels/dispatch/align.py", "self.forget()\n", "pass\n",
              "tests/bigmodels/test_loading_again.py"),

@@ -254,7 +254,7 @@ def test_offloaded_training_is_that_of_one_device(name: str, tmp_path: Path) -> 
     quiet_trainer(max_epochs=1).fit(alone, batches())
     on_disk = OffloadStrategy(optimizer_state="disk", offload_folder=tmp_path)
     if "torchao" in type(alone.configure_optimizers()).__module__:
-        with pytest.raises(ConfigurationError, match="quantized states, which cannot be stored on the disk"):
+        with pytest.raises(ConfigurationError, match="quantized states, which cannot be stored on disk"):
             quiet_trainer(max_epochs=1, strategy=on_disk).fit(Autoencoder(name), batches())
     quiet_trainer(max_epochs=1, strategy="offload").fit(offloaded, batches())
     assert_equal_weights(weights_of(offloaded), weights_of(alone))

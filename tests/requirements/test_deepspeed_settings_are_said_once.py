@@ -58,7 +58,7 @@ def test_a_config_and_an_argument_that_differ_fail_naming_both(
         (
             {"gradient_clipping": 1.0},
             {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
-            ("gradient_clipping=1.0", "by value"),
+            ("gradient_clipping=1.0", "gradient_clip_algorithm='value'"),
         ),
         ({"bf16": {"enabled": True}}, {}, ("bf16.enabled=True", "precision='32-true'")),
         ({"bf16": {"enabled": False}}, {"precision": "bf16-mixed"}, ("bf16.enabled=False", "precision='bf16-mixed'")),
@@ -84,7 +84,7 @@ def test_the_file_is_named(tmp_path: Path) -> None:
     ("config", "said"),
     [
         ({"train_micro_batch_size_per_gpu": 8}, ("train_micro_batch_size_per_gpu=8", "batch_size=4")),
-        ({"train_batch_size": 8}, ("train_batch_size=8", "is 16")),
+        ({"train_batch_size": 8}, ("train_batch_size=8", "(=16)")),
     ],
 )
 def test_a_batch_size_that_is_not_the_loaders_fails_naming_both(config: dict[str, Any], said: tuple[str, str]) -> None:

@@ -17,7 +17,7 @@ from trainwright.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
         (DDPStrategy, "model_averaging_period", "LocalSGDStrategy"),
         (DDPStrategy, "find_unused_parameter", "Did you mean 'find_unused_parameters'"),
         (DeepSpeedStrategy, "remote_device", "offload_parameters=True"),
-        (DeepSpeedStrategy, "load_full_weights", "one layout"),
+        (DeepSpeedStrategy, "load_full_weights", "every strategy loads full weights"),
         (DeepSpeedStrategy, "stages", "Did you mean 'stage'"),
         (FSDPStrategy, "cluster_environment", "detected automatically"),
         (FSDPStrategy, "use_orig_params", "original parameters"),

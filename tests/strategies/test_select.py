@@ -137,7 +137,7 @@ def test_the_settings_reach_the_strategy() -> None:
         ({"devices": -2}, "devices=-2"),
         ({"num_nodes": 0}, "num_nodes=0"),
         ({"num_nodes": 2, "devices": 2}, "torchrun --nnodes 2 --nproc-per-node 2"),
-        ({"sync_batchnorm": True, "strategy": "fsdp"}, "sync_batchnorm=True means nothing with FSDPStrategy"),
+        ({"sync_batchnorm": True, "strategy": "fsdp"}, "sync_batchnorm=True is not supported by FSDPStrategy"),
         ({"sync_batchnorm": True, "devices": 2}, "does not run on the CPU"),
         ({"compile": "fast"}, "compile='fast' is not a mode"),
         ({"compile": 3}, "compile=3"),

@@ -71,7 +71,7 @@ from trainwright.trainer.trainer import Trainer
         ({"accelerator": "cpu", "strategy": "dpp"}, r"'dpp'.*Did you mean 'ddp'"),
         ({"accelerator": "cpu", "strategy": "single", "devices": 2}, r"devices=2.* runs one process"),
         ({"accelerator": "cpu", "num_nodes": 2}, r"num_nodes=2 needs a launcher on every node"),
-        ({"strategy": "fsdp", "sync_batchnorm": True}, r"sync_batchnorm=True means nothing with FSDPStrategy"),
+        ({"strategy": "fsdp", "sync_batchnorm": True}, r"sync_batchnorm=True is not supported by FSDPStrategy"),
         ({"seed": "a"}, r"seed='a': write a whole number"),
         ({"seed": -1}, r"seed=-1: write a whole number of at least 0"),
         ({"devices": []}, r"devices=\[\] names none"),

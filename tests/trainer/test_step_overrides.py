@@ -223,7 +223,7 @@ def test_lbfgs_evaluates_the_whole_group_when_gradients_are_accumulated() -> Non
 
 
 def test_lbfgs_and_a_scaled_loss_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"precision='16-mixed' scales the loss"):
+    with pytest.raises(ConfigurationError, match=r"precision='16-mixed' uses loss scaling"):
         quiet_trainer(max_epochs=1, precision="16-mixed").fit(_Lbfgs(), regression_loader(8, 8))
 
 

@@ -82,7 +82,7 @@ def test_optimization_by_hand_is_refused_before_a_process_is_started() -> None:
 @pytest.mark.parametrize(
     ("options", "arguments", "said"),
     [
-        ({}, {"compile": True}, "compile compiles each unit of a sharded model.*shard_units"),
+        ({}, {"compile": True}, "compile= compiles each unit of a sharded model.*shard_units"),
         ({"auto_wrap_policy": "Linaer"}, {}, "Did you mean 'Linear'"),
     ],
 )

@@ -152,7 +152,7 @@ class GuardedStep:
             path = find_checkpoint(run, run.state.step)
         run.history.skipped_batches.append(skipped)
         run.history.skipped_in_a_row += 1
-        run.engine.step.drop_group()
+        run.engine.step.discard_step()
         if path is not None:
             raise RollBack(RollbackRequest(path, found.text, skips_data=False))
         self._warn(found, no_checkpoint=run.arguments.on_nonfinite == "rollback")

@@ -93,7 +93,7 @@ def roll_back(run: StageRun, request: RollbackRequest) -> None:
     history.num_rollbacks += 1
     if run.is_main:
         history.abandoned |= run.folder.written_after(request.path)
-    run.engine.step.drop_group()
+    run.engine.step.discard_step()
     run.saves.forget()
     run.metrics.in_step, run.metrics.batch = False, None
     run.metrics.flush_step()  # discards values of the abandoned steps

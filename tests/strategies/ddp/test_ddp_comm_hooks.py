@@ -203,7 +203,7 @@ def _resume(folder: Path) -> list[str]:
 @pytest.mark.distributed
 def test_a_resume_says_that_power_sgd_begins_anew(tmp_path: Path) -> None:
     first, second = run_distributed(_resume, 2, tmp_path)
-    assert any("PowerSGD begins anew" in text for text in first)
+    assert any("PowerSGD is reset" in text for text in first)
     assert not any("PowerSGD" in text for text in second)
 
 

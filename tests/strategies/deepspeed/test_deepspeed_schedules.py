@@ -13,7 +13,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import DeepSpeedStrategy, DummyOptim, DummyScheduler
 from trainwright.core.errors import ConfigurationError
-from trainwright.strategies.deepspeed.zero_model import take_schedule
+from trainwright.strategies.deepspeed.zero_model import connect_schedule
 
 
 class _Configured(RegressionTask):
@@ -59,7 +59,7 @@ def test_a_schedule_over_dummy_optim_is_an_error_and_dummy_scheduler_works() -> 
 def _take(scheduler: Any) -> None:
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
     run: Any = SimpleNamespace(lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler, interval="epoch")])
-    take_schedule(None, None, run, DeepSpeedStrategy(config=config).config.origin)
+    connect_schedule(None, None, run, DeepSpeedStrategy(config=config).config.origin)
 
 
 def test_a_torch_schedule_over_dummy_optim_is_an_error() -> None:

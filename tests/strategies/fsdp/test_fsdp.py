@@ -644,7 +644,7 @@ def test_the_options_of_an_accelerate_configuration_are_read() -> None:
         ({"fsdp_auto_wrap_policy": "SOME_WRAP"}, "Known"),
         ({"fsdp_offload_params": "maybe"}, "true or false"),
         ({"fsdp_colour": "red"}, "fsdp_colour"),
-        ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "each rank writes its pieces"),
+        ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "each rank writes its shards"),
     ],
 )
 def test_an_accelerate_option_that_cannot_be_served_is_named(config: dict[str, Any], text: str) -> None:

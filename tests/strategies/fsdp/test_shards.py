@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.strategies.shards import _cut
+from trainwright.strategies.shards import _split
 
 
 def indices(runs: list[tuple[int, int]]) -> list[int]:
@@ -31,11 +31,11 @@ def test_what_ranks_hold_of_blocks_is_cut_as_torch_cuts_and_covers_the_whole_onc
     whole = list(range(size))
     seen: list[int] = []
     for rank in range(split):
-        runs = _cut([(0, size)], blocks, split, rank)
+        runs = _split([(0, size)], blocks, split, rank)
         expected = [i for block in range(blocks) for i in chunk(chunk(whole, blocks, block), split, rank)]
         assert indices(runs) == expected
         for shard in range(shards):
-            held = indices(_cut(runs, 1, shards, shard))
+            held = indices(_split(runs, 1, shards, shard))
             assert held == chunk(expected, shards, shard)
             seen += held
     assert sorted(seen) == whole
@@ -43,4 +43,4 @@ def test_what_ranks_hold_of_blocks_is_cut_as_torch_cuts_and_covers_the_whole_onc
 
 @given(st.integers(0, 20), _RANKS)
 def test_runs_of_an_uneven_cut_cover_the_whole_once(size: int, ranks: int) -> None:
-    assert [i for rank in range(ranks) for i in indices(_cut([(0, size)], 1, ranks, rank))] == list(range(size))
+    assert [i for rank in range(ranks) for i in indices(_split([(0, size)], 1, ranks, rank))] == list(range(size))

@@ -10,7 +10,7 @@ import torch
 
 from tests.strategies.offload.late_stream import copy_to
 from trainwright.strategies.offload.copy_stream import CopyStream, PinnedBuffers
-from trainwright.strategies.offload.homes import Home
+from trainwright.strategies.offload.host_storage import HostStorage
 
 
 class FakeStream:
@@ -114,7 +114,7 @@ def test_on_the_host_copies_are_made_at_once() -> None:
 
 def test_buffers_of_the_host_are_on_the_host_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
-        assert Home("cpu").empty(4, torch.float32).device.type == "cpu"
+        assert HostStorage("cpu").empty(4, torch.float32).device.type == "cpu"
         assert PinnedBuffers(8, pinned=False).acquire().device.type == "cpu"
 
 

@@ -65,7 +65,7 @@ def test_values_of_another_shape_are_refused() -> None:
         def on_train_batch_end(self, trainer: Any, task: Any, *_: Any) -> None:
             task.blocks[0].down.bias.data = torch.zeros(3)
 
-    with pytest.raises(ConfigurationError, match=r"float32 \(16,\) was given values of torch.float32 \(3,\)"):
+    with pytest.raises(ConfigurationError, match=r"float32 \(16,\) was assigned a value of torch.float32 \(3,\)"):
         train(OffloadStrategy(stream=True), Growing())
 
 

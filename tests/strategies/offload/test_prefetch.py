@@ -46,7 +46,7 @@ def _short_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _begin_use(prefetcher: Prefetcher, number: int) -> int:
-    value = int(prefetcher.take(number).use()["weight"])
+    value = int(prefetcher.acquire(number).use()["weight"])
     prefetcher.follow(number)
     return value
 
@@ -55,7 +55,7 @@ def _take(prefetcher: Prefetcher, numbers: Sequence[int]) -> list[int]:
     values = []
     for number in numbers:
         values.append(_begin_use(prefetcher, number))
-        prefetcher.give_back()
+        prefetcher.release()
     return values
 
 
@@ -85,8 +85,8 @@ def test_the_order_of_the_first_pass_is_fetched_ahead_in_the_second() -> None:
     _until(bool(parts[1].fetched_by[1:]) for _ in itertools.count())
     assert _begin_use(prefetcher, numbers[1]) == 1
     assert parts[1].fetched_by == ["MainThread", "prefetch"]
-    prefetcher.give_back()
-    prefetcher.give_back()
+    prefetcher.release()
+    prefetcher.release()
     _idle(prefetcher)
 
 
@@ -100,8 +100,8 @@ def test_a_unit_that_is_being_fetched_is_waited_for_and_not_fetched_twice() -> N
     threading.Timer(0.05, parts[1].gate.set).start()
     _begin_use(prefetcher, numbers[1])
     assert parts[1].fetched_by == ["MainThread", "prefetch"]
-    prefetcher.give_back()
-    prefetcher.give_back()
+    prefetcher.release()
+    prefetcher.release()
     _idle(prefetcher)
 
 
@@ -113,7 +113,7 @@ def test_no_more_is_fetched_ahead_than_the_budget_allows() -> None:
     _until(len(parts[2].fetched_by) == 2 for _ in itertools.count())
     assert [len(part.fetched_by) for part in parts] == [2, 2, 2, 1, 1, 1]
     assert prefetcher._held_bytes <= 25
-    prefetcher.give_back()
+    prefetcher.release()
     _idle(prefetcher)
 
 
@@ -138,11 +138,11 @@ def test_an_error_of_the_reader_is_met_by_whoever_needs_the_weights() -> None:
     parts[1].error = CheckpointError("the file is gone")
     _begin_use(prefetcher, numbers[0])
     with pytest.raises(CheckpointError, match="the file is gone"):
-        prefetcher.take(numbers[1])
+        prefetcher.acquire(numbers[1])
     parts[1].error = None
     assert _begin_use(prefetcher, numbers[1]) == 1
-    prefetcher.give_back()
-    prefetcher.give_back()
+    prefetcher.release()
+    prefetcher.release()
     _idle(prefetcher)
 
 
@@ -225,10 +225,10 @@ def test_a_number_of_units_is_brought_by_the_caller_in_the_order_of_the_pass_and
 
     def use(order: Sequence[int], *, backward: bool = False) -> None:
         for index in order:
-            prefetcher.take(numbers[index])
+            prefetcher.acquire(numbers[index])
             prefetcher.follow(numbers[index], backward=backward)
             brought.append([number for number in numbers if number in prefetcher._jobs])
-            prefetcher.give_back()
+            prefetcher.release()
 
     prefetcher.begin()
     use([0, 1, 2, 3])
@@ -254,9 +254,9 @@ def test_what_is_forgotten_gives_its_memory_back_when_its_copy_is_made() -> None
 
     fetched = Fetched({}, Copies(torch.device("cpu")), "copy", free=lambda: events.append("free"))
     parts[0].fetch = lambda: fetched  # type: ignore[method-assign]
-    prefetcher.bring(numbers)
-    prefetcher.forget(numbers[0])
-    prefetcher.forget(numbers[0])
+    prefetcher.prefetch(numbers)
+    prefetcher.discard(numbers[0])
+    prefetcher.discard(numbers[0])
     assert events == ["join copy", "free"]
     assert list(prefetcher._jobs) == [numbers[1]]
 
@@ -288,7 +288,7 @@ def test_what_the_system_has_in_memory_is_fetched_ahead_only_after_something_was
             for number in numbers:
                 _begin_use(prefetcher, number)
                 time.sleep(0.01)  # computes
-                prefetcher.give_back()
+                prefetcher.release()
         return {thread for part in parts for thread in part.fetched_by}
 
     assert "prefetch" in in_turn(3)
@@ -326,9 +326,9 @@ prefetcher = Prefetcher()
 units = [Quick(), Slow()]
 quick, slow = (prefetcher.add(unit) for unit in units)
 for number in (quick, slow, quick):  # what follows is known to be the slow one: the reader is at it
-    prefetcher.take(number)
+    prefetcher.acquire(number)
     prefetcher.follow(number)
-    prefetcher.give_back()
+    prefetcher.release()
 """
 
 

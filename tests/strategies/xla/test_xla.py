@@ -138,7 +138,7 @@ def test_another_torch_is_an_error_with_the_pip_line(monkeypatch: pytest.MonkeyP
     [
         ({"precision": "16-mixed"}, "bf16-mixed"),
         ({"compile": True}, "compiles every step"),
-        ({"accelerator": "cpu"}, "computes on 'xla' devices"),
+        ({"accelerator": "cpu"}, "needs 'xla' devices"),
         ({"accelerator": "tpu", "devices": 4}, r"XLAStrategy\(spmd='ddp'\)"),
     ],
 )

@@ -220,7 +220,7 @@ class AlignDevicesHook(ModelHook):
     def forget(self) -> None:
         """Discard prefetched weights, because values have changed."""
         if self.prefetcher is not None:
-            self.prefetcher.forget()
+            self.prefetcher.discard()
         self._number = -1
         self._locate_weights()
 
@@ -270,9 +270,9 @@ class AlignDevicesHook(ModelHook):
         dtypes = {slot.name: slot.placeholder.dtype for slot in slots}
         weights = [(name, self.weights_map[name], dtype, self._spans.get(name)) for name, dtype in dtypes.items()]
         copies = (self.prefetcher or _NO_PREFETCH).copies_to(device)
-        if not copies.is_beside:
+        if not copies.is_async:
             load_spans(self._spans.values())
-        return copies.bring(weights)
+        return copies.copy_in(weights)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Load the weights, and move the inputs to the execution device."""
@@ -390,7 +390,7 @@ class AlignDevicesHook(ModelHook):
         """Return the weights on a device, from the prefetcher if it loads to this device."""
         if self._number < 0 or self.prefetcher is None or device != self.execution_device:
             return self._fetch(device)
-        fetched = self.prefetcher.take(self._number)
+        fetched = self.prefetcher.acquire(self._number)
         self._is_prefetched = True
         self.prefetcher.follow(self._number)
         return fetched
@@ -422,7 +422,7 @@ class AlignDevicesHook(ModelHook):
         self._present.clear()
         if self._is_prefetched and self.prefetcher is not None:
             self._is_prefetched = False
-            self.prefetcher.give_back()
+            self.prefetcher.release()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore the weights on their former device, with the dtype and `requires_grad` of the placeholders.

@@ -1,7 +1,7 @@
-"""Where the float32 weights, gradients and optimizer states of an engine lie, parameter by parameter.
+"""Shards of a DeepSpeed engine's float32 weights, gradients and optimizer states, parameter by parameter.
 
-DeepSpeed cuts flat vectors of many parameters (stages 1 and 2) or each parameter (stage 3); here is the way from a
-parameter to the piece of it that this rank holds, and back to whole tensors.
+Stages 1 and 2 shard flat vectors of many parameters; stage 3 shards each parameter. The classes here find this rank's
+shard of a parameter and reassemble full tensors.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainwright.checkpoint.format.regions import Pieces as SavedPieces
+from trainwright.checkpoint.format.regions import Pieces as SavedShards
 from trainwright.checkpoint.format.regions import Span
 from trainwright.checkpoint.format.shard_files import SavedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What this rank holds of one parameter.
+class ShardRange:
+    """This rank's shard of one parameter.
 
     Attributes:
-        start, length: where it lies in the flat vector of its group, and in every state of that vector's shape.
-        offset: its place in the parameter's elements.
+        start, length: Position in the flat vector of the parameter's group, and in every state of that shape.
+        offset: First element of the parameter that the shard holds.
     """
 
     start: int
@@ -34,28 +34,28 @@ class Piece:
     offset: int
 
     def of(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return the piece out of a flat vector: memory that it shares with it."""
+        """Return the shard's view of a flat vector."""
         return vector.detach().view(-1).narrow(0, self.start, self.length)
 
     @property
     def span(self) -> Span:
-        """Its place in the parameter's elements."""
+        """The elements of the parameter that the shard holds."""
         return Span(self.offset, self.offset + self.length)
 
-    def from_whole(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the piece out of a parameter's whole value; no more than that is read of a checkpoint."""
-        return cut(value, self.span)
+    def shard_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the shard of a full value. From a checkpoint, only the shard is read."""
+        return read_span(value, self.span)
 
 
-def cut(value: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return a span of a tensor's elements; of one that lies in a checkpoint nothing else is read."""
+def read_span(value: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return a span of a tensor's elements. From a checkpoint, only the span is read."""
     if isinstance(value, SavedTensor):
         return value.read(span)
     return value.detach().reshape(-1).narrow(0, span.start, span.stop - span.start)
 
 
-class ZeroPieces(ABC):
-    """An engine's pieces; see the sub-classes."""
+class ZeroShards(ABC):
+    """The shards of an engine; see the subclasses."""
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
         self.zero = optimizer
@@ -63,36 +63,39 @@ class ZeroPieces(ABC):
 
     @property
     def states(self) -> dict[Any, dict[str, Any]]:
-        """The states that the real optimizer keeps for flat vectors."""
+        """The optimizer states of the flat vectors."""
         found: dict[Any, dict[str, Any]] = self.zero.optimizer.state
         return found
 
     @abstractmethod
     def flat(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return this rank's float32 vector of the group that a trained parameter belongs to. Not collective."""
+        """Return this rank's float32 vector of a trained parameter's group. Not collective."""
 
     @abstractmethod
-    def piece(self, parameter: torch.Tensor) -> Piece | None:
-        """Return where this rank's piece of a trained parameter lies; None: it holds none of it. Not collective."""
+    def shard(self, parameter: torch.Tensor) -> ShardRange | None:
+        """Return this rank's shard of a trained parameter, or None if it holds none. Not collective."""
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield trained parameters with this rank's piece of their gradients, between the last backward and the step.
+        """Yield trained parameters with this rank's shards of their gradients. Not collective.
 
-        Pieces are memory that the step uses. Not collective.
+        Call it between the last backward and the step. The step uses the memory of the shards.
         """
 
     @abstractmethod
     def discard_gradients(self) -> None:
-        """Forget what backward passes have left. Not collective."""
+        """Discard accumulated gradients. Not collective."""
 
     @contextmanager
     def loaded(self, parameter: torch.Tensor, *, changes: bool) -> Iterator[None]:
-        """Have a parameter's flat vector and its states in memory meanwhile; `changes`: write them back afterwards."""
+        """Keep a parameter's flat vector and its states in memory within the context.
+
+        `changes` writes them back to disk at the end.
+        """
         yield
 
     def state_of(self, parameter: torch.Tensor) -> tuple[list[str], dict[str, Any]]:
-        """Return which states a trained parameter has: names of those of its own shape, and the values of others."""
+        """Return the names of a trained parameter's states of its own shape, and the values of its other states."""
         with self.loaded(parameter, changes=False):
             flat = self.flat(parameter)
             state = self.states.get(flat, {})
@@ -102,64 +105,64 @@ class ZeroPieces(ABC):
                     raise TypeError(f"the state {key!r} has another shape than the parameters")
             return vectors, {key: value for key, value in state.items() if key not in vectors}
 
-    def whole(self, parameter: torch.Tensor, shape: torch.Size, key: str | None = None) -> torch.Tensor:
-        """Return a trained parameter's float32 value, or with `key` one of its optimizer states, whole, on the device.
+    def full(self, parameter: torch.Tensor, shape: torch.Size, key: str | None = None) -> torch.Tensor:
+        """Return a trained parameter's full float32 value, or with `key` one of its optimizer states, on the device.
 
-        Collective: every rank asks for the same.
+        Collective: every rank passes the same arguments.
         """
         full = torch.zeros(shape.numel(), dtype=torch.float32, device=self.device)
         with self.loaded(parameter, changes=False):
-            piece, flat = self.piece(parameter), self.flat(parameter)
-            if piece is not None:
+            shard, flat = self.shard(parameter), self.flat(parameter)
+            if shard is not None:
                 source = flat if key is None else self.states[flat][key]
-                full.narrow(0, piece.offset, piece.length).copy_(piece.of(source))
+                full.narrow(0, shard.offset, shard.length).copy_(shard.of(source))
         dist.all_reduce(full)
         return full.view(shape)
 
-    def to_save(self, parameter: torch.Tensor, shape: torch.Size, key: str | None = None) -> SavedPieces:
-        """Return what this rank saves of what `whole` would return: memory that the engine uses, where it has it.
+    def to_save(self, parameter: torch.Tensor, shape: torch.Size, key: str | None = None) -> SavedShards:
+        """Return this rank's shard of the value that `full` returns. Not collective.
 
-        Not collective.
+        The shard is a view of the engine's memory unless the engine keeps it on disk.
         """
-        piece = self.piece(parameter)
-        if piece is None:
-            return SavedPieces(tuple(shape), torch.float32)
+        shard = self.shard(parameter)
+        if shard is None:
+            return SavedShards(tuple(shape), torch.float32)
         with self.loaded(parameter, changes=False):
             flat = self.flat(parameter)
-            held = piece.of(flat if key is None else self.states[flat][key]).to(torch.float32)
+            held = shard.of(flat if key is None else self.states[flat][key]).to(torch.float32)
             if self.is_swapped(parameter):
                 held = held.clone()
-        return SavedPieces(tuple(shape), torch.float32, ((piece.span, held),))
+        return SavedShards(tuple(shape), torch.float32, ((shard.span, held),))
 
     def is_swapped(self, parameter: torch.Tensor) -> bool:
-        """Tell whether the vector of a trained parameter lies on a disk. Not collective."""
+        """Return whether the vector of a trained parameter is on disk. Not collective."""
         return False
 
-    def whole_gradient(self, parameter: torch.Tensor, shape: torch.Size, held: torch.Tensor | None) -> torch.Tensor:
-        """Return a trained parameter's averaged and unscaled gradient whole, in the dtype that the engine keeps it in.
+    def full_gradient(self, parameter: torch.Tensor, shape: torch.Size, held: torch.Tensor | None) -> torch.Tensor:
+        """Return a trained parameter's full gradient, averaged and unscaled, in the engine's dtype.
 
-        Collective: every rank asks for the same.
+        Collective: every rank passes the same parameter.
         """
         full = torch.zeros(shape.numel(), dtype=self.zero.gradient_accumulation_dtype, device=self.device)
-        piece = self.piece(parameter)
-        if piece is not None and held is not None:
-            values = held.detach().view(-1).narrow(0, 0, piece.length)  # what is behind pads it
-            full.narrow(0, piece.offset, piece.length).copy_(values)
+        shard = self.shard(parameter)
+        if shard is not None and held is not None:
+            values = held.detach().view(-1).narrow(0, 0, shard.length)  # without the padding
+            full.narrow(0, shard.offset, shard.length).copy_(values)
         dist.all_reduce(full)
         scale: float = self.zero.loss_scale
         return full.view(shape) / scale
 
     def set_value(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        """Put a whole value into this rank's float32 piece of a trained parameter. Not collective."""
+        """Set this rank's float32 shard of a trained parameter from a full value. Not collective."""
         with self.loaded(parameter, changes=True):
-            piece = self.piece(parameter)
-            if piece is not None:
-                piece.of(self.flat(parameter)).copy_(piece.from_whole(value))
+            shard = self.shard(parameter)
+            if shard is not None:
+                shard.of(self.flat(parameter)).copy_(shard.shard_of(value))
 
     def set_states(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
-        """Put whole optimizer states into this rank's piece of them. Not collective."""
+        """Set this rank's shards of optimizer states from full states. Not collective."""
         with self.loaded(parameter, changes=True):
-            piece, flat = self.piece(parameter), self.flat(parameter)
+            shard, flat = self.shard(parameter), self.flat(parameter)
             state = self.states.setdefault(flat, {})
             for key, value in values.items():
                 if not isinstance(value, torch.Tensor) or not value.dim():
@@ -167,20 +170,20 @@ class ZeroPieces(ABC):
                     continue
                 if key not in state:
                     state[key] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
-                if piece is not None:
-                    piece.of(state[key]).copy_(piece.from_whole(value))
+                if shard is not None:
+                    shard.of(state[key]).copy_(shard.shard_of(value))
 
-    def forget_states(self, parameter: torch.Tensor) -> None:
-        """Let a parameter's group begin anew: without states where they are in memory. Not collective."""
+    def clear_states(self, parameter: torch.Tensor) -> None:
+        """Remove the optimizer states of a parameter's group, or zero them on disk. Not collective."""
         self.states.pop(self.flat(parameter), None)
 
     @abstractmethod
     def after_loading(self) -> None:
-        """Bring what is computed from loaded values and states up to date. Not collective."""
+        """Update what the engine derives from weights and states after they were loaded. Not collective."""
 
 
-class FlatPieces(ZeroPieces):
-    """Stages 1 and 2: the parameters of a group lie one after the other in a vector, of which each rank has a part."""
+class FlatShards(ZeroShards):
+    """Shards at stages 1 and 2: each rank holds a part of the concatenated parameters of a group."""
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
         super().__init__(optimizer, device)
@@ -190,15 +193,15 @@ class FlatPieces(ZeroPieces):
         found: torch.Tensor = self.zero.single_partition_of_fp32_groups[self._group[id(parameter)]]
         return found
 
-    def piece(self, parameter: torch.Tensor) -> Piece | None:
+    def shard(self, parameter: torch.Tensor) -> ShardRange | None:
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
         in_parameter, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return Piece(in_flat.start, in_flat.numel, in_parameter.start)
+        return ShardRange(in_flat.start, in_flat.numel, in_parameter.start)
 
-    def forget_states(self, parameter: torch.Tensor) -> None:
-        super().forget_states(parameter)
+    def clear_states(self, parameter: torch.Tensor) -> None:
+        super().clear_states(parameter)
         if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
             mapping.optim_fragment = {}  # views of them
 
@@ -210,7 +213,7 @@ class FlatPieces(ZeroPieces):
             else:
                 found = zero.averaged_gradients.get(number) or []
                 grads = [grad for grad in found if not getattr(grad, "_zero_padding", False)]
-            yield from zip(parameters, grads, strict=False)  # what is left over pads the vector
+            yield from zip(parameters, grads, strict=False)  # further gradients are padding
 
     def discard_gradients(self) -> None:
         zero = self.zero
@@ -234,8 +237,8 @@ class FlatPieces(ZeroPieces):
             self.zero._lazy_init_hp_params_optimizer_state()
 
 
-class ParameterPieces(ZeroPieces):
-    """Stage 3: of each parameter every rank has a part, padded to one length; sub-groups of them share a vector."""
+class ParameterShards(ZeroShards):
+    """Shards at stage 3: each rank holds an equally long, padded part of each parameter; sub-groups share a vector."""
 
     def _position(self, parameter: torch.Tensor) -> tuple[int, int, int]:
         group, start, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
@@ -245,12 +248,12 @@ class ParameterPieces(ZeroPieces):
         found: torch.Tensor = self.zero.fp32_partitioned_groups_flat[self._position(parameter)[0]]
         return found
 
-    def piece(self, parameter: torch.Tensor) -> Piece | None:
+    def shard(self, parameter: torch.Tensor) -> ShardRange | None:
         _, start, length = self._position(parameter)
         held: Any = parameter
         offset = self.zero._get_param_partition_rank(held) * length
         real = min(length, held.ds_numel - offset)
-        return Piece(start, real, offset) if real > 0 else None
+        return ShardRange(start, real, offset) if real > 0 else None
 
     def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         zero = self.zero
@@ -289,9 +292,9 @@ class ParameterPieces(ZeroPieces):
         else:
             zero._release_swap_buffers(group)
 
-    def forget_states(self, parameter: torch.Tensor) -> None:
+    def clear_states(self, parameter: torch.Tensor) -> None:
         if not self.is_swapped(parameter):
-            super().forget_states(parameter)
+            super().clear_states(parameter)
             return
         with self.loaded(parameter, changes=True):
             for value in self.states.get(self.flat(parameter), {}).values():

@@ -1,4 +1,4 @@
-"""Where tensors live that are on the device only while they are used: host memory, or files mapped into it."""
+"""Host storage of offloaded tensors: memory or memory-mapped files."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.host.byte_sizes import format_bytes
 
 PLACES = ("cpu", "disk")
-_ALIGN_BYTES = 64  # as torch aligns what it allocates: kernels may add in another order for other addresses
+_ALIGN_BYTES = 64  # torch's alignment: the summation order of kernels may depend on it
 
 
-class Home:
-    """Makes tensors in one place.
+class HostStorage:
+    """Allocates tensors in host memory or in mapped files.
 
     Args:
         place: `"cpu"` or `"disk"`.
-        folder: for `"disk"`; a temporary one unless given. Files have no name there once they are mapped: they go when
-            the tensors do, a killed process's too.
-        pinned: for `"cpu"`: memory that an accelerator copies from and to beside its computation.
+        folder: Folder for `"disk"`. Default: the system's temporary folder. Files are unlinked once they are mapped, so
+            the system deletes them with the tensors, also after a killed process.
+        pinned: Use pinned memory for `"cpu"`, from which copies are asynchronous.
     """
 
     def __init__(self, place: str, folder: Path | None = None, *, pinned: bool = False) -> None:
         self.place, self.folder, self.pinned = place, folder, pinned
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor (numel,) without values.
+        """Return an uninitialized tensor of shape (numel,).
 
         Raises:
-            ConfigurationError: the disk is full, or the folder cannot be written.
+            ConfigurationError: The disk is full, or the folder is not writable.
         """
         if self.place == "cpu" or numel == 0:
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pinned)
@@ -51,47 +51,47 @@ class Home:
         except OSError as error:
             raise ConfigurationError(f"offload_folder={str(self.folder)!r} cannot be written: {error}.") from error
         try:
-            # Reserved now: a page that cannot be stored later kills the process.
+            # Reserve the space now: on a full disk, writing to the mapping would kill the process.
             os.posix_fallocate(descriptor, 0, num_bytes)
             return torch.from_file(path, shared=True, size=numel, dtype=dtype)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise ConfigurationError(
-                f"{format_bytes(num_bytes)} of weights do not fit into {Path(path).parent}: {error.strerror}. Name a "
-                "larger offload_folder."
+                f"{format_bytes(num_bytes)} of weights do not fit into {Path(path).parent}: {error.strerror}. Set "
+                "offload_folder to a folder with more space."
             ) from error
         finally:
             os.close(descriptor)
             os.unlink(path)
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the same values here, in the same memory format."""
+        """Return a copy of a tensor in this storage, in the same memory format."""
         made = self.empty_like(tensor)
         made.copy_(tensor)
         return made
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of another one's shape, dtype and memory format, without values."""
+        """Return an uninitialized tensor with the shape, dtype and memory format of another."""
         return _laid_out(self.empty(tensor.numel(), tensor.dtype), tensor)
 
-    def take_state(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Move state here that an optimizer has created elsewhere. Scalars stay where they are.
+    def store_state(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Move state tensors of an optimizer to this storage. Scalars are not moved.
 
         Args:
-            optimizer: its state tensors are replaced.
-            parameters: whose state. Default: None, which is all.
+            optimizer: The optimizer whose state tensors are replaced.
+            parameters: Parameters whose state is moved. Default: None, all parameters.
         """
         for parameter in list(optimizer.state) if parameters is None else parameters:
             for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() and not hasattr(value, "_trainwright_at_home"):
-                    at_home = self.like(value)
-                    at_home._trainwright_at_home = True  # type: ignore[attr-defined]  # a mark of our own
-                    optimizer.state[parameter][name] = at_home
+                if isinstance(value, torch.Tensor) and value.dim() and not hasattr(value, "_trainwright_on_host"):
+                    on_host = self.like(value)
+                    on_host._trainwright_on_host = True  # type: ignore[attr-defined]  # our own attribute
+                    optimizer.state[parameter][name] = on_host
 
 
 def place_in(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors like these that lie one after the other in a flat one of `flat_numel` elements."""
+    """Return consecutive views of a flat tensor of `flat_numel` elements, one like each of `tensors`."""
     found, start, step = [], 0, _ALIGN_BYTES // flat.itemsize
     for tensor in tensors:
         found.append(_laid_out(flat[start : start + tensor.numel()], tensor))
@@ -100,13 +100,14 @@ def place_in(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.
 
 
 def _laid_out(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a flat tensor, with another one's shape and, where that is dense, its order of dimensions:
-    kernels choose by it (channels_last), and add in its order.
+    """Return a view of a flat tensor with the shape and memory format of `tensor`, if that is dense.
+
+    Kernels and their summation order depend on the memory format, such as channels_last.
     """
     return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
 
 def flat_numel(sizes: Sequence[torch.Size], dtype: torch.dtype) -> int:
-    """Return how many elements tensors of these sizes take one after the other, each aligned."""
+    """Return the number of elements of a flat tensor that holds tensors of these sizes, each aligned."""
     step = _ALIGN_BYTES // dtype.itemsize
     return sum(-(-size.numel() // step) * step for size in sizes)
