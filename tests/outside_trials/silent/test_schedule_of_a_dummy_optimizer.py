@@ -77,5 +77,5 @@ def test_a_real_schedule_of_a_dummy_optimizer_is_refused() -> None:
 def test_real_schedules_of_real_optimizers_are_taken() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     _take(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5))
-    with pytest.raises(ConfigurationError, match="no 'scheduler'"):
+    with pytest.raises(ConfigurationError, match="needs a 'scheduler'"):
         _take(DummyScheduler(optimizer))
