@@ -132,10 +132,12 @@ class ShardedSaves:
             contents = prepare()
         except (OSError, CheckpointError) as error:
             problem = error
-        told = self._engine.processes.gather_object(None if problem is None else f"{type(problem).__name__}: {problem}")
+        reports = self._engine.processes.gather_object(
+            None if problem is None else f"{type(problem).__name__}: {problem}"
+        )
         if problem is not None:
             raise problem
-        for rank, text in enumerate(told):
+        for rank, text in enumerate(reports):
             if text is not None:
                 raise CheckpointError(f"rank {rank} could not write {names}: {text}")
         assert contents is not None  # otherwise there was a problem

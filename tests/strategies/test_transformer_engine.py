@@ -224,7 +224,10 @@ def test_without_a_layer_to_replace_it_is_an_error(contexts: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "text"),
-    [("msamp", "MS-AMP is not supported.*Pass AORecipeKwargs"), ("ao", "transformer_engine only. Pass AORecipeKwargs")],
+    [
+        ("msamp", "MS-AMP is not supported.*Pass AORecipeKwargs"),
+        ("ao", "only options of transformer_engine. Pass AORecipeKwargs"),
+    ],
 )
 def test_other_backends_are_refused_with_a_reason(backend: str, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
@@ -242,7 +245,7 @@ def test_without_the_package_the_errors_name_it(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_device_without_its_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainwright.strategies.steps.te_layers.is_transformer_engine_available", lambda: True)
-    with pytest.raises(ConfigurationError, match="CUDA devices, not on 'cpu'"):
+    with pytest.raises(ConfigurationError, match="needs a CUDA device, not 'cpu'"):
         Precision.parse("transformer-engine").check_device("cpu")
 
 

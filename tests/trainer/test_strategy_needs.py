@@ -95,7 +95,7 @@ def test_units_that_cannot_be_are_refused_before_a_process_is_started(
 
 
 def test_sharding_says_why_it_does_not_synchronize_batch_normalization() -> None:
-    with pytest.raises(ConfigurationError, match="FSDPStrategy, which leaves BatchNorm layers as they are"):
+    with pytest.raises(ConfigurationError, match="sync_batchnorm=True is not supported by FSDPStrategy"):
         quiet_trainer(devices=2, strategy="fsdp", sync_batchnorm=True)
 
 

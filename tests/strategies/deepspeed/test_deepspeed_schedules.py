@@ -77,5 +77,5 @@ def test_a_torch_schedule_over_dummy_optim_is_an_error() -> None:
 def test_a_torch_schedule_over_a_torch_optimizer_is_accepted() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     _take(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5))
-    with pytest.raises(ConfigurationError, match="no 'scheduler'"):
+    with pytest.raises(ConfigurationError, match="needs a 'scheduler'"):
         _take(DummyScheduler(optimizer))

@@ -258,7 +258,7 @@ class WithScalar(Blocks):
 
 def test_a_parameter_that_cannot_be_cut_is_named_with_what_to_write() -> None:
     trainer = quiet_trainer(strategy="fsdp", max_steps=1)
-    with pytest.raises(ConfigurationError, match=r"temperature has no dimension.*nn.Parameter\(torch.ones\(1\)\)"):
+    with pytest.raises(ConfigurationError, match=r"temperature is a scalar.*nn.Parameter\(torch.ones\(1\)\)"):
         trainer.fit(WithScalar(), _batches())
 
 
