@@ -159,7 +159,7 @@ def test_an_index_that_was_edited_to_point_outside_is_refused_and_nothing_is_del
     values["checkpoints"].append({**values["checkpoints"][0], "name": name})
     del values["seal"]  # with one that does not fit, the index is rebuilt from the manifests
     index.write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match=r"refused|points outside|outside|no checkpoint in its folder"):
+    with pytest.raises(CheckpointError, match=r"refused|points outside|outside|not a checkpoint in its folder"):
         fit(run, 6, ckpt_path=run / "step=3")
     assert verify(tmp_path / "precious") == []
     assert verify(run / "step=3") == []
