@@ -335,7 +335,7 @@ def test_tokenizers_are_files_folders_or_functions(tmp_path: Path, capsys: pytes
     for wrong, message in [
         ([f"{__name__}:word_lengths"], "is a function: pass --vocab-size"),
         (["none.json"], "none.json is missing"),
-        ([str(tmp_path / "tokenizer.json"), "--eod", "<end>"], "'<end>' is no token of the tokenizer"),
+        ([str(tmp_path / "tokenizer.json"), "--eod", "<end>"], "'<end>' is not a token of the tokenizer"),
     ]:
         assert main([*arguments, *wrong]) == 2
         assert message in capsys.readouterr().err

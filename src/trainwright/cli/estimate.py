@@ -186,7 +186,7 @@ def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
     if wanted.batch_size is None:
         return "pass --batch-size"
     if not is_decoder:
-        return "the model is no decoder of tokens"
+        return "the model is not a decoder of tokens"
     if length % (2 * cp):  # two chunks of a sequence on each rank
         return f"--sequence-length {length} is not divisible by 2 x {cp}"
     kept = _activation_bytes(model, wanted.batch_size, length // cp, loss=True)

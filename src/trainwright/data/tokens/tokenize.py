@@ -211,5 +211,7 @@ def _number(token: int | str, known: dict[str, int]) -> int:
     if isinstance(token, int) or token.isdigit():
         return int(token)
     if token not in known:
-        raise ConfigurationError(f"--eod {token!r} is no token of the tokenizer. Pass one of its tokens or a number.")
+        raise ConfigurationError(
+            f"--eod {token!r} is not a token of the tokenizer. Pass one of its tokens or a number."
+        )
     return known[token]
