@@ -151,9 +151,11 @@ def buffers(part: str, options: ZeroOptions) -> dict[Path, tuple[str, Any]]:
     places = {
         "offload_optimizer": {"buffer_count": "optimizer_buffer_count"},
         "offload_param": {
-            "buffer_count": "params_buffer_count", "buffer_size": "params_buffer_size", "max_in_cpu": "max_in_cpu",
+            "buffer_count": "params_buffer_count",
+            "buffer_size": "params_buffer_size",
+            "max_in_cpu": "max_in_cpu",
         },
-    }  # fmt: skip
+    }
     names = {"nvme_path": "nvme_path", "pin_memory": "pin_memory", **places[part]}
     return {("zero_optimization", part, key): (name, getattr(options, name)) for key, name in names.items()}
 

@@ -98,7 +98,7 @@ def test_mistakes_are_named() -> None:
     for text, part in zip(
         said,
         (
-            "1 buffers and 2 dimensions",
+            "1 buffers and 2 entries of buffer_seq_dims",
             "15 positions",
             "has not called torch.nn.functional",
             "without position_ids",

@@ -108,6 +108,6 @@ def test_places_of_streams_cannot_be_divided_which_is_said_before_training_start
     run_distributed(_resume_stream, 2, tmp_path, None, init=False, timeout=90)
     message = _resume_stream(tmp_path, 1)
     assert "the checkpoint holds one loader state for each of 2 rank(s), which cannot be divided among 1" in message
-    assert "at an epoch's end" in message
+    assert "at the end of an epoch" in message
     assert "map-style" in message
     assert _resume_stream(tmp_path, 2) == ""  # which this is

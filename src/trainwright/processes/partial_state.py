@@ -383,11 +383,10 @@ def _place(cpu: bool, options: _GroupOptions) -> dict[str, Any]:
     topology = _topology()
     alone = topology.world_size == 1
     device = _device(topology, "cpu" if cpu else device_type("auto"), options.backend)
+    processes = Processes(topology)
     if not alone:
         check_backend(options.backend, device.type, "backend")
-    processes = Processes(topology) if alone else ProcessGroup(
-        topology, timeout=options.timeout, backend=options.backend, hang_timeout=None
-    )  # fmt: skip
+        processes = ProcessGroup(topology, timeout=options.timeout, backend=options.backend, hang_timeout=None)
     return {
         "topology": topology,
         "processes": processes,

@@ -133,9 +133,11 @@ class SplitEmbedding(ParallelStyle):
 
 def _is_plain_embedding(module: nn.Module) -> bool:
     """Return whether a module only looks up entries, without further options or a forward of its own."""
-    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and not (
-        module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-    )  # fmt: skip
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and not (module.max_norm is not None or module.scale_grad_by_freq or module.sparse)
+    )
 
 
 class _FirstInput(ParallelStyle):

@@ -196,6 +196,6 @@ def test_what_an_engine_cannot_train_is_refused() -> None:
     for late, several, shared, joint, twice in _run(_refusals):
         assert "was passed to prepare() after its model" in late
         assert "2 optimizers hold parameters of Net" in several
-        assert "holds parameters of Net and others" in shared
+        assert "holds parameters of Net and of other models" in shared
         assert "after the forwards of 2 models" in joint
         assert "To sum losses, add them and call backward once" in twice

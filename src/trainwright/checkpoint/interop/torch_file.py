@@ -422,10 +422,8 @@ _DTYPES = (
     "uint64", "uint32", "uint16", "uint8", "int64", "int32", "int16", "int8", "bool",
     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
 )  # fmt: skip
-_BUILTINS: dict[str, Any] = {
-    "int": int, "long": int, "float": float, "str": str, "unicode": str, "bool": bool, "list": list, "dict": dict,
-    "set": set, "tuple": tuple, "bytes": bytes,
-}  # fmt: skip
+_BUILTINS: dict[str, Any] = {each.__name__: each for each in (int, float, str, bool, list, dict, set, tuple, bytes)}
+_BUILTINS |= {"long": int, "unicode": str}
 # The values of names that are not called.
 _REFERENCES: dict[Name, Any] = {("torch", name): getattr(torch, name) for name in _DTYPES} | {
     (module, name): value for name, value in _BUILTINS.items() for module in ("builtins", "__builtin__")
