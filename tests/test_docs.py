@@ -113,10 +113,10 @@ def _anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def _run(command: list[str], folder: Path) -> str:
+def _run(command: list[str], folder: Path, timeout_s: float = 240) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -184,7 +184,8 @@ def test_the_readmes_script_has_at_most_forty_lines() -> None:
 
 
 def _shell(text: str) -> list[str]:
-    return ["bash", "-e", "-c", f'trainwright() {{ "{sys.executable}" -m trainwright "$@"; }}\n{text}']
+    functions = f'python() {{ "{sys.executable}" "$@"; }}\ntrainwright() {{ python -m trainwright "$@"; }}\n'
+    return ["bash", "-e", "-c", functions + text]
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +212,22 @@ def test_the_command_lines_of_the_strategies_run(number: int, project: Path) -> 
 
 def test_the_page_on_strategies_shows_a_command_line_for_each_kind() -> None:
     assert len(_strategy_commands()) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1000)
+def test_the_commands_from_texts_to_a_chat_model_run(tmp_path: Path) -> None:
+    blocks = [block.text for block in _blocks(_page("language-models"), "sh")]
+    printed = _run(_shell("\n".join(blocks)), tmp_path, timeout_s=900)
+    test = re.search(r"test loss: +(\d\.\d+) nats per token \(guessing: (\d\.\d+)\)", printed)
+    assert test is not None, printed
+    assert float(test[1]) < 0.6 * float(test[2])
+    assert printed.count("The statement") > 8  # after each epoch, and at the end
+    assert (tmp_path / "writer" / "exported" / "model.safetensors").is_file()
+    answers = re.search(r"validation loss: (\d\.\d+) nats per token of an answer", printed)
+    assert answers is not None, printed
+    assert float(answers[1]) < 4
 
 
 @pytest.mark.slow

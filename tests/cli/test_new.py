@@ -17,10 +17,10 @@ def _files_below(folder: Path) -> list[str]:
 
 
 def test_there_is_a_template_for_a_classifier_and_one_for_a_language_model() -> None:
-    assert template_names() == ["classifier", "language-model"]
+    assert template_names() == ["classifier", "finetune", "language-model"]
 
 
-@pytest.mark.parametrize("template", ["classifier", "language-model"])
+@pytest.mark.parametrize("template", ["classifier", "finetune", "language-model"])
 def test_a_project_has_what_it_needs_to_run(tmp_path: Path, template: str) -> None:
     write_project(tmp_path / "project", template=template)
     written = _files_below(tmp_path / "project")
@@ -92,7 +92,9 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_template_is_an_error_that_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"Did you mean 'classifier'\? Known: classifier, language-model"):
+    with pytest.raises(
+        ConfigurationError, match=r"Did you mean 'classifier'\? Known: classifier, finetune, language-model"
+    ):
         write_project(tmp_path / "project", template="clasifier")
     assert list(tmp_path.iterdir()) == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,7 @@ import yaml
 
 from trainwright.cli.new import TEMPLATES_PACKAGE, template_names, write_project
 
-TEMPLATES = ["classifier", "language-model"]
+TEMPLATES = ["classifier", "finetune", "language-model"]
 
 
 @pytest.fixture(params=TEMPLATES)
@@ -55,7 +56,7 @@ def test_a_project_imports_public_names_only(project: Path) -> None:
 def test_nothing_is_left_to_be_rendered(project: Path) -> None:
     for path in project.rglob("*"):
         if path.is_file():
-            assert not any(mark in path.read_text() for mark in ("{{", "{%", "{#")), path
+            assert not re.search(r"{{ *(name|package|version)|{%-? *(end)?raw|{#", path.read_text()), path
             assert path.suffix != ".jinja"
 
 

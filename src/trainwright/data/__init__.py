@@ -16,6 +16,7 @@ from trainwright.data.sampler import BatchShard, ShardedBatchSampler
 from trainwright.data.tokens.masking import MaskedSpans, MaskedTokens
 from trainwright.data.tokens.token_dataset import TokenDataset
 from trainwright.data.tokens.token_file import TokenFile, TokenFileWriter
+from trainwright.data.tokens.tokenize import load_tokenizer, tokenize_files
 
 __all__ = [
     "BatchShard",
@@ -36,10 +37,12 @@ __all__ = [
     "epoch_key",
     "interleave",
     "iterate_groups",
+    "load_tokenizer",
     "pad_to",
     "prepare_loader",
     "resolve_limit",
     "shard_info",
+    "tokenize_files",
     "trim",
 ]
 
