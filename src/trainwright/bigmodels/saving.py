@@ -139,7 +139,6 @@ def save_sharded_model(
         save_directory, max_shard_size, safe_serialization: See `save_model`.
 
     Raises:
-        ConfigurationError: `max_shard_size` is not a size.
         CheckpointError: The main process cannot write the files; on every rank.
     """
     max_shard_bytes = _to_bytes(max_shard_size)
@@ -181,14 +180,9 @@ def save_sharded_model(
 
 
 def save_quantized_model(model: nn.Module, save_directory: PathLike) -> Path:
-    """Write a quantized model as `save_model` does, into a new folder.
+    """Write a quantized model as `save_model` does, into a new folder, and return the folder.
 
-    Args:
-        model: The result of `load_and_quantize_model`.
-        save_directory: The folder to create.
-
-    Returns:
-        The folder. `load_and_quantize_model` reads it with the same configuration.
+    `load_and_quantize_model` reads it with the same configuration.
 
     Raises:
         CheckpointError: The folder exists, or `save_model` raises.
@@ -263,12 +257,7 @@ def _read_span(span: FileSpan, dtype: torch.dtype, buffer: torch.Tensor) -> Iter
 
 @dataclass(slots=True)
 class _Collected:
-    """The weights in a model's state dict, offloaded ones included.
-
-    Attributes:
-        weights: Name → weight, in the order of the state dict. They are read when they are written.
-        tied: Another name of a tensor → its name in `weights`.
-    """
+    """The weights in a model's state dict, offloaded ones included, in its order, and the names of tied ones."""
 
     weights: dict[str, Weight] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)

@@ -119,17 +119,9 @@ def _place(
     preload_module_classes: list[str] | None,
     prefetch_bytes: int | None,
 ) -> None:
-    """Add hooks to a model, and offload weights. Call this inside `restored_on_failure`.
+    """Add hooks to a model, and offload the weights whose place is in `offloaded`. The other parts run on `main`.
 
-    Args:
-        model: Is changed. Its previous placement is removed.
-        places: Covers the model.
-        main: The device where parts on the CPU and the disk run.
-        offloaded: Values of `places` whose weights are offloaded: `"cpu"`, `"disk"`.
-        source: Values of weights.
-        skip_keys: See `dispatch_model`.
-        preload_module_classes: See `dispatch_model`.
-        prefetch_bytes: See `dispatch_model`.
+    Call this inside `restored_on_failure`.
     """
     remove_placement(model)
     source = source.with_tied_names(model)

@@ -11,15 +11,7 @@ from torch import nn
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, add_hook_to_module
 
 # Layers with most of a model's weights, for which rounding is harmless. It is not for norms and embeddings.
-_LAYERS = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class LayerwiseCastingHook(ModelHook):
@@ -81,22 +73,15 @@ def attach_layerwise_casting_hooks(
         non_blocking: Do not wait for the conversions.
     """
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
-    _attach(
-        module, "", LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), patterns, skip_modules_classes
-    )
+    hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)  # without state, so all layers share it
 
+    def attach(part: nn.Module, name: str) -> None:
+        if isinstance(part, skip_modules_classes or ()) or any(re.search(pattern, name) for pattern in patterns):
+            return
+        if isinstance(part, _LAYERS):
+            add_hook_to_module(part, hook, append=True)
+            return
+        for own, child in part.named_children():
+            attach(child, f"{name}.{own}" if name else own)
 
-def _attach(
-    module: nn.Module,
-    name: str,
-    hook: LayerwiseCastingHook,
-    patterns: tuple[str, ...],
-    classes: tuple[type[nn.Module], ...] | None,
-) -> None:
-    if (classes and isinstance(module, classes)) or any(re.search(pattern, name) for pattern in patterns):
-        return
-    if isinstance(module, _LAYERS):
-        add_hook_to_module(module, hook, append=True)  # the hook has no state, so all layers share it
-        return
-    for child_name, child in module.named_children():
-        _attach(child, f"{name}.{child_name}" if name else child_name, hook, patterns, classes)
+    attach(module, "")

@@ -22,12 +22,7 @@ def left_on_disk(model: nn.Module) -> StoredWeights:
 
 
 def add_left_on_disk(model: nn.Module, weights: StoredWeights) -> None:
-    """Record weights that a model has only on disk, in addition to those recorded before, and refuse moves.
-
-    Args:
-        model: Has meta tensors for these weights.
-        weights: By their names in the model.
-    """
+    """Record weights, by name, that a model has only on disk, in addition to earlier ones, and refuse moves."""
     both = StoredWeights()
     for stored in (left_on_disk(model), weights):
         for name in stored:

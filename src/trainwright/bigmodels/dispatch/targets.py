@@ -110,11 +110,7 @@ def fill(model: nn.Module, target: Target, stored: StoredWeights) -> None:
 def replace_offloaded(model: nn.Module, target: Target, value: torch.Tensor, span: FileSpan | None) -> None:
     """Replace a target by placeholders under all its names, and its values in hooks by a new value.
 
-    Args:
-        model: The model.
-        target: A target that is offloaded or on the disk.
-        value: The new value.
-        span: The location of the value in a file, if it is on the disk.
+    `span` is the location of the value in a file, if it is on the disk.
     """
     assign(model, target, torch.empty(target.tensor.shape, dtype=target.dtype, device="meta"))
     for each in target.offloaded:

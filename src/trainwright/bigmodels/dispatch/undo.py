@@ -22,12 +22,9 @@ from trainwright.bigmodels.weights.stored_weights import StoredWeights
 
 @contextlib.contextmanager
 def restored_on_failure(model: nn.Module) -> Iterator[None]:
-    """Restore a model if the block raises: modules, parameters, buffers, devices, hooks and offloaded weights.
+    """Restore a model if the block raises: modules, tensors, devices, hooks and offloaded weights.
 
-    Values that were overwritten in place are not restored.
-
-    Args:
-        model: Its tensors stay allocated until the block ends.
+    Values that were overwritten in place are not restored. Tensors stay allocated until the block ends.
     """
     tables = [
         (module, hook_of(module), dict(module._parameters), dict(module._buffers), dict(module._modules))
@@ -71,10 +68,7 @@ def remove_placement(model: nn.Module) -> None:
     """Remove the hooks that align devices from a model, without reading or copying weights. Other hooks stay.
 
     Weights that hooks kept in memory are in the modules again. Weights in files stay on the meta device, and are
-    recorded as left on disk.
-
-    Args:
-        model: Is changed. Call this inside `restored_on_failure`.
+    recorded as left on disk. Call this inside `restored_on_failure`.
     """
     left = StoredWeights()
     paths: dict[nn.Module, list[str]] = {}

@@ -269,11 +269,7 @@ def _check(model: nn.Module, device_map: Mapping[str, Device | torch.device], st
 
 
 def check_devices(device_map: Mapping[str, Device | torch.device]) -> None:
-    """Check that a device map is a map from names to devices. This machine need not have the devices.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """Raise ConfigurationError unless a device map maps names to devices. This machine need not have them."""
     if not isinstance(device_map, Mapping):
         raise ConfigurationError(
             f"device_map={device_map!r}, expected a map from names of modules to devices, such as {{'': 'cpu'}}. Call "
@@ -305,12 +301,8 @@ def clean_device_map(
 ) -> MutableMapping[str, Device | torch.device]:
     """Replace the entries of a module's children by one entry for the module, if all are on one device.
 
-    Args:
-        device_map: The map, which is changed in place and keeps its order. No name may be inside another one.
-        module_name: Change only the entries in this module.
-
-    Returns:
-        The same map.
+    The map is changed in place, keeps its order, and is returned. No name may be inside another one. Only entries in
+    `module_name` are changed.
     """
     inner = f"{module_name}." if module_name else ""
     modules = {

@@ -64,11 +64,7 @@ def get_max_memory(
 
 
 def memory_budgets(max_memory: Mapping[Device, float | str] | None) -> dict[Device, int]:
-    """Return what `get_max_memory` returns, without changing `max_memory`.
-
-    Raises:
-        ConfigurationError: see `get_max_memory`.
-    """
+    """Return what `get_max_memory` returns, without changing `max_memory`."""
     if max_memory is None:
         return _free_memory()
     budgets: dict[Device, int] = {}

@@ -110,29 +110,18 @@ def count_stored_weights(path: Path) -> WeightCount:
     return WeightCount(sum(layers.values()), sum(fixed.values()), largest, layers[largest], fixed[largest])
 
 
-def count_activation_bytes(forward: Callable[[], Any], model: nn.Module) -> int:
-    """Return the bytes that autograd saves in a forward, without the model's parameters and buffers.
-
-    The forward may use fake tensors (`torch._subclasses.FakeTensorMode`), which take no memory. Activation
-    checkpointing reduces the result.
-
-    Args:
-        forward: Calls the model. It runs with gradients enabled.
-        model: Its parameters and buffers are not counted.
-    """
-    return sum(count_stage_bytes(forward, model, [])[0])
-
-
 def count_stage_bytes(
     forward: Callable[[], Any], model: nn.Module, stages: Sequence[Sequence[nn.Module]]
 ) -> tuple[list[int], list[int]]:
     """Return the bytes that autograd saves in each stage of a pipeline, and the bytes that each sends to the next.
 
-    A stage ends with the call of its last module. Tensors that two stages save are counted in both.
+    A stage ends with the call of its last module. Tensors that two stages save are counted in both, and the model's
+    parameters and buffers in none. Activation checkpointing reduces the result.
 
     Args:
-        forward: See `count_activation_bytes`.
-        model: Its parameters and buffers are not counted.
+        forward: Calls the model with gradients enabled. Fake tensors (`torch._subclasses.FakeTensorMode`) take no
+            memory.
+        model: The model.
         stages: The modules of each stage, in the order of their calls. If empty, the model is one stage.
     """
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}

@@ -44,15 +44,7 @@ class Outline(NamedTuple):
 
 
 class FullDevice(NamedTuple):
-    """A device that had no room for the next layer.
-
-    Attributes:
-        device: The device.
-        part: Index of the layer that did not fit.
-        needed_bytes: Bytes of that layer and of the parts tied to it.
-        free_bytes: Bytes that were free on the device, including `reserved_bytes`.
-        reserved_bytes: Bytes that are reserved for offloaded layers.
-    """
+    """A device that had no room for layer `part`. `needed_bytes` includes the parts tied to it."""
 
     device: Device
     part: int

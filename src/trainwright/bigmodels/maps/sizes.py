@@ -99,11 +99,7 @@ def named_module_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a module's parameters and then its buffers by name, each tensor once.
 
-    Args:
-        module: The module.
-        include_buffers: Also yield buffers.
-        recurse: Also yield the tensors of its submodules.
-        remove_non_persistent: Skip buffers that are not in the state dict.
+    `remove_non_persistent` skips buffers that are not in the state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -188,11 +184,7 @@ def get_max_layer_size(
 
 
 def class_names(no_split_module_classes: Collection[str] | str | None) -> frozenset[str]:
-    """Convert one class name, several or None to a set.
-
-    Raises:
-        ConfigurationError: A name is not a string.
-    """
+    """Convert one class name, several or None to a set. Raise ConfigurationError if a name is not a string."""
     given = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes or ()
     for name in given:
         if not isinstance(name, str):
@@ -215,12 +207,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return the names of shared parameters, sorted: one list per parameter object.
 
-    Args:
-        model: A model on any device.
-        kwargs: Must be empty; part of Accelerate's signature.
-
-    Raises:
-        TypeError: `kwargs` is not empty.
+    `kwargs` are part of Accelerate's signature and must be empty.
     """
     if kwargs:
         raise TypeError(f"find_tied_parameters() accepts only a model. Remove {', '.join(map(repr, kwargs))}.")

@@ -27,14 +27,9 @@ def with_tied_names(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Map
 
 
 def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, torch.Tensor]) -> None:
-    """Replace meta tensors of a model by tensors on the CPU that share the memory of a source.
+    """Replace meta tensors of a model by tensors on the CPU that share the memory of the first source with the name.
 
     Tied parameters stay tied. Tensors that have values keep them.
-
-    Args:
-        model: Is changed.
-        names: Parameters and buffers that must have values.
-        sources: Values by name. The first source with a name of the tensor is used.
 
     Raises:
         CheckpointError: No source has a tensor, or its shape differs. Other tensors may have been replaced.

@@ -96,11 +96,7 @@ class MappedFile:
         return content.view(dtype).view(tuple(shape))
 
     def check(self) -> None:
-        """Check that the file still has its length; one system call.
-
-        Raises:
-            CheckpointError: It is shorter.
-        """
+        """Raise CheckpointError if the file is shorter than before; one system call."""
         size = os.fstat(self._descriptor).st_size
         if size < self.num_bytes:
             raise CheckpointError(
@@ -130,10 +126,7 @@ class MappedFile:
     def load(self, start: int, num_bytes: int) -> None:
         """Read a part of the file into memory. Blocks; returns quickly if it is in memory.
 
-        Releases Python's lock, so that other threads can compute.
-
-        Raises:
-            CheckpointError: The file is shorter than before.
+        Releases Python's lock, so that other threads can compute. Raises CheckpointError if the file has shrunk.
         """
         self.check()
         if (start, num_bytes) in self._mapped and self._is_in_memory(start, num_bytes):

@@ -42,7 +42,6 @@ class Slot:
         origin: The tensor that it replaced, and the tensor's device.
         former: The tensor that it replaced, if the weights map returns the same memory.
         is_shared: True if a module that is not offloaded has `former` too. Its gradients are then kept.
-        kept: The tensor of the last forward, if it is a view of a file or of host memory and can be used again.
     """
 
     name: str
@@ -53,7 +52,6 @@ class Slot:
     origin: _Origin
     former: torch.Tensor | None = None
     is_shared: bool = False
-    kept: torch.Tensor | None = None
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, is_buffer: bool, value: torch.Tensor) -> Slot:
@@ -68,7 +66,7 @@ class Slot:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         placeholder, former = copy.deepcopy((self.placeholder, self.former), memo)
-        return replace(self, placeholder=placeholder, origin=_Origin(self.origin.device), former=former, kept=None)
+        return replace(self, placeholder=placeholder, origin=_Origin(self.origin.device), former=former)
 
     def table(self, module: nn.Module) -> dict[str, Any]:
         """Return the dict of parameters or buffers that contains the tensor."""
@@ -78,25 +76,19 @@ class Slot:
     def replaced(self, module: nn.Module, value: torch.Tensor, span: Any) -> Slot:
         """Return the slot for another value, whose placeholder is in the module already.
 
-        Args:
-            module: The hook's.
-            value: The new value.
-            span: The location of the value in a file. None: the value is in memory, and is restored there.
+        `span` is the location of the value in a file. None: the value is in memory, and is restored there.
         """
         device = self.origin.device if span is not None else value.device
         origin = _Origin(device, self.origin.tensor)
         shown = self.table(module)[self.leaf]
         _ORIGINS[shown] = origin
-        return replace(self, placeholder=shown, origin=origin, former=None, is_shared=False, kept=None)
+        return replace(self, placeholder=shown, origin=origin, former=None, is_shared=False)
 
     def weight(self, shown: torch.Tensor, value: torch.Tensor, *, records: bool, for_user: bool) -> torch.Tensor:
         """Return the tensor for the module. Call it outside of inference mode and with gradients disabled.
 
-        Args:
-            shown: The meta tensor in the module.
-            value: The values, on the device of the forward.
-            records: Autograd may record the use for a backward.
-            for_user: Keep gradients, because a user outside of a forward may read them.
+        `value` is on the device of the forward. With `records`, autograd may record the use for a backward; the
+        gradient is dropped unless it is `for_user`, outside of a forward.
         """
         former = self.former
         if (
@@ -112,24 +104,11 @@ class Slot:
             weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]  # torch's
         return weight
 
-    def kept_as(self, shown: torch.Tensor) -> torch.Tensor | None:
-        """Return the kept tensor, if it has the dtype and `requires_grad` of the meta tensor in the module."""
-        kept = self.kept
-        fits = kept is not None and kept.dtype == shown.dtype and kept.requires_grad == shown.requires_grad
-        return kept if fits else None
-
-    def keep(self, weight: torch.Tensor, is_lasting: bool) -> None:
-        """Keep the result of `weight` for the next forward, if it takes no memory and stays the same."""
-        self.kept = weight if is_lasting and (weight is self.former or not self.is_shared) else None
-
     def restore(self, module: nn.Module, stored: torch.Tensor, *, copies: bool = True) -> None:
         """Put the tensor back into the module. A value that a user has assigned stays.
 
-        Args:
-            module: The hook's.
-            stored: The values.
-            copies: Copy them to the device where the tensor was; a tensor that was on the meta device is not restored.
-                If False, the tensor uses the memory of `stored`.
+        With `copies`, values are copied to the device where the tensor was, and a tensor that was on the meta device
+        stays there. Otherwise the tensor uses the memory of `stored`.
         """
         table = self.table(module)
         shown = table.get(self.leaf)

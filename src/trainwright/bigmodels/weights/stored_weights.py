@@ -85,10 +85,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     def add_torch_file(self, path: Path, names: Iterable[str] | None = None, *, mapped: bool = True) -> None:
         """Add tensors of a state dict that `torch.save` wrote. No code in the file is executed.
 
-        Args:
-            path: The file. Do not write to it while its tensors are mapped: `torch.save` truncates it first.
-            names: The names of the tensors. Default: all.
-            mapped: Map the tensors. False reads them into memory.
+        Do not write to the file while its tensors are `mapped`: `torch.save` truncates it first.
 
         Raises:
             CheckpointError: The file is damaged, is not a dict of tensors, or does not contain one of `names`.

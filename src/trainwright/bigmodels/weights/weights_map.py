@@ -95,11 +95,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Return a tensor that `offload_weight` wrote, mapped into memory: it is read on first access.
-
-    Args:
-        weight_file: Its file.
-        weight_info: Its entry in the index.
+    """Return a tensor that `offload_weight` wrote, mapped into memory, given its file and its entry in the index.
 
     Raises:
         CheckpointError: The file is missing or too short, or the entry has no dtype or shape.
@@ -285,12 +281,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """A view of a mapping with the entries of one module. `prefix` is added to each name in a lookup.
-
-    Args:
-        dataset: The mapping of the full model.
-        prefix: `"block.linear."`, with its dot.
-    """
+    """A view of a mapping with the entries of one module: `prefix`, such as `"block.linear."`, precedes each name."""
 
     def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.dataset = dataset
