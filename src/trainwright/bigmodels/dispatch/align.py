@@ -234,15 +234,6 @@ class AlignDevicesHook(ModelHook):
                 in_files.add(slot.name, value, span)
         return in_files
 
-    def remembered(self) -> dict[str, Any]:
-        """Return the state that `replace` changes, for `remember`."""
-        return {"weights_map": self.weights_map, "_slots": self._slots, "_spans": self._spans}
-
-    def remember(self, remembered: dict[str, Any]) -> None:
-        """Restore the state of an earlier call of `remembered`."""
-        self.__dict__.update(remembered)
-        self.forget()
-
     def places(self, module: nn.Module) -> set[tuple[int, str]]:
         """Return the offloaded tensors, each as the id of its table of parameters or buffers and its name there."""
         return {(id(slot.table(module)), slot.leaf) for slot in self._slots}

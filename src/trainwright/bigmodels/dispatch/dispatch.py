@@ -76,7 +76,7 @@ def dispatch_model(
         CheckpointError: Tensors have no values, or offloaded weights cannot be found or written.
     """
     places = _places(model, device_map, offload_buffers, strict)
-    main = _main_device(list(places.values()), main_device)
+    main = choose_main_device(list(places.values()), main_device)
     needs_hooks = force_hooks or len(set(places.values())) > 1 or "disk" in places.values()
     offloaded = {"disk"} if properties(main.type).is_unified else {"cpu", "disk"}
     source = _Source(state_dict, offload_dir, offload_index, offload_buffers)
@@ -233,7 +233,8 @@ def _write(tensors: Mapping[str, torch.Tensor], folder: PathLike | None, weights
         weights.add(name, *stored.on_disk(same))
 
 
-def _main_device(devices: list[Device], asked: Device | None) -> torch.device:
+def choose_main_device(devices: list[Device], asked: Device | None = None) -> torch.device:
+    """Return the device that runs parts on the CPU and the disk: `asked`, or the first accelerator, or the CPU."""
     if asked is not None:
         return checked_device(asked)
     first = next((device for device in devices if device not in ("cpu", "disk")), None)

@@ -59,6 +59,11 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         if span is not None:
             self._spans[name] = span
 
+    def update(self, others: StoredWeights, prefix: str = "") -> None:
+        """Add the tensors and locations of others, with `prefix` before their names."""
+        self._tensors |= {prefix + name: tensor for name, tensor in others._tensors.items()}
+        self._spans |= {prefix + name: span for name, span in others._spans.items()}
+
     def add_alias(self, name: str, same: str) -> None:
         """Add `name` for the tensor that is called `same`."""
         self._tensors[name] = self._tensors[same]
