@@ -22,8 +22,8 @@ from trainwright.bigmodels.quantization.quantized_layers import (
     to_absmax,
     unpack_4bit_weights,
 )
-from trainwright.bigmodels.weights.mapped_file import FileSpan
 from trainwright.bigmodels.weights.slots import existing_placeholder
+from trainwright.bigmodels.weights.stored_weights import FileSpan
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, hidden, rename
 from trainwright.checkpoint.disk.planned_file import Weight
 from trainwright.checkpoint.format.model import memory_key

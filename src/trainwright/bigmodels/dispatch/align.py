@@ -12,11 +12,9 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, hooks_of
-from trainwright.bigmodels.weights.mapped_file import FileSpan, MappedFile, load_spans
 from trainwright.bigmodels.weights.moving import Device, find_device, move_inputs, to_device
-from trainwright.bigmodels.weights.offloaded_parameters import guard, without_guard
-from trainwright.bigmodels.weights.slots import Slot, owner_of, place, put, tensors_of
-from trainwright.bigmodels.weights.stored_weights import StoredWeights
+from trainwright.bigmodels.weights.slots import Slot, guard, owner_of, place, put, tensors_of, without_guard
+from trainwright.bigmodels.weights.stored_weights import FileSpan, MappedFile, StoredWeights, load_spans
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.offload.copy_stream import Fetched
 from trainwright.strategies.offload.prefetch import Prefetcher

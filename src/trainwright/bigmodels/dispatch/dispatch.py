@@ -19,8 +19,8 @@ from trainwright.bigmodels.dispatch.model_hooks import CpuOffload, UserCpuOffloa
 from trainwright.bigmodels.dispatch.moves import left_on_disk, refuse_moves
 from trainwright.bigmodels.dispatch.undo import remove_placement, restored_on_failure
 from trainwright.bigmodels.maps.device_map import check_device_map, resolve_device_map
-from trainwright.bigmodels.weights.filling import fill_empty, with_tied_names
 from trainwright.bigmodels.weights.moving import Device, check_available, checked_device, default_device, to_device
+from trainwright.bigmodels.weights.slots import fill_empty, with_tied_names
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict
 from trainwright.core.errors import CheckpointError, ConfigurationError

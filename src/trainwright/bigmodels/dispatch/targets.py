@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook, offloading_hooks
-from trainwright.bigmodels.weights.mapped_file import FileSpan
 from trainwright.bigmodels.weights.slots import existing_placeholder, like, put
-from trainwright.bigmodels.weights.stored_weights import StoredWeights
+from trainwright.bigmodels.weights.stored_weights import FileSpan, StoredWeights
 
 
 class OffloadedValue(NamedTuple):

@@ -2,12 +2,17 @@
 
 The placeholder in the module defines the dtype and `requires_grad` of the weight that replaces it. A tensor with values
 that a user assigns instead is used. Gradients of offloaded weights are dropped as soon as they are computed.
+
+A placeholder raises an error if it is used in a computation. A module may use a weight of another module without
+calling it, such as a head that multiplies by an embedding's weight. The weight is then a meta tensor, because hooks
+load it only while its own module is called. torch's CPU kernels accept a meta tensor among their arguments without an
+error, and return uninitialized memory.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +20,113 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from trainwright.bigmodels.weights.offloaded_parameters import OffloadedParameter, unguard
+from trainwright.core.errors import CheckpointError, ConfigurationError
+
+_NAME = "_offloaded_name"
+_data: Any = torch.Tensor.data
+# Functions that use only the shape, dtype or device of a meta argument, and those that copy or build state dicts use.
+_ALLOWED = frozenset(
+    {"copy_", "to", "type_as", "expand_as", "view_as", "reshape_as", "result_type", "is_same_size", "__set__", "detach"}
+)
+
+
+def _call_checked(
+    function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Call a torch function on placeholders; its results are placeholders too. Raise if an argument has values."""
+    kwargs = kwargs or {}
+    name = getattr(function, "__name__", "")
+    with torch._C.DisableTorchFunctionSubclass():
+        if name not in _ALLOWED and any(_has_values(value) for value in (*args, *kwargs.values())):
+            raise ConfigurationError(_message(args, kwargs, name))
+        try:
+            found = function(*args, **kwargs)
+        except NotImplementedError as error:  # the function reads values, such as a copy to a device
+            raise ConfigurationError(_message(args, kwargs, name)) from error
+        if function == _data.__get__ or (name == "detach" and isinstance(args[0], OffloadedParameter)):
+            return found  # ordinary tensors, for state dicts and new parameters
+        if isinstance(found, (tuple, list)) and type(found) in (tuple, list):
+            return type(found)(_marked(each, args) for each in found)
+        return _marked(found, args)
+
+
+class OffloadedParameter(nn.Parameter):
+    """A meta tensor that replaces an offloaded parameter."""
+
+    __torch_function__ = staticmethod(_call_checked)
+
+
+class OffloadedTensor(torch.Tensor):
+    """A meta tensor that replaces an offloaded buffer, or a result of a function of offloaded weights."""
+
+    __torch_function__ = staticmethod(_call_checked)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the placeholder. torch's implementation would raise, because its copy is an ordinary tensor."""
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                memo[id(self)] = _marked(self.as_subclass(torch.Tensor).clone(), [self])
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an ordinary meta tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            plain: Any = self.as_subclass(torch.Tensor)
+            return plain.__reduce_ex__(protocol)
+
+
+def guard(tensor: torch.Tensor, name: str) -> None:
+    """Make a meta tensor a placeholder for the weight `name`. Does nothing for subclasses of other libraries."""
+    if type(tensor) in _GUARDED:
+        tensor.__class__ = _GUARDED[type(tensor)]
+        setattr(tensor, _NAME, name)
+
+
+def unguard(tensor: torch.Tensor) -> None:
+    """Undo `guard`."""
+    if type(tensor) in _PLAIN:
+        tensor.__class__ = _PLAIN[type(tensor)]
+        tensor.__dict__.pop(_NAME, None)
+
+
+def without_guard() -> Any:
+    """Return a context without the checks of placeholders, in which reading their attributes is fast."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+_GUARDED: dict[type, type] = {nn.Parameter: OffloadedParameter, torch.Tensor: OffloadedTensor}
+_PLAIN: dict[type, type] = {guarded: plain for plain, guarded in _GUARDED.items()}
+
+
+def _has_values(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_values, value))
+    return isinstance(value, torch.Tensor) and not value.is_meta and value.dim() > 0
+
+
+def _marked(value: Any, args: Iterable[Any]) -> Any:
+    if type(value) is torch.Tensor and value.is_meta:
+        value = value.as_subclass(OffloadedTensor)
+        value.__dict__[_NAME] = _name(args)
+    return value
+
+
+def _name(values: Iterable[Any]) -> str | None:
+    for value in values:
+        inner = _name(value) if isinstance(value, (list, tuple)) else getattr(value, "__dict__", {}).get(_NAME)
+        if inner is not None:
+            return str(inner)
+    return None
+
+
+def _message(args: Iterable[Any], kwargs: Mapping[str, Any], function: str) -> str:
+    name = _name([*args, *kwargs.values()]) or "a weight"
+    return (
+        f"{name} is offloaded, and {function} was called with its placeholder: a module uses the weight without "
+        "calling the module that it belongs to. Add the class of the module that uses it to preload_module_classes, "
+        "or do not offload this weight (device_map)."
+    )
+
 
 _META = torch.device("meta")
 
@@ -230,3 +341,68 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def existing_placeholder(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the placeholder that replaces a parameter in offloaded modules that share it, if there is one."""
     return _PLACEHOLDERS.get(tensor)
+
+
+_SHOWN = 5  # names in a message
+
+
+def with_tied_names(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Add the values of tied parameters under all of their names, because safetensors files store them under one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    added: dict[str, torch.Tensor] = {}
+    for same in names.values():
+        known = next((name for name in same if name in values), None)
+        if known is not None:
+            added |= {name: values[known] for name in same if name not in values}
+    return {**values, **added} if added else values
+
+
+def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, torch.Tensor]) -> None:
+    """Replace meta tensors of a model by tensors on the CPU that share the memory of the first source with the name.
+
+    Tied parameters stay tied. Tensors that have values keep them.
+
+    Raises:
+        CheckpointError: No source has a tensor, or its shape differs. Other tensors may have been replaced.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tied: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            tied.setdefault(id(tensor), []).append(name)
+    filled: set[int] = set()
+    missing = []
+    for name in names:
+        tensor = tensors[name]
+        if not tensor.is_meta or id(tensor) in filled:
+            continue
+        value = _find(tied[id(tensor)], sources)
+        if value is None:
+            missing.append(name)
+            continue
+        if value.shape != tensor.shape:
+            raise CheckpointError(
+                f"{name!r} has shape {tuple(value.shape)} in the given values and {tuple(tensor.shape)} in the model."
+            )
+        new = restored(tensor, value.detach().to("cpu", tensor.dtype))
+        for same in tied[id(tensor)]:
+            put(model, same, new)
+        filled.add(id(tensor))
+    if missing:
+        shown = ", ".join(map(repr, missing[:_SHOWN])) + (" …" if len(missing) > _SHOWN else "")
+        raise CheckpointError(
+            f"{len(missing)} tensors have no values: {shown}. They are on the meta device, and the device map does not "
+            "put them on the disk. Load a checkpoint first (load_checkpoint_and_dispatch), pass a state_dict that "
+            "contains them, or offload buffers too (offload_buffers=True)."
+        )
+
+
+def _find(names: Iterable[str], sources: Iterable[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
+    names = list(names)
+    for source in sources:
+        for name in names:
+            if name in source and not source[name].is_meta:
+                return source[name]
+    return None

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from trainwright.bigmodels.weights.mapped_file import FileSpan, MappedFile
 from trainwright.bigmodels.weights.moving import Device, to_device
-from trainwright.bigmodels.weights.stored_weights import StoredWeights, copy_stored
+from trainwright.bigmodels.weights.stored_weights import FileSpan, MappedFile, StoredWeights, copy_stored
 from trainwright.checkpoint.disk.planned_file import host_bytes
 from trainwright.checkpoint.disk.untrusted import check_relative, read_json
 from trainwright.core.errors import CheckpointError, ConfigurationError
