@@ -136,10 +136,7 @@ def save_sharded_model(
         values: The model's state dict, the same names on every rank; sharded or not.
         state: Gathers them.
         processes: All that hold shards.
-        save_directory, max_shard_size, safe_serialization: See `save_model`.
-
-    Raises:
-        CheckpointError: The main process cannot write the files; on every rank.
+        save_directory, max_shard_size, safe_serialization: See `save_model`, also for the errors, raised on every rank.
     """
     max_shard_bytes = _to_bytes(max_shard_size)
     if processes.rank:

@@ -288,10 +288,8 @@ def cpu_offload(
     Args:
         model: Is changed.
         execution_device: The device that runs it. Default: the accelerator that it is on, or the current one.
-        offload_buffers: Offload buffers too.
         state_dict: Weights on the CPU, and values of tensors on the meta device. Default: the model's own.
-        preload_module_classes: See `attach_align_device_hook`.
-        prefetch_bytes: Bytes that may be loaded before their use; 0 disables prefetching. See `Prefetcher`.
+        offload_buffers, preload_module_classes, prefetch_bytes: See `dispatch_model`.
 
     Returns:
         The model.
@@ -322,9 +320,7 @@ def disk_offload(
         model: Is changed. Weights on the meta device must be in `offload_dir`. Others are written there.
         offload_dir: A folder; created if it does not exist.
         execution_device: See `cpu_offload`.
-        offload_buffers: Offload buffers too.
-        preload_module_classes: See `attach_align_device_hook`.
-        prefetch_bytes: Bytes that may be loaded before their use; 0 disables prefetching. See `Prefetcher`.
+        offload_buffers, preload_module_classes, prefetch_bytes: See `dispatch_model`.
 
     Returns:
         The model.
@@ -358,9 +354,6 @@ def cpu_offload_with_hook(
 
     Returns:
         The model, and its hook: `offload()` moves the model to the CPU, `remove()` removes the hook.
-
-    Raises:
-        ConfigurationError: The device is not on this machine.
     """
     hook = CpuOffload(None if execution_device is None else checked_device(execution_device), prev_module_hook)
     add_hook_to_module(model, hook, append=True)

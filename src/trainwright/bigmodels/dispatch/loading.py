@@ -399,11 +399,9 @@ def load_checkpoint_and_dispatch(
         no_split_module_classes: Names of classes that a computed map does not split.
         offload_folder: See `load_checkpoint_in_model`. Not needed for safetensors.
         offload_buffers: Offload buffers too.
-        dtype: See `load_checkpoint_in_model`.
-        offload_state_dict: Accepted for compatibility; has no effect.
-        skip_keys, preload_module_classes, force_hooks: See `dispatch_model`.
-        strict, full_state_dict, broadcast_from_rank0, keep_in_fp32_modules: See `load_checkpoint_in_model`.
-        prefetch_bytes: See `dispatch_model`.
+        dtype, offload_state_dict, strict, full_state_dict, broadcast_from_rank0, keep_in_fp32_modules: See
+            `load_checkpoint_in_model`.
+        skip_keys, preload_module_classes, force_hooks, prefetch_bytes: See `dispatch_model`.
 
     Returns:
         The model. If it was dispatched, it has the attribute `hf_device_map`.
@@ -450,12 +448,7 @@ def load_checkpoint_and_dispatch(
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: PathLike
 ) -> None:
-    """Load weights from an offload folder into a model, on the CPU and mapped from their files.
-
-    Args:
-        model: The model. Its parameters and buffers that are in the index are replaced.
-        index: The entries by name, as in the folder's `index.json`. May be empty.
-        offload_folder: A folder that `offload_state_dict` wrote.
+    """Load the weights in `index` from an offload folder into a model, on the CPU and mapped from their files.
 
     Raises:
         CheckpointError: A file is missing or too short.

@@ -115,14 +115,9 @@ def count_stage_bytes(
 ) -> tuple[list[int], list[int]]:
     """Return the bytes that autograd saves in each stage of a pipeline, and the bytes that each sends to the next.
 
+    `forward` calls the model, with gradients enabled. Fake tensors (`torch._subclasses.FakeTensorMode`) take no memory.
     A stage ends with the call of its last module. Tensors that two stages save are counted in both, and the model's
-    parameters and buffers in none. Activation checkpointing reduces the result.
-
-    Args:
-        forward: Calls the model with gradients enabled. Fake tensors (`torch._subclasses.FakeTensorMode`) take no
-            memory.
-        model: The model.
-        stages: The modules of each stage, in the order of their calls. If empty, the model is one stage.
+    parameters and buffers in none. Without stages, the model is one. Activation checkpointing reduces the result.
     """
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     kept: list[dict[int, torch.UntypedStorage]] = [{}]
@@ -175,12 +170,8 @@ def kv_cache_bytes(config: Mapping[str, Any], *, batch_size: int, sequence_lengt
     Layers with sliding windows cache the tokens in the window. A decoder is assumed to cache as many tokens of the
     encoder as of its own. Latent attention caches the compressed vectors.
 
-    Args:
-        config: A configuration of transformers. The names of its settings may be those of any model family. For models
-            of text and images, `text_config` is used.
-        batch_size: Number of sequences.
-        sequence_length: Tokens per sequence, including the prompt.
-        dtype: Dtype of the cache.
+    `config` is a configuration of transformers, with the names of any model family; for models of text and images,
+    `text_config` is used. `sequence_length` includes the prompt.
     """
     text = config.get("text_config")
     config = text if isinstance(text, Mapping) else config

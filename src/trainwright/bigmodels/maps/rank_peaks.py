@@ -107,13 +107,9 @@ def shape_of(sizes: Mapping[str, int]) -> TrainingShape:
 def rank_peaks(
     shape: TrainingShape, *, world_size: int, activation_bytes: int, buckets: ZeroBuckets | None = None
 ) -> dict[str, int]:
-    """Return the peak bytes on one rank's device in a step, by strategy.
+    """Return the peak bytes on one rank's device in a step, by strategy. All ranks have the same activations.
 
-    Args:
-        shape: Shape of the model.
-        world_size: Number of ranks. All have the same activations.
-        activation_bytes: Bytes that autograd saves in one rank's forward. See `count_stage_bytes`.
-        buckets: Sizes of DeepSpeed's buffers. Default: those of `DeepSpeedStrategy`.
+    `activation_bytes` is what autograd saves in one rank's forward; see `count_stage_bytes`.
     """
     ranks, kept = world_size, activation_bytes
     weights = gradients = _BYTES * shape.elements
@@ -216,14 +212,10 @@ def _gathered(sizes: Sequence[int], buckets: ZeroBuckets) -> int:
 
 
 def split_peak(share: TrainingShape, *, world_size: int, activation_bytes: int, logits_bytes: int) -> int:
-    """Return the peak bytes on one rank's device in a step under `tp`.
+    """Return the peak bytes on one rank's device in a step under `tp`, for the shape of one rank's shards.
 
-    Args:
-        share: Shape of one rank's shards. See `model_of_one_rank`.
-        world_size: Number of ranks that the layers are split over.
-        activation_bytes: Bytes that autograd saves in one rank's forward.
-        logits_bytes: Bytes of the full logits. The loss's backward makes two gradients of this size. Collectives may
-            still hold the rank's own logits and the gathered ones at that time.
+    The loss's backward makes two gradients of the size of the full logits. Collectives may still hold the rank's own
+    logits and the gathered ones at that time.
     """
     alone = rank_peaks(share, world_size=1, activation_bytes=activation_bytes)["single"]
     loss = activation_bytes + 3 * logits_bytes + logits_bytes // world_size
@@ -239,12 +231,8 @@ def pipeline_peak(
 ) -> int:
     """Return the peak bytes on one rank's device in a step of a pipeline with schedule `1f1b`.
 
-    Args:
-        stages: Shape of each rank's stage. See `stage_shapes`.
-        num_micro_batches: Micro-batches per step.
-        activation_bytes: Bytes that autograd saves in each stage for one micro-batch. See `count_stage_bytes`.
-        sent_bytes: Bytes that each stage except the last sends to the next one per micro-batch. torch receives the
-            activations and gradients of each micro-batch in a separate buffer, and keeps all buffers.
+    `activation_bytes` and `sent_bytes` are the result of `count_stage_bytes` for one micro-batch. torch receives the
+    activations and gradients of each micro-batch in a separate buffer, and keeps all buffers.
     """
     found = []
     for i, (shape, kept) in enumerate(zip(stages, activation_bytes, strict=True)):
@@ -309,16 +297,11 @@ _ENDS = ("embedding", "colwise_gathered")  # styles of layers whose input or out
 
 
 def model_of_one_rank(model: nn.Module, tp: int, *, ends: bool = True) -> nn.Module | None:
-    """Return a copy of a model whose layers have the shapes of one rank's shards, by the model's known plan.
+    """Return a copy of a model on the meta device with the shapes of one rank's shards, by the model's known plan.
 
-    Args:
-        model: A model on the meta device. Only the shapes of the copy are meaningful.
-        tp: Number of ranks that the layers are split over.
-        ends: False does not split the embedding and the output layer. The copy can then be called, and autograd saves
-            the same bytes as on one rank.
-
-    Returns:
-        The copy, or None if the model has no known plan or the plan cannot split it over `tp` ranks.
+    Return None if there is no known plan, or the plan cannot split the model over `tp` ranks. Only the copy's shapes
+    are meaningful. Without `ends`, the embedding and the output layer are not split: the copy can be called, and
+    autograd saves the same bytes as on one rank.
     """
     share = copy.deepcopy(model)
     task: Any = share  # SplitLayers reads only the module names of a task

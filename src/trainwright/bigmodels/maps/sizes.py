@@ -157,12 +157,7 @@ def get_max_layer_size(
     """Return the bytes of the largest layer and the names of all layers of that size, in order.
 
     A layer is never split over devices: a module without submodules, a module of `no_split_module_classes`, or a tensor
-    that belongs directly to another module.
-
-    Args:
-        modules: Names and modules (or parameters) to search.
-        module_sizes: The result of `compute_module_sizes`.
-        no_split_module_classes: Names of classes that are never split.
+    that belongs directly to another module. `module_sizes` is the result of `compute_module_sizes`.
     """
     no_split = class_names(no_split_module_classes)
     largest, names = 0, list[str]()
@@ -220,13 +215,8 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
     """Tie parameters again after loading has replaced some of them.
 
-    Args:
-        model: The model, which is changed in place.
-        tied_params: Groups of names from `find_tied_parameters`. Each group shares its first parameter that is not on
-            the meta device, or the first one if all are.
-
-    Raises:
-        AttributeError: The model has no such parameter. Nothing is changed.
+    Each group of names from `find_tied_parameters` shares its first parameter that is not on the meta device, or the
+    first one if all are. An unknown name is an AttributeError, and nothing is changed.
     """
     groups = []
     for names in tied_params:

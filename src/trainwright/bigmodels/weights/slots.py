@@ -228,36 +228,29 @@ class Slot:
         if self.former is None and copies and self.origin.device == _META:
             unguard(shown)
             return
-        original = original_of(self.placeholder) if self.former is None else self.former
-        if original is None:
-            value = _copied_as(shown, stored, self.origin.device) if copies else stored.detach().to(shown.dtype)
-            original = like(shown, value)
-            _ORIGINS[self.placeholder] = _Origin(self.origin.device, TensorWeakRef(original))
-        else:
-            _follow(original, shown)
-            if original is not self.former and copies:
-                original.data.copy_(stored)
-            elif original is not self.former:
-                original.data = stored.to(shown.dtype)
-        table[self.leaf] = original
+        if self.former is not None:
+            _follow(self.former, shown)
+            table[self.leaf] = self.former
+            return
+        value = _copied_as(shown, stored, self.origin.device) if copies else stored.detach().to(shown.dtype)
+        original = table[self.leaf] = restored(self.placeholder, value, shown)
+        _ORIGINS[self.placeholder] = _Origin(self.origin.device, TensorWeakRef(original))
 
     def keep_origin(self) -> None:
         """Record the tensor that the placeholder replaces, for a later call of `restored`."""
         _ORIGINS.setdefault(self.placeholder, self.origin)
 
 
-def original_of(placeholder: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that a placeholder replaces, if it still exists."""
-    origin = _ORIGINS.get(placeholder)
-    return None if origin is None or origin.tensor is None else origin.tensor()
+def restored(placeholder: torch.Tensor, value: torch.Tensor, shown: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the tensor that a placeholder replaces, or a new one if it was deleted, with the memory of `value`.
 
-
-def restored(placeholder: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a placeholder replaces, or a new one if it was deleted, with the memory of `value`."""
-    original = original_of(placeholder)
+    It is like `shown`, which is the placeholder unless a user has converted it.
+    """
+    origin, shown = _ORIGINS.get(placeholder), placeholder if shown is None else shown
+    original = None if origin is None or origin.tensor is None else origin.tensor()
     if original is None:
-        return like(placeholder, value)
-    _follow(original, placeholder)
+        return like(shown, value)
+    _follow(original, shown)
     original.data = value
     return original
 

@@ -43,14 +43,7 @@ class FileSpan(NamedTuple):
 
 
 class MappedFile:
-    """A file that is mapped completely. Nothing is read here.
-
-    Args:
-        path: A file that is not empty.
-
-    Raises:
-        CheckpointError: It cannot be opened or mapped.
-    """
+    """A file that is mapped completely. Nothing is read here. A file that cannot be mapped is a CheckpointError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

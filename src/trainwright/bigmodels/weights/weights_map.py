@@ -35,19 +35,12 @@ PathLike = str | os.PathLike[str]
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: PathLike, index: Index | None = None
 ) -> Index:
-    """Write one tensor to `NAME.dat` in a folder, under a temporary name first. Blocks.
+    """Write one tensor to `NAME.dat` in an existing folder, under a temporary name first. Blocks.
 
-    Args:
-        weight: On any device except meta.
-        weight_name: The full name, with dots.
-        offload_folder: An existing folder.
-        index: Receives the entry of the tensor. Default: a new index.
-
-    Returns:
-        The index. `save_offload_index` writes it.
+    Return the index, or a new one, with the entry of the tensor. `save_offload_index` writes it.
 
     Raises:
-        CheckpointError: It cannot be written. The folder is as before.
+        CheckpointError: It is on the meta device or cannot be written. The folder is as before.
     """
     folder, index = Path(offload_folder), {} if index is None else index
     with tempfile.TemporaryDirectory(prefix=_NEW, dir=folder) as new:
