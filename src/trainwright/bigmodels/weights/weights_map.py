@@ -7,11 +7,11 @@ in a safetensors file elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from trainwright.core.errors import CheckpointError, ConfigurationError
 
 INDEX = "index.json"
 _SUFFIX = ".dat"
-_NEW = ".offload-"  # prefix of temporary folders
 
 Index = dict[str, dict[str, Any]]
 PathLike = str | os.PathLike[str]
@@ -42,36 +41,41 @@ def offload_weight(
     Raises:
         CheckpointError: It is on the meta device or cannot be written. The folder is as before.
     """
-    folder, index = Path(offload_folder), {} if index is None else index
-    with tempfile.TemporaryDirectory(prefix=_NEW, dir=folder) as new:
-        _write(weight, weight_name, Path(new), folder)
-        os.replace(_file(new, weight_name), _file(folder, weight_name))  # existing mappings keep the former file
+    partial, target = _write_beside(weight, weight_name, Path(offload_folder))
+    os.replace(partial, target)  # existing mappings keep the former file
+    index = {} if index is None else index
     index[weight_name] = _entry(weight)
     return index
 
 
-def _file(folder: PathLike, name: str) -> Path:
-    return Path(folder) / (check_relative(name, "the model") + _SUFFIX)
-
-
-def _write(weight: torch.Tensor, name: str, new: Path, folder: Path) -> None:
-    """Write a tensor to the folder `new`. Messages name `folder`, where the file will be."""
+def _write_beside(weight: torch.Tensor, name: str, folder: Path) -> tuple[Path, Path]:
+    """Write a tensor to a temporary file. Return its path and the final one."""
     if weight.is_meta:
         raise CheckpointError(f"{name!r} is on the meta device: it has no values that could be written.")
+    target = folder / (check_relative(name, "the model") + _SUFFIX)
     try:
-        _file(new, name).write_bytes(memoryview(host_bytes(weight)) if weight.numel() else b"")
+        return _write_bytes(target, memoryview(host_bytes(weight)) if weight.numel() else b""), target
     except OSError as error:
         raise CheckpointError(
             f"{name!r} ({weight.nbytes} bytes) could not be written to {folder}: {error.strerror}. "
-            f"{_free_bytes(new)} bytes are free there."
+            f"{_free_bytes(folder)} bytes are free there."
         ) from error
 
 
-def _write_index(index: Index, folder: Path) -> Path:
-    """Write an index to a folder. Return its path."""
-    path = folder / INDEX
-    path.write_text(json.dumps(index, indent=2), encoding="utf-8")
-    return path
+def _write_bytes(target: Path, content: bytes | memoryview) -> Path:
+    """Write a file under a temporary name and return it. No file is left after an error."""
+    partial = target.with_name(target.name + ".partial")
+    try:
+        partial.write_bytes(content)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return partial
+
+
+def _write_index_beside(index: Index, folder: Path) -> tuple[Path, Path]:
+    """Write an index to a temporary file. Return its path and the final one."""
+    return _write_bytes(folder / INDEX, json.dumps(index, indent=2).encode()), folder / INDEX
 
 
 def _entry(weight: torch.Tensor) -> dict[str, Any]:
@@ -106,8 +110,8 @@ def save_offload_index(index: Index, offload_folder: PathLike) -> None:
     """Write or replace `index.json` in a folder. An empty index is not written."""
     if not index:
         return
-    with tempfile.TemporaryDirectory(prefix=_NEW, dir=offload_folder) as new:
-        os.replace(_write_index(index, Path(new)), Path(offload_folder) / INDEX)
+    partial, target = _write_index_beside(index, Path(offload_folder))
+    os.replace(partial, target)
 
 
 def offload_state_dict(
@@ -127,7 +131,8 @@ def offload_state_dict(
             are as before.
     """
     folder = Path(save_dir).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+    there = new_folders[-1].parent if new_folders else folder
     if not there.is_dir():
         raise CheckpointError(f"weights cannot be offloaded to {folder}: {there} is a file. Pass a folder.")
     need = sum(tensor.nbytes for tensor in state_dict.values())
@@ -137,18 +142,28 @@ def offload_state_dict(
             "another folder, or offload less of the model."
         )
     index = read_offload_index(folder)
+    written: list[tuple[Path, Path]] = []
     try:
-        with tempfile.TemporaryDirectory(prefix=_NEW, dir=there) as new:
-            for name, tensor in state_dict.items():
-                _write(tensor, name, Path(new), folder)
-                index[name] = _entry(tensor) if origin is None else _entry(tensor) | {"origin": origin}
-            index_file = _write_index(index, Path(new))
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in state_dict:
-                os.replace(_file(new, name), _file(folder, name))
-            os.replace(index_file, folder / INDEX)  # it names the others
-    except OSError as error:
-        raise CheckpointError(f"weights cannot be offloaded to {folder}: {error.strerror}.") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, tensor in state_dict.items():
+            written.append(_write_beside(tensor, name, folder))
+            index[name] = _entry(tensor) if origin is None else _entry(tensor) | {"origin": origin}
+        written.append(_write_index_beside(index, folder))
+        for partial, target in written:  # the index, which names the others, last
+            os.replace(partial, target)
+    except BaseException as error:
+        _remove([partial for partial, _ in written], new_folders)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"weights cannot be offloaded to {folder}: {error.strerror}.") from error
+        raise
+
+
+def _remove(files: list[Path], folders: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # the first error is reported
+        for file in files:
+            file.unlink(missing_ok=True)
+        for folder in folders:
+            folder.rmdir()
 
 
 def read_offload_index(folder: PathLike) -> Index:
@@ -244,7 +259,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
                 raise CheckpointError(
                     f"the index has no file for {name!r}. Pass the folder of its weights (save_folder)."
                 )
-            return _mapped(_file(self.save_folder, name), entry)
+            return _mapped(Path(self.save_folder) / (check_relative(name, "the index") + _SUFFIX), entry)
         stored = self._files.get(file)
         if stored is None:
             stored = self._files[file] = StoredWeights()
