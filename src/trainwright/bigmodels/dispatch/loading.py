@@ -167,11 +167,8 @@ def _is_for_torch(model: nn.Module, options: LoadOptions, full_state_dict: bool,
     """Return whether torch has to shard or broadcast the weights. Models with a device map are never sharded."""
     if options.device_map is not None:
         return False
-    return broadcast_from_rank0 or (not full_state_dict and any(map(_is_sharded, model.parameters())))
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return type(tensor).__module__.startswith("torch.distributed")
+    kinds = {type(parameter).__module__ for parameter in model.parameters()}
+    return broadcast_from_rank0 or (not full_state_dict and any(kind.startswith("torch.distributed") for kind in kinds))
 
 
 def _load_distributed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from torch import nn
@@ -21,10 +22,10 @@ def restored_on_failure(model: nn.Module) -> Iterator[None]:
     """
     modules = list(model.modules())
     tables = [
-        (table, table.copy())
+        (table, dict(table))
         for module in modules
         for table in (module.__dict__, *module.__dict__.values())
-        if isinstance(table, dict)
+        if type(table) in (dict, OrderedDict)
     ]
     devices = [(parameter, parameter.device) for parameter in model.parameters()]
     hooks = [(hook, hook.__dict__.copy()) for module in modules for hook in offloading_hooks(module)]

@@ -353,8 +353,8 @@ def _warn_of_buffers(
     special_dtypes: Mapping[str, DType] | None,
 ) -> None:
     """Warn if the buffers of offloaded modules do not fit the computing device beside the largest offloaded layer."""
-
     modules = dict(model.named_modules(remove_duplicate=False))
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
     def buffer_bytes(name: str) -> int:
         return compute_module_total_buffer_size(modules[name], dtype, special_dtypes) if name in modules else 0
@@ -364,12 +364,10 @@ def _warn_of_buffers(
     budget = None if runs_on is None else budgets[runs_on]
     if not needed or runs_on is None or budget is None:
         return
-    streamed, buffers = 0, {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    for index, device in placement.device_of.items():
-        for part in range(index, outline.ends[index]) if not is_accelerator(device) else ():
-            name = outline.names[part]
-            if outline.is_layer[part] and name not in buffers:
-                streamed = max(streamed, outline.sizes_bytes[part] - buffer_bytes(name))
+    offloaded = [index for index, device in placement.device_of.items() if not is_accelerator(device)]
+    parts = {part for index in offloaded for part in range(index, outline.ends[index]) if outline.is_layer[part]}
+    sizes = {outline.names[part]: outline.sizes_bytes[part] for part in parts}
+    streamed = max((size - buffer_bytes(name) for name, size in sizes.items() if name not in buffers), default=0)
     free = budget - placement.used_bytes[runs_on] - streamed
     if needed > free:
         warnings.warn(

@@ -247,7 +247,7 @@ def restored(placeholder: torch.Tensor, value: torch.Tensor, shown: torch.Tensor
     It is like `shown`, which is the placeholder unless a user has converted it.
     """
     origin, shown = _ORIGINS.get(placeholder), placeholder if shown is None else shown
-    original = None if origin is None or origin.tensor is None else origin.tensor()
+    original: torch.Tensor | None = None if origin is None or origin.tensor is None else origin.tensor()
     if original is None:
         return like(shown, value)
     _follow(original, shown)
