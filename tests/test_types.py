@@ -57,7 +57,7 @@ FOREIGN_PROBES: dict[str, str] = {
     "strategies.deepspeed.zero_model:config": "a model of transformers",
     "strategies.deepspeed.zero_model:hidden_size": "the configuration of a model of transformers",
     "strategies.deepspeed.placeholders:optimizer": "a scheduler, torch's or the user's",
-    "bigmodels.weights.offloaded_parameters:__dict__": "any object",
+    "bigmodels.weights.slots:__dict__": "any object",
     "bigmodels.pipeline:config": "a model of transformers",
     "bigmodels.maps.rank_peaks:config": "a model of transformers",
     "strategies.fsdp.layers.plan:bias": "torch's layers",

@@ -42,9 +42,6 @@ from trainwright.bigmodels.dispatch.dispatch import cpu_offload as cpu_offload
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
 from trainwright.bigmodels.dispatch.dispatch import disk_offload as disk_offload
 from trainwright.bigmodels.dispatch.dispatch import dispatch_model as dispatch_model
-from trainwright.bigmodels.dispatch.layerwise_casting import (
-    attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
-)
 from trainwright.bigmodels.dispatch.loading import LoadedKeys as LoadedKeys
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_in_model as load_checkpoint_in_model
@@ -54,6 +51,9 @@ from trainwright.bigmodels.dispatch.model_hooks import ModelHook as ModelHook
 from trainwright.bigmodels.dispatch.model_hooks import SequentialHook as SequentialHook
 from trainwright.bigmodels.dispatch.model_hooks import UserCpuOffloadHook as UserCpuOffloadHook
 from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module as add_hook_to_module
+from trainwright.bigmodels.dispatch.model_hooks import (
+    attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
+)
 from trainwright.bigmodels.dispatch.model_hooks import remove_hook_from_module as remove_hook_from_module
 from trainwright.bigmodels.dispatch.model_hooks import remove_hook_from_submodules as remove_hook_from_submodules
 from trainwright.bigmodels.dispatch.single_tensors import load_state_dict as load_state_dict
@@ -62,8 +62,8 @@ from trainwright.bigmodels.maps.device_map import check_device_map as check_devi
 from trainwright.bigmodels.maps.device_map import clean_device_map as clean_device_map
 from trainwright.bigmodels.maps.device_map import explain_device_map as explain_device_map
 from trainwright.bigmodels.maps.device_map import get_balanced_memory as get_balanced_memory
+from trainwright.bigmodels.maps.device_map import get_max_memory as get_max_memory
 from trainwright.bigmodels.maps.device_map import infer_auto_device_map as infer_auto_device_map
-from trainwright.bigmodels.maps.device_memory import get_max_memory as get_max_memory
 from trainwright.bigmodels.maps.explain import DeviceMapReport as DeviceMapReport
 from trainwright.bigmodels.maps.sizes import CustomDtype as CustomDtype
 from trainwright.bigmodels.maps.sizes import calculate_maximum_sizes as calculate_maximum_sizes

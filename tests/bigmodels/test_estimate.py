@@ -13,7 +13,7 @@ from torch import nn
 
 from trainwright import TaskModule
 from trainwright.bigmodels.maps.estimates import (
-    count_activation_bytes,
+    count_stage_bytes,
     count_stored_weights,
     count_weights,
     kv_cache_bytes,
@@ -74,7 +74,7 @@ def test_activations_counted_on_the_meta_device_are_those_of_a_real_forward(
     facts = _run(capsys, str(llama), "--batch-size", "2", "--sequence-length", "32")
     model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(str(llama.parent))).train()
     tokens = torch.zeros(2, 32, dtype=torch.long)
-    real = count_activation_bytes(lambda: model(input_ids=tokens, use_cache=False), model)
+    real = sum(count_stage_bytes(lambda: model(input_ids=tokens, use_cache=False), model, [])[0])
     assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.1)
     assert facts["dtypes"]["float16"]["kv_cache_bytes"] == 2 * 3 * 2 * 16 * 2 * 32 * 2
 
@@ -91,7 +91,7 @@ def test_a_model_of_images_is_estimated_with_images(tmp_path: Path, capsys: pyte
     facts = _run(capsys, str(tmp_path), "--batch-size", "2")
     assert "kv_cache_bytes" not in facts["dtypes"]["float32"]
     model = transformers.ViTForImageClassification(transformers.AutoConfig.from_pretrained(str(tmp_path))).train()
-    real = count_activation_bytes(lambda: model(torch.zeros(2, 3, 32, 32)), model)
+    real = sum(count_stage_bytes(lambda: model(torch.zeros(2, 3, 32, 32)), model, [])[0])
     assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.1)
 
 
@@ -165,7 +165,7 @@ def test_activations_of_experts_are_those_of_a_real_forward(tmp_path: Path, caps
     facts = _run(capsys, str(tmp_path), "--batch-size", "2", "--sequence-length", "8")
     model = transformers.DeepseekV3ForCausalLM(transformers.AutoConfig.from_pretrained(str(tmp_path))).train()
     tokens = torch.zeros(2, 8, dtype=torch.long)
-    real = count_activation_bytes(lambda: model(input_ids=tokens, use_cache=False), model)
+    real = sum(count_stage_bytes(lambda: model(input_ids=tokens, use_cache=False), model, [])[0])
     assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.01)
 
 
@@ -189,9 +189,9 @@ def test_activations_are_what_a_backward_needs() -> None:
     model = nn.Sequential(nn.Linear(100, 50), nn.Sigmoid(), nn.Linear(50, 10))
     inputs = torch.randn(8, 100)
     # The first layer keeps its input, the sigmoid its result, which is the second layer's input.
-    assert count_activation_bytes(lambda: model(inputs), model) == 4 * (8 * 100 + 8 * 50)
+    assert sum(count_stage_bytes(lambda: model(inputs), model, [])[0]) == 4 * (8 * 100 + 8 * 50)
     model.to("meta")
-    assert count_activation_bytes(lambda: model(inputs.to("meta")), model) == 4 * (8 * 100 + 8 * 50)
+    assert sum(count_stage_bytes(lambda: model(inputs.to("meta")), model, [])[0]) == 4 * (8 * 100 + 8 * 50)
 
 
 def test_training_with_adam_takes_what_was_estimated() -> None:

@@ -24,11 +24,11 @@ from trainwright.bigmodels.dispatch.attach import (
     attach_execution_device_hook,
 )
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload, cpu_offload_with_hook
-from trainwright.bigmodels.dispatch.layerwise_casting import attach_layerwise_casting_hooks
 from trainwright.bigmodels.dispatch.model_hooks import (
     ModelHook,
     SequentialHook,
     add_hook_to_module,
+    attach_layerwise_casting_hooks,
     remove_hook_from_module,
     remove_hook_from_submodules,
 )

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainwright.bigmodels.weights import mapped_file
-from trainwright.bigmodels.weights.mapped_file import MappedFile
+from trainwright.bigmodels.weights import stored_weights
+from trainwright.bigmodels.weights.stored_weights import MappedFile
 
 
 def test_what_is_in_memory_is_asked_for_once_and_what_was_dropped_again(
@@ -19,8 +19,8 @@ def test_what_is_in_memory_is_asked_for_once_and_what_was_dropped_again(
     path = tmp_path / "weights"
     path.write_bytes(os.urandom(4 * 2**20))
     calls: list[int] = []
-    populate = mapped_file.populate
-    monkeypatch.setattr(mapped_file, "populate", lambda *args: calls.append(args[1]) or populate(*args))
+    populate = stored_weights.populate
+    monkeypatch.setattr(stored_weights, "populate", lambda *args: calls.append(args[1]) or populate(*args))
     file = MappedFile(path)
     for _ in range(3):
         file.load(100, 3 * 2**20)

@@ -14,9 +14,10 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.runs import quiet_trainer
 from trainwright import TaskModule
-from trainwright.bigmodels.maps.estimates import count_activation_bytes
+from trainwright.bigmodels.maps.estimates import count_stage_bytes
 from trainwright.bigmodels.maps.rank_peaks import (
     TrainingShape,
+    ZeroBuckets,
     model_of_one_rank,
     pipeline_peak,
     rank_peaks,
@@ -25,7 +26,6 @@ from trainwright.bigmodels.maps.rank_peaks import (
     stage_shapes,
     training_shape,
 )
-from trainwright.bigmodels.maps.zero_peaks import ZeroBuckets
 from trainwright.callbacks.callback import Callback
 from trainwright.cli.main import main
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
@@ -125,7 +125,7 @@ def _estimated(
     name: str, strategy: str, shape: tuple[int, int], world_size: int, buckets: ZeroBuckets | None = None
 ) -> int:
     model, tokens = _model(name), _tokens(shape)
-    kept = count_activation_bytes(lambda: model(input_ids=tokens, labels=tokens).loss, model)
+    kept = sum(count_stage_bytes(lambda: model(input_ids=tokens, labels=tokens).loss, model, [])[0])
     return rank_peaks(training_shape(model), world_size=world_size, activation_bytes=kept, buckets=buckets)[strategy]
 
 

@@ -292,10 +292,7 @@ def _chunk(value: Any, index: int, num_chunks: int) -> Any:
 class _Stage:
     """One stage of a traced model. It receives all values that it or a later stage needs, and sends those still needed.
 
-    Args:
-        traced: The graph that calls all stages.
-        rank: Index of the stage, and of its process.
-        device: The device that runs it.
+    `traced` is the graph that calls all stages.
     """
 
     def __init__(self, traced: torch.fx.GraphModule, rank: int, device: torch.device) -> None:

@@ -22,8 +22,8 @@ from trainwright.bigmodels.quantization.quantized_layers import (
     to_absmax,
     unpack_4bit_weights,
 )
-from trainwright.bigmodels.weights.mapped_file import FileSpan
 from trainwright.bigmodels.weights.slots import existing_placeholder
+from trainwright.bigmodels.weights.stored_weights import FileSpan
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, hidden, rename
 from trainwright.checkpoint.disk.planned_file import Weight
 from trainwright.checkpoint.format.model import memory_key
@@ -136,11 +136,7 @@ def save_sharded_model(
         values: The model's state dict, the same names on every rank; sharded or not.
         state: Gathers them.
         processes: All that hold shards.
-        save_directory, max_shard_size, safe_serialization: See `save_model`.
-
-    Raises:
-        ConfigurationError: `max_shard_size` is not a size.
-        CheckpointError: The main process cannot write the files; on every rank.
+        save_directory, max_shard_size, safe_serialization: See `save_model`, also for the errors, raised on every rank.
     """
     max_shard_bytes = _to_bytes(max_shard_size)
     if processes.rank:
@@ -181,14 +177,9 @@ def save_sharded_model(
 
 
 def save_quantized_model(model: nn.Module, save_directory: PathLike) -> Path:
-    """Write a quantized model as `save_model` does, into a new folder.
+    """Write a quantized model as `save_model` does, into a new folder, and return the folder.
 
-    Args:
-        model: The result of `load_and_quantize_model`.
-        save_directory: The folder to create.
-
-    Returns:
-        The folder. `load_and_quantize_model` reads it with the same configuration.
+    `load_and_quantize_model` reads it with the same configuration.
 
     Raises:
         CheckpointError: The folder exists, or `save_model` raises.
@@ -263,12 +254,7 @@ def _read_span(span: FileSpan, dtype: torch.dtype, buffer: torch.Tensor) -> Iter
 
 @dataclass(slots=True)
 class _Collected:
-    """The weights in a model's state dict, offloaded ones included.
-
-    Attributes:
-        weights: Name → weight, in the order of the state dict. They are read when they are written.
-        tied: Another name of a tensor → its name in `weights`.
-    """
+    """The weights in a model's state dict, offloaded ones included, in its order, and the names of tied ones."""
 
     weights: dict[str, Weight] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)

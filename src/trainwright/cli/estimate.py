@@ -110,8 +110,7 @@ def _facts(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
 
 
 def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
-    from trainwright.bigmodels.maps.rank_peaks import rank_peaks, ranks_that_fit, training_shape
-    from trainwright.bigmodels.maps.zero_peaks import ZeroBuckets
+    from trainwright.bigmodels.maps.rank_peaks import ZeroBuckets, rank_peaks, ranks_that_fit, training_shape
     from trainwright.core.host.byte_sizes import convert_file_size_to_int
 
     if wanted.devices is not None and wanted.devices < 1:

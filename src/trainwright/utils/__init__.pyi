@@ -39,8 +39,8 @@ from trainwright.bigmodels.dispatch.single_tensors import set_module_tensor_to_d
 from trainwright.bigmodels.maps.device_map import check_device_map as check_device_map
 from trainwright.bigmodels.maps.device_map import clean_device_map as clean_device_map
 from trainwright.bigmodels.maps.device_map import get_balanced_memory as get_balanced_memory
+from trainwright.bigmodels.maps.device_map import get_max_memory as get_max_memory
 from trainwright.bigmodels.maps.device_map import infer_auto_device_map as infer_auto_device_map
-from trainwright.bigmodels.maps.device_memory import get_max_memory as get_max_memory
 from trainwright.bigmodels.maps.sizes import CustomDtype as CustomDtype
 from trainwright.bigmodels.maps.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from trainwright.bigmodels.maps.sizes import compute_module_sizes as compute_module_sizes

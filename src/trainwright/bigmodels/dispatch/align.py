@@ -12,11 +12,9 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, hooks_of
-from trainwright.bigmodels.weights.mapped_file import FileSpan, MappedFile, load_spans
 from trainwright.bigmodels.weights.moving import Device, find_device, move_inputs, to_device
-from trainwright.bigmodels.weights.offloaded_parameters import guard, without_guard
-from trainwright.bigmodels.weights.slots import Slot, owner_of, place, put, tensors_of
-from trainwright.bigmodels.weights.stored_weights import StoredWeights
+from trainwright.bigmodels.weights.slots import Slot, guard, owner_of, place, put, tensors_of, without_guard
+from trainwright.bigmodels.weights.stored_weights import FileSpan, MappedFile, StoredWeights, load_spans
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.offload.copy_stream import Fetched
 from trainwright.strategies.offload.prefetch import Prefetcher
@@ -75,7 +73,7 @@ class AlignDevicesHook(ModelHook):
         self.num_bytes = 0
         self._slots: list[Slot] = []
         # Table of parameters or buffers, name, meta tensor in the module, weight.
-        self._present: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
+        self._present: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         self._ready = self._present[:]  # those of the last forward, if all its weights can be used again
         self._is_prefetched = False  # the loaded weights are from the prefetcher
         self._spans: dict[str, FileSpan] = {}
@@ -86,11 +84,8 @@ class AlignDevicesHook(ModelHook):
         self._input_devices: dict[int, list[torch.device | None]] = {}  # by thread, innermost call last
 
     def __repr__(self) -> str:
-        return (
-            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, "
-            f"io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers}, "
-            f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys or None})"
-        )
+        names = "execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys"
+        return f"AlignDevicesHook({', '.join(f'{name}={self.__dict__[name]}' for name in names)})"
 
     def __getstate__(self) -> dict[str, Any]:
         if self.offload:
@@ -201,11 +196,7 @@ class AlignDevicesHook(ModelHook):
     def replace(self, module: nn.Module, name: str, value: torch.Tensor, span: FileSpan | None) -> None:
         """Replace the value of an offloaded tensor, whose new placeholder is in the module already.
 
-        Args:
-            module: The hook's.
-            name: The name within the module.
-            value: Has the same shape.
-            span: The location of the value in a file, if it is in one.
+        `span` is the location of the value in a file, if it is in one.
         """
         weights = StoredWeights()
         for known, _, former, former_span in self.offloaded(module):
@@ -241,15 +232,6 @@ class AlignDevicesHook(ModelHook):
                 in_files.add(slot.name, value, span)
         return in_files
 
-    def remembered(self) -> dict[str, Any]:
-        """Return the state that `replace` changes, for `remember`."""
-        return {"weights_map": self.weights_map, "_slots": self._slots, "_spans": self._spans}
-
-    def remember(self, remembered: dict[str, Any]) -> None:
-        """Restore the state of an earlier call of `remembered`."""
-        self.__dict__.update(remembered)
-        self.forget()
-
     def places(self, module: nn.Module) -> set[tuple[int, str]]:
         """Return the offloaded tensors, each as the id of its table of parameters or buffers and its name there."""
         return {(id(slot.table(module)), slot.leaf) for slot in self._slots}
@@ -266,8 +248,7 @@ class AlignDevicesHook(ModelHook):
 
     def _fetch(self, device: torch.device) -> Fetched:
         assert self.weights_map is not None
-        slots = [slot for slot in self._slots if slot.kept is None] if device == _CPU else self._slots
-        dtypes = {slot.name: slot.placeholder.dtype for slot in slots}
+        dtypes = {slot.name: slot.placeholder.dtype for slot in self._slots}
         weights = [(name, self.weights_map[name], dtype, self._spans.get(name)) for name, dtype in dtypes.items()]
         copies = (self.prefetcher or _NO_PREFETCH).copies_to(device)
         if not copies.is_async:
@@ -300,11 +281,7 @@ class AlignDevicesHook(ModelHook):
     def load(self, module: nn.Module, device: torch.device | None = None) -> None:
         """Load the weights into the module until this thread has called `unload` equally often.
 
-        If another use has loaded them, they stay on its device.
-
-        Args:
-            module: The hook's.
-            device: A user's device, outside of a forward. Default: the execution device, for a forward.
+        If another use has loaded them, they stay on its device. `device` is that of a user outside of a forward.
         """
         thread = threading.get_ident()
         users = self._users
@@ -325,46 +302,27 @@ class AlignDevicesHook(ModelHook):
             return
         target, for_user = (self.execution_device, False) if device is None else (device, True)
         assert target is not None
-        assert self.weights_map is not None
-        offloaded: list[tuple[Slot, dict[str, Any], torch.Tensor]] = []
-        weights: list[torch.Tensor | None] = []  # the kept weight of each offloaded tensor, or None
-        assigned: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # values that the user has put into the module
-        keeps, records = target == _CPU and not for_user, torch.is_grad_enabled()
-        is_kept = keeps
         with without_guard():
-            for slot in self._slots:
-                table = slot.table(module)
-                shown = table.get(slot.leaf)
-                if shown is not None and shown.is_meta:
-                    weight = slot.kept_as(shown) if keeps else None
-                    is_kept = is_kept and weight is not None
-                    offloaded.append((slot, table, shown))
-                    weights.append(weight)
-                elif shown is not None:  # None: the user has removed it
-                    assigned.append((table, slot.leaf, shown))
-        if offloaded and not (is_kept and self._is_cached()):
-            # Outside of inference mode, even if the forward runs in it: kept tensors are used in later calls.
+            tables = [(slot, slot.table(module)) for slot in self._slots]
+            shown = [(slot, table, tensor) for slot, table in tables if (tensor := table.get(slot.leaf)) is not None]
+            offloaded = [entry for entry in shown if entry[2].is_meta]
+        is_on_host = target == _CPU and not for_user
+        is_lasting = is_on_host and len(offloaded) == len(self._slots) and not any(slot.path for slot in self._slots)
+        if offloaded:
+            records = is_on_host or torch.is_grad_enabled()
+            # Outside of inference mode, even if the forward runs in it: lasting tensors are used in later calls.
             with torch.inference_mode(False), torch.no_grad():
-                tensors = self._fetched(target).use()
-                for number, (slot, _, shown) in enumerate(offloaded):
-                    if weights[number] is None:
-                        value = tensors.get(slot.name)
-                        if value is None:  # the dtype or requires_grad changed since the weight was kept
-                            value = self.weights_map[slot.name].to(target)
-                        weight = weights[number] = slot.weight(
-                            shown, value, records=keeps or records, for_user=for_user
-                        )
-                        if keeps:
-                            slot.keep(weight, self._is_lasting(slot, weight))
-        self._present += [
-            (table, slot.leaf, shown, w) for (slot, table, shown), w in zip(offloaded, weights, strict=True)
-        ]
-        may_stay = is_kept and not assigned and not any(slot.path for slot in self._slots)
-        self._ready = self._present[:] if may_stay else []
-        for table, leaf, shown in assigned:
-            # For example by functional_call. A move of them is recorded for the backward.
-            if shown.device != target:
-                self._present.append((table, leaf, shown, shown.to(target)))
+                values = self._fetched(target).use()
+                for slot, table, placeholder in offloaded:
+                    weight = slot.weight(placeholder, values[slot.name], records=records, for_user=for_user)
+                    self._present.append((table, slot.leaf, placeholder, weight))
+                    is_lasting = is_lasting and self._is_lasting(slot, weight)
+        self._ready = self._present[:] if is_lasting else []
+        for slot, table, tensor in shown:
+            # Values that the user has put into the module, for example by functional_call. A move is recorded for the
+            # backward.
+            if not tensor.is_meta and tensor.device != target:
+                self._present.append((table, slot.leaf, tensor, tensor.to(target)))
         for table, leaf, _, loaded in self._present:
             table[leaf] = loaded
 
@@ -372,9 +330,9 @@ class AlignDevicesHook(ModelHook):
         """Return whether the module has the same meta tensors as in the last forward, unchanged."""
         with without_guard():
             for table, leaf, shown, weight in self._ready:
-                if table.get(leaf) is not shown or weight is None:
+                if table.get(leaf) is not shown or weight.dtype != shown.dtype:
                     return False
-                if weight.dtype != shown.dtype or weight.requires_grad != shown.requires_grad:
+                if weight.requires_grad != shown.requires_grad:
                     return False
         return True
 
@@ -398,7 +356,7 @@ class AlignDevicesHook(ModelHook):
     def _is_lasting(self, slot: Slot, weight: torch.Tensor) -> bool:
         """Return whether a weight on the host is a view of a file or of other memory that stays allocated."""
         assert self.weights_map is not None
-        known = slot.name in self._spans or slot.former is not None
+        known = (slot.name in self._spans or slot.former is not None) and (weight is slot.former or not slot.is_shared)
         return known and weight.data_ptr() == self.weights_map[slot.name].data_ptr()
 
     def unload(self) -> None:

@@ -84,13 +84,10 @@ def attach_align_device_hook(
         execution_device: The device where they run.
         offload: Offload their weights between forwards.
         weights_map: The weights by their names in the full model. Default: a copy of each on the CPU.
-        offload_buffers: See `AlignDevicesHook`.
         module_name: The name of the module in the full model.
-        skip_keys: See `AlignDevicesHook`.
         preload_module_classes: Names of classes whose offloaded weights, including those of submodules, are loaded
             together. Required for modules that use the weight of a submodule without calling it.
-        tied_params_map: Accepted for compatibility; has no effect.
-        prefetcher: See `AlignDevicesHook`.
+        offload_buffers, skip_keys, tied_params_map, prefetcher: See `AlignDevicesHook`.
     """
     options = _HookArguments(weights_map, offload_buffers, skip_keys, preload_module_classes or (), prefetcher)
     _attach(module, {module_name: execution_device}, {module_name: offload}, module_name, options, outer=False)
@@ -115,13 +112,8 @@ def attach_align_device_hook_on_blocks(
         module: Is changed, with all its submodules.
         execution_device: One device, or a device for each block by name. `""` is the model itself.
         offload: One value, or a value for each block by name.
-        weights_map: See `attach_align_device_hook`.
-        offload_buffers: See `AlignDevicesHook`.
-        module_name: The name of the module in the full model.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: See `attach_align_device_hook`.
-        tied_params_map: Accepted for compatibility; has no effect.
-        prefetcher: See `AlignDevicesHook`.
+        weights_map, module_name, preload_module_classes: See `attach_align_device_hook`.
+        offload_buffers, skip_keys, tied_params_map, prefetcher: See `AlignDevicesHook`.
     """
     options = _HookArguments(weights_map, offload_buffers, skip_keys, preload_module_classes or (), prefetcher)
     if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):

@@ -19,8 +19,8 @@ from trainwright.bigmodels.dispatch.model_hooks import CpuOffload, UserCpuOffloa
 from trainwright.bigmodels.dispatch.moves import left_on_disk, refuse_moves
 from trainwright.bigmodels.dispatch.undo import remove_placement, restored_on_failure
 from trainwright.bigmodels.maps.device_map import check_device_map, resolve_device_map
-from trainwright.bigmodels.weights.filling import fill_empty, with_tied_names
 from trainwright.bigmodels.weights.moving import Device, check_available, checked_device, default_device, to_device
+from trainwright.bigmodels.weights.slots import fill_empty, with_tied_names
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict
 from trainwright.core.errors import CheckpointError, ConfigurationError
@@ -76,7 +76,7 @@ def dispatch_model(
         CheckpointError: Tensors have no values, or offloaded weights cannot be found or written.
     """
     places = _places(model, device_map, offload_buffers, strict)
-    main = _main_device(list(places.values()), main_device)
+    main = choose_main_device(list(places.values()), main_device)
     needs_hooks = force_hooks or len(set(places.values())) > 1 or "disk" in places.values()
     offloaded = {"disk"} if properties(main.type).is_unified else {"cpu", "disk"}
     source = _Source(state_dict, offload_dir, offload_index, offload_buffers)
@@ -119,17 +119,9 @@ def _place(
     preload_module_classes: list[str] | None,
     prefetch_bytes: int | None,
 ) -> None:
-    """Add hooks to a model, and offload weights. Call this inside `restored_on_failure`.
+    """Add hooks to a model, and offload the weights whose place is in `offloaded`. The other parts run on `main`.
 
-    Args:
-        model: Is changed. Its previous placement is removed.
-        places: Covers the model.
-        main: The device where parts on the CPU and the disk run.
-        offloaded: Values of `places` whose weights are offloaded: `"cpu"`, `"disk"`.
-        source: Values of weights.
-        skip_keys: See `dispatch_model`.
-        preload_module_classes: See `dispatch_model`.
-        prefetch_bytes: See `dispatch_model`.
+    Call this inside `restored_on_failure`.
     """
     remove_placement(model)
     source = source.with_tied_names(model)
@@ -241,7 +233,8 @@ def _write(tensors: Mapping[str, torch.Tensor], folder: PathLike | None, weights
         weights.add(name, *stored.on_disk(same))
 
 
-def _main_device(devices: list[Device], asked: Device | None) -> torch.device:
+def choose_main_device(devices: list[Device], asked: Device | None = None) -> torch.device:
+    """Return the device that runs parts on the CPU and the disk: `asked`, or the first accelerator, or the CPU."""
     if asked is not None:
         return checked_device(asked)
     first = next((device for device in devices if device not in ("cpu", "disk")), None)
@@ -295,10 +288,8 @@ def cpu_offload(
     Args:
         model: Is changed.
         execution_device: The device that runs it. Default: the accelerator that it is on, or the current one.
-        offload_buffers: Offload buffers too.
         state_dict: Weights on the CPU, and values of tensors on the meta device. Default: the model's own.
-        preload_module_classes: See `attach_align_device_hook`.
-        prefetch_bytes: Bytes that may be loaded before their use; 0 disables prefetching. See `Prefetcher`.
+        offload_buffers, preload_module_classes, prefetch_bytes: See `dispatch_model`.
 
     Returns:
         The model.
@@ -329,9 +320,7 @@ def disk_offload(
         model: Is changed. Weights on the meta device must be in `offload_dir`. Others are written there.
         offload_dir: A folder; created if it does not exist.
         execution_device: See `cpu_offload`.
-        offload_buffers: Offload buffers too.
-        preload_module_classes: See `attach_align_device_hook`.
-        prefetch_bytes: Bytes that may be loaded before their use; 0 disables prefetching. See `Prefetcher`.
+        offload_buffers, preload_module_classes, prefetch_bytes: See `dispatch_model`.
 
     Returns:
         The model.
@@ -365,9 +354,6 @@ def cpu_offload_with_hook(
 
     Returns:
         The model, and its hook: `offload()` moves the model to the CPU, `remove()` removes the hook.
-
-    Raises:
-        ConfigurationError: The device is not on this machine.
     """
     hook = CpuOffload(None if execution_device is None else checked_device(execution_device), prev_module_hook)
     add_hook_to_module(model, hook, append=True)

@@ -47,14 +47,16 @@ class LoadedKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-class _Options(NamedTuple):
+class LoadOptions(NamedTuple):
+    """Arguments of `load_checkpoint_in_model`. With `needs_values`, raise if a weight has no values afterwards."""
+
     device_map: Mapping[str, Device] | None
     folder: PathLike | None
     dtype: torch.dtype | None
     offload_buffers: bool
     keep_in_fp32: tuple[str, ...]
     strict: bool = False
-    needs_values: bool = False  # raise if a weight has no values afterwards
+    needs_values: bool = False
 
 
 def load_checkpoint_in_model(
@@ -104,28 +106,14 @@ def load_checkpoint_in_model(
         ConfigurationError: An argument is invalid, or `offload_folder` is required.
     """
     keep = tuple(keep_in_fp32_modules or ())
-    options = _Options(device_map, offload_folder, to_dtype(dtype), offload_buffers, keep, strict)
+    options = LoadOptions(device_map, offload_folder, to_dtype(dtype), offload_buffers, keep, strict)
     if _is_for_torch(model, options, full_state_dict, broadcast_from_rank0):
         return _load_distributed(model, Path(checkpoint), options, full_state_dict, broadcast_from_rank0)
-    return _load(model, read_checkpoint(Path(checkpoint)), checkpoint, options)
+    return load_weights(model, read_checkpoint(Path(checkpoint)), checkpoint, options)
 
 
-def load_stored_weights(
-    model: nn.Module,
-    stored: StoredWeights,
-    origin: PathLike,
-    *,
-    device_map: Mapping[str, Device],
-    offload_folder: PathLike | None,
-    dtype: torch.dtype | None,
-    keep_in_fp32_modules: list[str] | None,
-) -> LoadedKeys:
-    """Load weights that are already mapped or in memory. See `load_checkpoint_in_model`. Messages contain `origin`."""
-    options = _Options(device_map, offload_folder, dtype, False, tuple(keep_in_fp32_modules or ()))
-    return _load(model, stored, origin, options)
-
-
-def _load(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options: _Options) -> LoadedKeys:
+def load_weights(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options: LoadOptions) -> LoadedKeys:
+    """Load weights that are already mapped or in memory. Messages contain `checkpoint`."""
     targets = find_targets(model)
     if options.device_map is not None:
         _check_map(targets, options.device_map)
@@ -175,19 +163,16 @@ def to_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
-def _is_for_torch(model: nn.Module, options: _Options, full_state_dict: bool, broadcast_from_rank0: bool) -> bool:
+def _is_for_torch(model: nn.Module, options: LoadOptions, full_state_dict: bool, broadcast_from_rank0: bool) -> bool:
     """Return whether torch has to shard or broadcast the weights. Models with a device map are never sharded."""
     if options.device_map is not None:
         return False
-    return broadcast_from_rank0 or (not full_state_dict and any(map(_is_sharded, model.parameters())))
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return type(tensor).__module__.startswith("torch.distributed")
+    kinds = {type(parameter).__module__ for parameter in model.parameters()}
+    return broadcast_from_rank0 or (not full_state_dict and any(kind.startswith("torch.distributed") for kind in kinds))
 
 
 def _load_distributed(
-    model: nn.Module, checkpoint: Path, options: _Options, full_state_dict: bool, broadcast_from_rank0: bool
+    model: nn.Module, checkpoint: Path, options: LoadOptions, full_state_dict: bool, broadcast_from_rank0: bool
 ) -> LoadedKeys:
     """Load weights with torch, which shards them for a model of DTensors."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -221,7 +206,7 @@ def _check_map(targets: list[Target], device_map: Mapping[str, Device]) -> None:
     check_available(device_map)
 
 
-def _check_has_values(targets: list[Target], checkpoint: PathLike, options: _Options) -> None:
+def _check_has_values(targets: list[Target], checkpoint: PathLike, options: LoadOptions) -> None:
     """Raise if `dispatch_model` would raise because of missing values, before weights are overwritten."""
     left = [target for target in targets if target.source is None]
     if empty := _without_values(targets):
@@ -288,7 +273,7 @@ def _list(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names[:_SHOWN]) + more
 
 
-def _choose_device_and_dtype(target: Target, options: _Options) -> None:
+def _choose_device_and_dtype(target: Target, options: LoadOptions) -> None:
     target.dtype = target.tensor.dtype
     if target.tensor.is_floating_point() and options.dtype is not None:
         target.dtype = options.dtype
@@ -333,7 +318,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _offload_to_disk(
-    targets: list[Target], stored: StoredWeights, options: _Options, checkpoint: PathLike
+    targets: list[Target], stored: StoredWeights, options: LoadOptions, checkpoint: PathLike
 ) -> StoredWeights:
     """Return the weights on the disk: those in safetensors files, and the others after writing them to files."""
     left = StoredWeights()
@@ -411,11 +396,9 @@ def load_checkpoint_and_dispatch(
         no_split_module_classes: Names of classes that a computed map does not split.
         offload_folder: See `load_checkpoint_in_model`. Not needed for safetensors.
         offload_buffers: Offload buffers too.
-        dtype: See `load_checkpoint_in_model`.
-        offload_state_dict: Accepted for compatibility; has no effect.
-        skip_keys, preload_module_classes, force_hooks: See `dispatch_model`.
-        strict, full_state_dict, broadcast_from_rank0, keep_in_fp32_modules: See `load_checkpoint_in_model`.
-        prefetch_bytes: See `dispatch_model`.
+        dtype, offload_state_dict, strict, full_state_dict, broadcast_from_rank0, keep_in_fp32_modules: See
+            `load_checkpoint_in_model`.
+        skip_keys, preload_module_classes, force_hooks, prefetch_bytes: See `dispatch_model`.
 
     Returns:
         The model. If it was dispatched, it has the attribute `hf_device_map`.
@@ -439,12 +422,12 @@ def load_checkpoint_and_dispatch(
     else:
         places = None
     keep = tuple(keep_in_fp32_modules or ())
-    options = _Options(places, offload_folder, to_dtype(dtype), offload_buffers, keep, strict, needs_values=True)
+    options = LoadOptions(places, offload_folder, to_dtype(dtype), offload_buffers, keep, strict, needs_values=True)
     with restored_on_failure(model):
         if _is_for_torch(model, options, full_state_dict, broadcast_from_rank0):
             _load_distributed(model, Path(checkpoint), options, full_state_dict, broadcast_from_rank0)
         else:
-            _load(model, read_checkpoint(Path(checkpoint)), checkpoint, options)
+            load_weights(model, read_checkpoint(Path(checkpoint)), checkpoint, options)
         if places is None:
             return model
         return dispatch_model(
@@ -462,12 +445,7 @@ def load_checkpoint_and_dispatch(
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: PathLike
 ) -> None:
-    """Load weights from an offload folder into a model, on the CPU and mapped from their files.
-
-    Args:
-        model: The model. Its parameters and buffers that are in the index are replaced.
-        index: The entries by name, as in the folder's `index.json`. May be empty.
-        offload_folder: A folder that `offload_state_dict` wrote.
+    """Load the weights in `index` from an offload folder into a model, on the CPU and mapped from their files.
 
     Raises:
         CheckpointError: A file is missing or too short.

@@ -11,7 +11,7 @@ from torch import nn
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.core.errors import ConfigurationError
 
-MOVES = ("to", "cuda", "xpu", "cpu", "to_empty")
+_MOVES = ("to", "cuda", "xpu", "cpu", "to_empty")
 
 _LEFT_ON_DISK: weakref.WeakKeyDictionary[nn.Module, StoredWeights] = weakref.WeakKeyDictionary()
 
@@ -22,23 +22,17 @@ def left_on_disk(model: nn.Module) -> StoredWeights:
 
 
 def add_left_on_disk(model: nn.Module, weights: StoredWeights) -> None:
-    """Record weights that a model has only on disk, in addition to those recorded before, and refuse moves.
-
-    Args:
-        model: Has meta tensors for these weights.
-        weights: By their names in the model.
-    """
+    """Record weights, by name, that a model has only on disk, in addition to earlier ones, and refuse moves."""
     both = StoredWeights()
-    for stored in (left_on_disk(model), weights):
-        for name in stored:
-            both.add(name, stored[name], stored.locate(name))
+    both.update(left_on_disk(model))
+    both.update(weights)
     _LEFT_ON_DISK[model] = both
     refuse_moves(model)
 
 
 def refuse_moves(model: nn.Module) -> None:
     """Raise ConfigurationError if a model is moved to a device while weights are offloaded or only on disk."""
-    for name in MOVES:
+    for name in _MOVES:
         if hasattr(type(model), name) and name not in model.__dict__:
             model.__dict__[name] = _Move(name, model)
 
@@ -46,7 +40,7 @@ def refuse_moves(model: nn.Module) -> None:
 def allow_moves(module: nn.Module) -> None:
     """Undo `refuse_moves`, unless weights of the module are only on disk."""
     if module not in _LEFT_ON_DISK:
-        for name in MOVES:
+        for name in _MOVES:
             if isinstance(module.__dict__.get(name), _Move):
                 del module.__dict__[name]
 

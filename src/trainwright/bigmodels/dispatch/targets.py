@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook, offloading_hooks
-from trainwright.bigmodels.weights.mapped_file import FileSpan
 from trainwright.bigmodels.weights.slots import existing_placeholder, like, put
-from trainwright.bigmodels.weights.stored_weights import StoredWeights
+from trainwright.bigmodels.weights.stored_weights import FileSpan, StoredWeights
 
 
 class OffloadedValue(NamedTuple):
@@ -110,11 +109,7 @@ def fill(model: nn.Module, target: Target, stored: StoredWeights) -> None:
 def replace_offloaded(model: nn.Module, target: Target, value: torch.Tensor, span: FileSpan | None) -> None:
     """Replace a target by placeholders under all its names, and its values in hooks by a new value.
 
-    Args:
-        model: The model.
-        target: A target that is offloaded or on the disk.
-        value: The new value.
-        span: The location of the value in a file, if it is on the disk.
+    `span` is the location of the value in a file, if it is on the disk.
     """
     assign(model, target, torch.empty(target.tensor.shape, dtype=target.dtype, device="meta"))
     for each in target.offloaded:

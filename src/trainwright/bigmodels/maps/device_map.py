@@ -6,12 +6,12 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from trainwright.bigmodels.maps.device_memory import memory_budgets, parse_device
 from trainwright.bigmodels.maps.placement import (
     Device,
     Outline,
@@ -30,7 +30,9 @@ from trainwright.bigmodels.maps.sizes import (
     read_outline,
 )
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
-from trainwright.core.host.byte_sizes import format_bytes
+from trainwright.core.host.byte_sizes import convert_file_size_to_int, format_bytes
+from trainwright.core.host.device_types import properties
+from trainwright.core.host.memory import available_host_memory_bytes
 
 if TYPE_CHECKING:
     from trainwright.bigmodels.maps.explain import DeviceMapReport
@@ -269,11 +271,7 @@ def _check(model: nn.Module, device_map: Mapping[str, Device | torch.device], st
 
 
 def check_devices(device_map: Mapping[str, Device | torch.device]) -> None:
-    """Check that a device map is a map from names to devices. This machine need not have the devices.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """Raise ConfigurationError unless a device map maps names to devices. This machine need not have them."""
     if not isinstance(device_map, Mapping):
         raise ConfigurationError(
             f"device_map={device_map!r}, expected a map from names of modules to devices, such as {{'': 'cpu'}}. Call "
@@ -305,12 +303,8 @@ def clean_device_map(
 ) -> MutableMapping[str, Device | torch.device]:
     """Replace the entries of a module's children by one entry for the module, if all are on one device.
 
-    Args:
-        device_map: The map, which is changed in place and keeps its order. No name may be inside another one.
-        module_name: Change only the entries in this module.
-
-    Returns:
-        The same map.
+    The map is changed in place, keeps its order, and is returned. No name may be inside another one. Only entries in
+    `module_name` are changed.
     """
     inner = f"{module_name}." if module_name else ""
     modules = {
@@ -359,8 +353,8 @@ def _warn_of_buffers(
     special_dtypes: Mapping[str, DType] | None,
 ) -> None:
     """Warn if the buffers of offloaded modules do not fit the computing device beside the largest offloaded layer."""
-
     modules = dict(model.named_modules(remove_duplicate=False))
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
     def buffer_bytes(name: str) -> int:
         return compute_module_total_buffer_size(modules[name], dtype, special_dtypes) if name in modules else 0
@@ -370,12 +364,10 @@ def _warn_of_buffers(
     budget = None if runs_on is None else budgets[runs_on]
     if not needed or runs_on is None or budget is None:
         return
-    streamed, buffers = 0, {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    for index, device in placement.device_of.items():
-        for part in range(index, outline.ends[index]) if not is_accelerator(device) else ():
-            name = outline.names[part]
-            if outline.is_layer[part] and name not in buffers:
-                streamed = max(streamed, outline.sizes_bytes[part] - buffer_bytes(name))
+    offloaded = [index for index, device in placement.device_of.items() if not is_accelerator(device)]
+    parts = {part for index in offloaded for part in range(index, outline.ends[index]) if outline.is_layer[part]}
+    sizes = {outline.names[part]: outline.sizes_bytes[part] for part in parts}
+    streamed = max((size - buffer_bytes(name) for name, size in sizes.items() if name not in buffers), default=0)
     free = budget - placement.used_bytes[runs_on] - streamed
     if needed > free:
         warnings.warn(
@@ -385,3 +377,86 @@ def _warn_of_buffers(
             TrainwrightWarning,
             stacklevel=3,
         )
+
+
+_WORDS = ("cpu", "disk", "mps", "meta")
+
+
+def parse_device(device: Device | torch.device) -> Device:
+    """Return the name of a device in device maps: an index, `"cpu"`, `"disk"`, `"meta"`, or a name like `"xpu:1"`.
+
+    Converts an index in text to a number. Does not check that this machine has the device.
+
+    Raises:
+        ConfigurationError: torch does not know the device.
+    """
+    if isinstance(device, torch.device):
+        return str(device)
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    if isinstance(device, str) and device.isdecimal():
+        return int(device)
+    if device in _WORDS:
+        return device
+    try:
+        return str(torch.device(str(device)))
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"device {device!r} is unknown.{nearest(str(device), _WORDS)} Write the index of an accelerator (0, 1, …), "
+            "'cpu', 'disk', 'mps', 'meta', or a device of torch such as 'cuda:1' or 'xpu:0'."
+        ) from error
+
+
+def get_max_memory(
+    max_memory: Mapping[Device, float | str] | None = None,
+) -> dict[Device, int]:
+    """Return bytes per device in the order in which devices are filled: accelerators, then `"cpu"`, then `"disk"`.
+
+    Args:
+        max_memory: Device → bytes (rounded down), or text such as `"10GiB"`. Other devices are not used, except the
+            disk for modules that fit no other device. None uses the free memory of every accelerator and of the host;
+            measuring it initializes the accelerators and waits for them. As in Accelerate, text in a dict is replaced
+            by its number of bytes, because transformers reads the dict afterwards.
+
+    Raises:
+        ConfigurationError: A device is unknown or named twice, or an amount of memory is invalid.
+    """
+    budgets = memory_budgets(max_memory)
+    if isinstance(max_memory, MutableMapping):
+        for name, size in max_memory.items():
+            if isinstance(size, str):
+                max_memory[name] = budgets[parse_device(name)]
+    return budgets
+
+
+def memory_budgets(max_memory: Mapping[Device, float | str] | None) -> dict[Device, int]:
+    """Return what `get_max_memory` returns, without changing `max_memory`."""
+    if max_memory is None:
+        return _free_memory()
+    budgets: dict[Device, int] = {}
+    for name, size in max_memory.items():
+        device = parse_device(name)
+        if device in budgets:
+            raise ConfigurationError(f"max_memory names the device {device!r} twice: {list(max_memory)}.")
+        number = int(size) if isinstance(size, float) and isfinite(size) else size
+        budgets[device] = convert_file_size_to_int(number)  # type: ignore[arg-type]  # it refuses other floats
+    return dict(sorted(budgets.items(), key=lambda item: _filling_order(item[0])))
+
+
+def _filling_order(device: Device) -> tuple[int, str, int]:
+    if isinstance(device, int):
+        return (0, "", device)
+    kind, _, index = device.partition(":")
+    return ({"cpu": 2, "disk": 3, "meta": 4}.get(kind, 1), kind, int(index or 0))
+
+
+def _free_memory() -> dict[Device, int]:
+    host = available_host_memory_bytes()
+    if not torch.accelerator.is_available():
+        return {"cpu": host}
+    kind = torch.accelerator.current_accelerator()
+    module = torch.get_device_module(kind)
+    if kind is not None and hasattr(module, "mem_get_info"):
+        return {**{i: int(module.mem_get_info(i)[0]) for i in range(torch.accelerator.device_count())}, "cpu": host}
+    # Apple's accelerator shares the host's memory, which must not be counted twice.
+    return {kind.type: host} if kind is not None and properties(kind.type).is_unified else {"cpu": host}

@@ -110,30 +110,14 @@ def count_stored_weights(path: Path) -> WeightCount:
     return WeightCount(sum(layers.values()), sum(fixed.values()), largest, layers[largest], fixed[largest])
 
 
-def count_activation_bytes(forward: Callable[[], Any], model: nn.Module) -> int:
-    """Return the bytes that autograd saves in a forward, without the model's parameters and buffers.
-
-    The forward may use fake tensors (`torch._subclasses.FakeTensorMode`), which take no memory. Activation
-    checkpointing reduces the result.
-
-    Args:
-        forward: Calls the model. It runs with gradients enabled.
-        model: Its parameters and buffers are not counted.
-    """
-    return sum(count_stage_bytes(forward, model, [])[0])
-
-
 def count_stage_bytes(
     forward: Callable[[], Any], model: nn.Module, stages: Sequence[Sequence[nn.Module]]
 ) -> tuple[list[int], list[int]]:
     """Return the bytes that autograd saves in each stage of a pipeline, and the bytes that each sends to the next.
 
-    A stage ends with the call of its last module. Tensors that two stages save are counted in both.
-
-    Args:
-        forward: See `count_activation_bytes`.
-        model: Its parameters and buffers are not counted.
-        stages: The modules of each stage, in the order of their calls. If empty, the model is one stage.
+    `forward` calls the model, with gradients enabled. Fake tensors (`torch._subclasses.FakeTensorMode`) take no memory.
+    A stage ends with the call of its last module. Tensors that two stages save are counted in both, and the model's
+    parameters and buffers in none. Without stages, the model is one. Activation checkpointing reduces the result.
     """
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     kept: list[dict[int, torch.UntypedStorage]] = [{}]
@@ -186,12 +170,8 @@ def kv_cache_bytes(config: Mapping[str, Any], *, batch_size: int, sequence_lengt
     Layers with sliding windows cache the tokens in the window. A decoder is assumed to cache as many tokens of the
     encoder as of its own. Latent attention caches the compressed vectors.
 
-    Args:
-        config: A configuration of transformers. The names of its settings may be those of any model family. For models
-            of text and images, `text_config` is used.
-        batch_size: Number of sequences.
-        sequence_length: Tokens per sequence, including the prompt.
-        dtype: Dtype of the cache.
+    `config` is a configuration of transformers, with the names of any model family; for models of text and images,
+    `text_config` is used. `sequence_length` includes the prompt.
     """
     text = config.get("text_config")
     config = text if isinstance(text, Mapping) else config

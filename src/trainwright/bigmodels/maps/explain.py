@@ -22,13 +22,9 @@ from trainwright.core.host.byte_sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """The modules on one device.
+    """The modules on one device, and its budget (None: unlimited).
 
-    Attributes:
-        device: An accelerator's index or name, `"cpu"` or `"disk"`.
-        budget_bytes: Its budget. None means unlimited.
-        used_bytes: Bytes of the modules on it.
-        modules: Their names, in order. A module that is completely on the device is named instead of its children.
+    A module that is completely on the device is named instead of its children.
     """
 
     device: Device
@@ -69,13 +65,7 @@ class DeviceMapReport:
 
 
 def explain(outline: Outline, budgets: Mapping[Device, int | None], placement: Placement) -> DeviceMapReport:
-    """Return a report of a placement; see `DeviceMapReport`.
-
-    Args:
-        outline: The outline that was passed to `place`.
-        budgets: The budgets that were passed to `place`.
-        placement: The result of `place`.
-    """
+    """Return a report of a placement, given the arguments and the result of `place`."""
     names: dict[Device, list[str]] = {device: [] for device in budgets}
     for part, device in collapse(outline, outermost(outline, placement.device_of)).items():
         names[device].append(outline.names[part])

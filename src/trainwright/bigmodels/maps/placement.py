@@ -44,15 +44,7 @@ class Outline(NamedTuple):
 
 
 class FullDevice(NamedTuple):
-    """A device that had no room for the next layer.
-
-    Attributes:
-        device: The device.
-        part: Index of the layer that did not fit.
-        needed_bytes: Bytes of that layer and of the parts tied to it.
-        free_bytes: Bytes that were free on the device, including `reserved_bytes`.
-        reserved_bytes: Bytes that are reserved for offloaded layers.
-    """
+    """A device that had no room for layer `part`. `needed_bytes` includes the parts tied to it."""
 
     device: Device
     part: int
@@ -92,16 +84,11 @@ def is_accelerator(device: Device) -> bool:
 
 
 def place(outline: Outline, budgets: dict[Device, int | None], *, fallback: bool = False) -> Placement:
-    """Assign a device to every part of a model.
+    """Assign a device to every part of a model, filling the devices in the order of `budgets` (None: unlimited).
 
     Parts that share a tensor are on one device, layers are not split, and no budget is exceeded. A later part is on the
-    same device or on a later one, unless it shares a tensor with an earlier part or `fallback` is True.
-
-    Args:
-        outline: The model.
-        budgets: Bytes per device, in the order in which they are filled. None means unlimited, 0 disables the device.
-        fallback: If the next part does not fit an empty device, place the first later part that fits. Modules are
-            tried before their children.
+    same device or a later one, unless it shares a tensor with an earlier part. With `fallback`, if the next part does
+    not fit an empty device, the first later part that fits is placed there; modules are tried before their children.
 
     Raises:
         ConfigurationError: Only the disk can hold the largest layer, or the budgets are too small for the model.

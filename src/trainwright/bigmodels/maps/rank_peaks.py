@@ -18,7 +18,6 @@ from typing import Any
 from torch import nn
 
 from trainwright.bigmodels.maps.sizes import NUMBERED_BLOCK
-from trainwright.bigmodels.maps.zero_peaks import ZeroBuckets, flat_peak, sharded_peak
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.fsdp.layers.known_models import PlannedMesh, ready_plan
 from trainwright.strategies.fsdp.layers.plan import SplitLayers
@@ -26,6 +25,28 @@ from trainwright.strategies.megatron.stages import find_stages
 
 _BYTES, _STATES = 4, 8  # of a weight or gradient in float32, and of Adam's two averages
 _TEMPORARIES = 2  # temporary tensors of a parameter's size in Adam's update
+_ALIGNMENT = 2  # stages 1 and 2 of ZeRO pad each rank's shard to a multiple of this number of elements
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroBuckets:
+    """Sizes of DeepSpeed's buffers, in elements. The defaults are those of `DeepSpeedStrategy`.
+
+    Attributes:
+        reduce: `reduce_bucket_size`: gradients per reduction.
+        overlap: `overlap_comm`: stages 1 and 2 fill a second bucket while the first one is reduced.
+        persistent: `stage3_param_persistence_threshold`: parameters up to this size stay gathered.
+        prefetch: `stage3_prefetch_bucket_size`: parameters per prefetch.
+        reuse: `stage3_max_reuse_distance`: a parameter that is used again within this distance stays gathered.
+        live: `stage3_max_live_parameters`: prefetching stops at this number of gathered elements.
+    """
+
+    reduce: int = 200_000_000
+    overlap: bool = True
+    persistent: int = 100_000
+    prefetch: int = 50_000_000
+    reuse: int = 1_000_000_000
+    live: int = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +107,9 @@ def shape_of(sizes: Mapping[str, int]) -> TrainingShape:
 def rank_peaks(
     shape: TrainingShape, *, world_size: int, activation_bytes: int, buckets: ZeroBuckets | None = None
 ) -> dict[str, int]:
-    """Return the peak bytes on one rank's device in a step, by strategy.
+    """Return the peak bytes on one rank's device in a step, by strategy. All ranks have the same activations.
 
-    Args:
-        shape: Shape of the model.
-        world_size: Number of ranks. All have the same activations.
-        activation_bytes: Bytes that autograd saves in one rank's forward. See `count_activation_bytes`.
-        buckets: Sizes of DeepSpeed's buffers. Default: those of `DeepSpeedStrategy`.
+    `activation_bytes` is what autograd saves in one rank's forward; see `count_stage_bytes`.
     """
     ranks, kept = world_size, activation_bytes
     weights = gradients = _BYTES * shape.elements
@@ -110,27 +127,95 @@ def rank_peaks(
         + max(stepping // ranks, max(kept, gradients // ranks) + 3 * outside + shape.uses * largest + 5 * unit),
         "offload": outside + max(kept + largest, _streaming(shape, kept)),
     }
-    zero: dict[str, Any] = {
-        "world_size": ranks,
-        "activation_bytes": kept,
-        "uses": shape.uses,
-        "buckets": buckets or ZeroBuckets(),
-    }
+    zero: dict[str, Any] = {"world_size": ranks, "activation_bytes": kept, "uses": shape.uses}
+    zero["buckets"] = buckets or ZeroBuckets()
     for stage in (1, 2):
-        peaks[f"deepspeed_stage_{stage}"] = flat_peak(shape.sizes, stage=stage, **zero)
-    peaks["deepspeed_stage_3"] = sharded_peak(shape.sizes, **zero)
+        peaks[f"deepspeed_stage_{stage}"] = _flat_peak(shape.sizes, stage=stage, **zero)
+    peaks["deepspeed_stage_3"] = _sharded_peak(shape.sizes, **zero)
     return {name: math.ceil(peak) for name, peak in peaks.items()}
 
 
-def split_peak(share: TrainingShape, *, world_size: int, activation_bytes: int, logits_bytes: int) -> int:
-    """Return the peak bytes on one rank's device in a step under `tp`.
+def _flat_peak(
+    sizes: Sequence[int], *, stage: int, world_size: int, activation_bytes: int, uses: int, buckets: ZeroBuckets
+) -> int:
+    """Return the peak bytes on one rank's device in a step at stage 1 or 2, for parameters of these sizes.
 
-    Args:
-        share: Shape of one rank's shards. See `model_of_one_rank`.
-        world_size: Number of ranks that the layers are split over.
-        activation_bytes: Bytes that autograd saves in one rank's forward.
-        logits_bytes: Bytes of the full logits. The loss's backward makes two gradients of this size. Collectives may
-            still hold the rank's own logits and the gathered ones at that time.
+    Simulates a step of DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py). The backward computes gradients
+    from the last parameter to the first and frees activations. Gradients are collected in buckets, copied into a buffer
+    and reduced, and each rank keeps its shard. The optimizer then updates the shard as one tensor.
+    """
+    elements = _ALIGNMENT * world_size * math.ceil(sum(sizes) / (_ALIGNMENT * world_size))
+    shard = elements // world_size
+    held = _BYTES * (elements + 3 * shard)  # parameters; the updated copy of the shard, and two averages
+    bucket_bytes = _BYTES * buckets.reduce * (2 if buckets.overlap else 1)
+    peak = _BYTES * shard * (1 + _TEMPORARIES)
+    for rank in (0, world_size - 1):  # the position of a rank's shard decides when the rank stores its gradients
+        owned = _owned(sizes, rank * shard, (rank + 1) * shard)
+        backward = bucket_bytes + _backward_peak(sizes, owned, stage, activation_bytes, uses, buckets)
+        flattened = _BYTES * (sum(size for size, mine in zip(sizes, owned, strict=True) if mine) + shard)
+        peak = max(peak, backward, flattened)
+    return held + peak
+
+
+def _sharded_peak(
+    sizes: Sequence[int], *, world_size: int, activation_bytes: int, uses: int, buckets: ZeroBuckets
+) -> int:
+    """Return the peak bytes on one rank's device in a step at stage 3. See `_flat_peak`."""
+    shard = sum(math.ceil(size / world_size) for size in sizes)
+    held = _BYTES * (5 * shard + buckets.reduce)  # parameters, the updated copy, two averages, gradients
+    gathered = _BYTES * _gathered(sizes, buckets)
+    backward = _backward_peak(sizes, [False] * len(sizes), 3, activation_bytes, uses, buckets)
+    return held + max(gathered + backward, _BYTES * shard * (1 + _TEMPORARIES))
+
+
+def _owned(sizes: Sequence[int], begin: int, end: int) -> list[bool]:
+    """Return for each parameter whether it overlaps the shard from `begin` to `end` of the flat parameters."""
+    found, offset = [], 0
+    for size in sizes:
+        found.append(offset < end and offset + size > begin)
+        offset += size
+    return found
+
+
+def _backward_peak(
+    sizes: Sequence[int], owned: Sequence[bool], stage: int, activation_bytes: int, uses: int, buckets: ZeroBuckets
+) -> int:
+    """Return the peak bytes of activations and gradients in the backward, without the buckets."""
+    total, done, peak = sum(sizes), 0, 0
+    shard_bytes = _BYTES * sum(size for size, mine in zip(sizes, owned, strict=True) if mine)
+    kept = 0  # gradients of the shard, allocated together with the first one
+    outside = _BYTES * max(sizes, default=0) if uses > 1 else 0  # gradients that are not in a bucket
+    # Elements in the bucket, bytes of gradients that are reduced outside it, and whether one belongs to this rank.
+    filled, freed_next, has_own = 0, 0, False
+    for size, mine in [*zip(reversed(sizes), reversed(owned), strict=True), (0, False)]:
+        outside += _BYTES * size
+        peak = max(peak, activation_bytes * (total - done) // total + kept + outside)
+        if filled and (filled + size > buckets.reduce or done == total):
+            kept = shard_bytes if has_own else kept
+            # The reduction may still hold the send buffer when the rank copies its shard from it.
+            peak = max(peak, activation_bytes * (total - done) // total + kept + outside + _BYTES * filled)
+            outside -= freed_next
+            filled, freed_next, has_own = 0, 0, False
+        if size <= buckets.reduce:
+            outside -= _BYTES * size
+        elif stage > 1 or mine:  # stage 1 does not free the gradients of other ranks' shards
+            freed_next += _BYTES * size
+        filled, has_own, done = filled + size, has_own or mine, done + size
+    return peak
+
+
+def _gathered(sizes: Sequence[int], buckets: ZeroBuckets) -> int:
+    """Return the largest number of gathered elements, reached between the forward and the backward."""
+    others = [size for size in sizes if size > buckets.persistent]
+    ahead = buckets.reuse // 2 + min(buckets.prefetch, buckets.live) + max(others, default=0)
+    return sum(sizes) - sum(others) + min(sum(others), ahead)
+
+
+def split_peak(share: TrainingShape, *, world_size: int, activation_bytes: int, logits_bytes: int) -> int:
+    """Return the peak bytes on one rank's device in a step under `tp`, for the shape of one rank's shards.
+
+    The loss's backward makes two gradients of the size of the full logits. Collectives may still hold the rank's own
+    logits and the gathered ones at that time.
     """
     alone = rank_peaks(share, world_size=1, activation_bytes=activation_bytes)["single"]
     loss = activation_bytes + 3 * logits_bytes + logits_bytes // world_size
@@ -146,12 +231,8 @@ def pipeline_peak(
 ) -> int:
     """Return the peak bytes on one rank's device in a step of a pipeline with schedule `1f1b`.
 
-    Args:
-        stages: Shape of each rank's stage. See `stage_shapes`.
-        num_micro_batches: Micro-batches per step.
-        activation_bytes: Bytes that autograd saves in each stage for one micro-batch. See `count_stage_bytes`.
-        sent_bytes: Bytes that each stage except the last sends to the next one per micro-batch. torch receives the
-            activations and gradients of each micro-batch in a separate buffer, and keeps all buffers.
+    `activation_bytes` and `sent_bytes` are the result of `count_stage_bytes` for one micro-batch. torch receives the
+    activations and gradients of each micro-batch in a separate buffer, and keeps all buffers.
     """
     found = []
     for i, (shape, kept) in enumerate(zip(stages, activation_bytes, strict=True)):
@@ -216,16 +297,11 @@ _ENDS = ("embedding", "colwise_gathered")  # styles of layers whose input or out
 
 
 def model_of_one_rank(model: nn.Module, tp: int, *, ends: bool = True) -> nn.Module | None:
-    """Return a copy of a model whose layers have the shapes of one rank's shards, by the model's known plan.
+    """Return a copy of a model on the meta device with the shapes of one rank's shards, by the model's known plan.
 
-    Args:
-        model: A model on the meta device. Only the shapes of the copy are meaningful.
-        tp: Number of ranks that the layers are split over.
-        ends: False does not split the embedding and the output layer. The copy can then be called, and autograd saves
-            the same bytes as on one rank.
-
-    Returns:
-        The copy, or None if the model has no known plan or the plan cannot split it over `tp` ranks.
+    Return None if there is no known plan, or the plan cannot split the model over `tp` ranks. Only the copy's shapes
+    are meaningful. Without `ends`, the embedding and the output layer are not split: the copy can be called, and
+    autograd saves the same bytes as on one rank.
     """
     share = copy.deepcopy(model)
     task: Any = share  # SplitLayers reads only the module names of a task

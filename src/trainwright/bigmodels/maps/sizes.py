@@ -99,11 +99,7 @@ def named_module_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a module's parameters and then its buffers by name, each tensor once.
 
-    Args:
-        module: The module.
-        include_buffers: Also yield buffers.
-        recurse: Also yield the tensors of its submodules.
-        remove_non_persistent: Skip buffers that are not in the state dict.
+    `remove_non_persistent` skips buffers that are not in the state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -161,12 +157,7 @@ def get_max_layer_size(
     """Return the bytes of the largest layer and the names of all layers of that size, in order.
 
     A layer is never split over devices: a module without submodules, a module of `no_split_module_classes`, or a tensor
-    that belongs directly to another module.
-
-    Args:
-        modules: Names and modules (or parameters) to search.
-        module_sizes: The result of `compute_module_sizes`.
-        no_split_module_classes: Names of classes that are never split.
+    that belongs directly to another module. `module_sizes` is the result of `compute_module_sizes`.
     """
     no_split = class_names(no_split_module_classes)
     largest, names = 0, list[str]()
@@ -188,11 +179,7 @@ def get_max_layer_size(
 
 
 def class_names(no_split_module_classes: Collection[str] | str | None) -> frozenset[str]:
-    """Convert one class name, several or None to a set.
-
-    Raises:
-        ConfigurationError: A name is not a string.
-    """
+    """Convert one class name, several or None to a set. Raise ConfigurationError if a name is not a string."""
     given = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes or ()
     for name in given:
         if not isinstance(name, str):
@@ -215,12 +202,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return the names of shared parameters, sorted: one list per parameter object.
 
-    Args:
-        model: A model on any device.
-        kwargs: Must be empty; part of Accelerate's signature.
-
-    Raises:
-        TypeError: `kwargs` is not empty.
+    `kwargs` are part of Accelerate's signature and must be empty.
     """
     if kwargs:
         raise TypeError(f"find_tied_parameters() accepts only a model. Remove {', '.join(map(repr, kwargs))}.")
@@ -233,13 +215,8 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
     """Tie parameters again after loading has replaced some of them.
 
-    Args:
-        model: The model, which is changed in place.
-        tied_params: Groups of names from `find_tied_parameters`. Each group shares its first parameter that is not on
-            the meta device, or the first one if all are.
-
-    Raises:
-        AttributeError: The model has no such parameter. Nothing is changed.
+    Each group of names from `find_tied_parameters` shares its first parameter that is not on the meta device, or the
+    first one if all are. An unknown name is an AttributeError, and nothing is changed.
     """
     groups = []
     for names in tied_params:

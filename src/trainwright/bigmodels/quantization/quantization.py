@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.dispatch.attach import innermost
-from trainwright.bigmodels.dispatch.dispatch import dispatch_model
-from trainwright.bigmodels.dispatch.loading import PathLike, load_stored_weights
+from trainwright.bigmodels.dispatch.dispatch import choose_main_device, dispatch_model
+from trainwright.bigmodels.dispatch.loading import LoadOptions, PathLike, load_weights
 from trainwright.bigmodels.dispatch.undo import restored_on_failure
 from trainwright.bigmodels.maps.device_map import resolve_device_map
 from trainwright.bigmodels.maps.sizes import DType, find_tied_parameters
@@ -198,7 +198,7 @@ def load_and_quantize_model(
     linears = _linears_to_quantize(model, config, may_be_quantized=weights_location is not None)
     places = _resolve_map(model, config, linears, layers, device_map, no_split_module_classes, max_memory)
     check_available(places)
-    runs_on = _main_device(places)
+    runs_on = choose_main_device(list(places.values()))
     layers.check(runs_on)
     new: dict[str, nn.Module] = {}
     for name, linear in linears.items():
@@ -298,13 +298,6 @@ def _resolve_map(
     return dict(found)
 
 
-def _main_device(places: Mapping[str, Device]) -> torch.device:
-    first = next((device for device in places.values() if device not in ("cpu", "disk")), None)
-    if first is not None:
-        return to_device(first)
-    return default_device() if set(places.values()) == {"disk"} else torch.device("cpu")
-
-
 def _parts(name: str, stored: StoredWeights, layers: QuantizedLayers) -> dict[str, torch.Tensor]:
     """Return the tensors of a linear layer in a checkpoint: `"weight"`, `"bias"`, and parts of a quantized weight."""
     prefix = f"{name}."
@@ -333,15 +326,8 @@ def _load_rest(
         if not any(name.startswith(f"{module}.") for module in new):
             rest.add(name, tensor, stored.locate(name))
     former = {name: _swap(model, name, nn.Identity()) for name in new}
-    load_stored_weights(
-        model,
-        rest,
-        str(weights_location or "the model itself"),
-        device_map=places,
-        offload_folder=offload_folder,
-        dtype=dtype,
-        keep_in_fp32_modules=config.keep_in_fp32_modules,
-    )
+    options = LoadOptions(places, offload_folder, dtype, False, tuple(config.keep_in_fp32_modules or ()))
+    load_weights(model, rest, str(weights_location or "the model itself"), options)
     for name, module in new.items():
         _swap(model, name, module.train(former[name].training))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,8 +20,8 @@ Parts = Mapping[str, torch.Tensor]
 """A layer's tensors in a checkpoint by name: `"weight"`, `"bias"`, and the tensors of a quantized weight."""
 
 
-class QuantizedLayers(Protocol):
-    """A factory of quantized linear layers.
+class QuantizedLayers(ABC):
+    """A factory of quantized linear layers, by default those of bitsandbytes.
 
     Attributes:
         width: Dtype of a weight, to compute sizes.
@@ -29,15 +30,23 @@ class QuantizedLayers(Protocol):
 
     width: DType
     extra_keys: tuple[str, ...]
+    bnb: Any
 
     def check(self, device: torch.device) -> None:
         """Raise ConfigurationError if the layers cannot run on a device."""
+        known = getattr(self.bnb, "supported_torch_devices", None)
+        if known is not None and device.type not in known:
+            raise ConfigurationError(
+                f"bitsandbytes has no backend for {device.type}; it has {', '.join(sorted(known))}. Use another device."
+            )
 
+    @abstractmethod
     def make(self, linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
         """Return a quantized copy of `linear` on `device`. Blocks."""
 
     def make_offloaded(self, linear: nn.Linear, parts: Parts) -> nn.Module | None:
         """Return a quantized copy of `linear` that supports offloading, or None if there is none."""
+        return None
 
 
 def _check_shape(linear: nn.Linear, weight: torch.Tensor) -> torch.Tensor:
@@ -58,19 +67,15 @@ def _bias(linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dt
     return nn.Parameter(bias, requires_grad=False)
 
 
-class Bnb8Bit:
+class Bnb8Bit(QuantizedLayers):
     """int8 layers of bitsandbytes with a scale per row. Large activations are computed in floating point."""
 
     width: DType = torch.int8
-    extra_keys: tuple[str, ...] = ("SCB", "weight_format")
+    extra_keys = ("SCB", "weight_format")
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
         self.bnb: Any = require_package("bitsandbytes", purpose="quantization in 8 bits")
-
-    def check(self, device: torch.device) -> None:
-        """Every device that bitsandbytes has a backend for."""
-        _check_backend(self.bnb, device)
 
     def make(self, linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
         """Return a `Linear8bitLt`."""
@@ -91,8 +96,7 @@ class Bnb8Bit:
             weight = _check_shape(linear, parts["weight"]).to(torch.float16)
             made.weight = self.bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(device)
         made.bias = _bias(linear, parts, device, dtype)
-        layer: nn.Module = made
-        return layer
+        return cast("nn.Module", made)
 
     def make_offloaded(self, linear: nn.Linear, parts: Parts) -> nn.Module | None:
         """Return an `Int8Linear`."""
@@ -104,13 +108,9 @@ class Bnb8Bit:
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with int8 weights and a scale per row. The output has the dtype of the input.
+    """A linear layer with int8 weights and a scale per row: row `i` of the weight is `weight[i] * scale[i]`.
 
-    Args:
-        linear: A layer of the same size.
-        weight: int8 of shape (out, in).
-        scale: float32 of shape (out,). Row `i` of the layer's weight is `weight[i] * scale[i]`.
-        bias: Shape (out,), or None.
+    Its size is that of `linear`. The output has the dtype of the input.
     """
 
     def __init__(self, linear: nn.Linear, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -144,11 +144,10 @@ def plain_linear(module: Any) -> nn.Linear:
 _PACKED_ROWS = 32  # rows of a weight that bitsandbytes packs together for the CPU
 
 
-class Bnb4Bit:
+class Bnb4Bit(QuantizedLayers):
     """4-bit layers of bitsandbytes."""
 
     width: DType = CustomDtype.INT4
-    extra_keys: tuple[str, ...]
 
     def __init__(self, quant_type: str, double_quant: bool, compute_dtype: torch.dtype) -> None:
         self.quant_type, self.double_quant, self.compute_dtype = quant_type, double_quant, compute_dtype
@@ -157,10 +156,6 @@ class Bnb4Bit:
             f"weight.quant_state.bitsandbytes__{quant_type}",
         )
         self.bnb: Any = require_package("bitsandbytes", purpose="quantization in 4 bits")
-
-    def check(self, device: torch.device) -> None:
-        """Every device that bitsandbytes has a backend for."""
-        _check_backend(self.bnb, device)
 
     def make(self, linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
         """Return a `Linear4bit`."""
@@ -194,12 +189,7 @@ class Bnb4Bit:
         # Packing replaces the tensors of the state, so this copy takes memory only afterwards.
         state.trainwright_unpacked = copy.copy(state)
         made.register_state_dict_pre_hook(_unpack_first)
-        layer: nn.Module = made
-        return layer
-
-    def make_offloaded(self, linear: nn.Linear, parts: Parts) -> nn.Module | None:
-        """Return None, because 4-bit weights cannot be moved between devices in each forward."""
-        return None
+        return cast("nn.Module", made)
 
 
 def unpack_4bit_weights(model: nn.Module) -> None:
@@ -237,15 +227,7 @@ def _unpack_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     unpack_4bit_weights(module)
 
 
-def _check_backend(bnb: Any, device: torch.device) -> None:
-    known = getattr(bnb, "supported_torch_devices", None)
-    if known is not None and device.type not in known:
-        raise ConfigurationError(
-            f"bitsandbytes has no backend for {device.type}; it has {', '.join(sorted(known))}. Use another device."
-        )
-
-
-class Torchao:
+class Torchao(QuantizedLayers):
     """Layers of torchao: ordinary `nn.Linear` modules whose weights are tensor subclasses."""
 
     def __init__(self, quant_type: str, group_size: int) -> None:
@@ -285,12 +267,7 @@ class Torchao:
             )
         if saved:
             made.weight = nn.Parameter(_with_values(made.weight.data, saved, device), requires_grad=False)
-        layer: nn.Module = made
-        return layer
-
-    def make_offloaded(self, linear: nn.Linear, parts: Parts) -> nn.Module | None:
-        """Return None."""
-        return None
+        return cast("nn.Module", made)
 
     def _config(self) -> Any:
         kinds = self.torchao.quantization

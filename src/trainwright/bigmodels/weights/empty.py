@@ -23,7 +23,16 @@ from torch.nn.parameter import is_lazy
 
 _META = torch.device("meta")
 _TWIN = "_trainwright_moved_to"
-_entered = threading.local()
+
+
+class _Entered(threading.local):
+    """The active contexts of this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.contexts: list[object] = []
+
+
+_entered = _Entered()
 
 
 @contextmanager
@@ -63,12 +72,12 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     buffers: dict[tuple[int, str], nn.Module] = {}  # the end of the context tells which of them are persistent
 
     def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if not _is_innermost(token) or parameter.device == target:
+        if _entered.contexts[-1:] != [token] or parameter.device == target:
             return None  # the same object: it may be tied
         return _moved_parameter(parameter, target)
 
     def move_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
-        if not _is_innermost(token) or buffer is None or not include_buffers:
+        if _entered.contexts[-1:] != [token] or buffer is None or not include_buffers:
             return None
         if target == _META:
             buffers[id(module), name] = module
@@ -76,8 +85,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         return buffer.to(target)
 
     with ExitStack() as stack:
-        _contexts().append(token)
-        stack.callback(_contexts().remove, token)
+        _entered.contexts.append(token)
+        stack.callback(_entered.contexts.remove, token)
         # torch annotates the hooks as returning None, but uses their result.
         on_parameter: Any = move_parameter
         on_buffer: Any = move_buffer
@@ -96,17 +105,6 @@ def _empty(buffers: dict[tuple[int, str], nn.Module]) -> None:
         buffer = module._buffers.get(name)
         if buffer is not None and name not in module._non_persistent_buffers_set:
             module._buffers[name] = twins.setdefault(id(buffer), buffer.to(_META))
-
-
-def _contexts() -> list[object]:
-    """Return the active contexts of this thread, innermost last."""
-    found: list[object] = _entered.__dict__.setdefault("contexts", [])
-    return found
-
-
-def _is_innermost(token: object) -> bool:
-    contexts = _contexts()
-    return bool(contexts) and contexts[-1] is token
 
 
 def _moved_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -21,9 +21,6 @@ def to_device(device: Device) -> torch.device:
     """Convert to a `torch.device`. A number is an index of the current accelerator type.
 
     A device type without an index gets the index of the current device. Does not check that this machine has it.
-
-    Raises:
-        ConfigurationError: torch does not know the device.
     """
     try:
         found = torch.device(int(device) if isinstance(device, str) and device.isdecimal() else device)
@@ -38,11 +35,7 @@ def to_device(device: Device) -> torch.device:
 
 
 def checked_device(device: Device) -> torch.device:
-    """Convert to a `torch.device`, and check that this machine has it. This initializes the device.
-
-    Raises:
-        ConfigurationError: torch does not know the device, or this machine does not have it.
-    """
+    """Convert to a `torch.device`. Raise ConfigurationError if this machine does not have it. Initializes it."""
     found = to_device(device)
     try:
         torch.empty(0, device=found)
@@ -55,11 +48,7 @@ def checked_device(device: Device) -> torch.device:
 
 
 def check_available(device_map: Mapping[str, Device]) -> None:
-    """Check that this machine has the devices of a device map.
-
-    Raises:
-        ConfigurationError: It does not have one. The message contains its entry.
-    """
+    """Raise ConfigurationError, with the entry, if this machine does not have a device of a device map."""
     checked: set[Device] = {"disk"}
     for name, device in device_map.items():
         if device not in checked:
@@ -81,12 +70,7 @@ def default_device() -> torch.device:
 def move_inputs(values: Any, device: torch.device, skip_keys: Collection[str] = ()) -> Any:
     """Return `values` with their tensors on `device`, or the same object if they are on it already.
 
-    Blocks if a tensor is copied to the host.
-
-    Args:
-        values: Arguments or an output, possibly nested.
-        device: The target.
-        skip_keys: Keys of mappings, at every depth, whose values are not moved.
+    Values of `skip_keys`, at every depth, are not moved. Blocks if a tensor is copied to the host.
     """
     if not _has_foreign(values, device, skip_keys):
         return values

@@ -2,12 +2,17 @@
 
 The placeholder in the module defines the dtype and `requires_grad` of the weight that replaces it. A tensor with values
 that a user assigns instead is used. Gradients of offloaded weights are dropped as soon as they are computed.
+
+A placeholder raises an error if it is used in a computation. A module may use a weight of another module without
+calling it, such as a head that multiplies by an embedding's weight. The weight is then a meta tensor, because hooks
+load it only while its own module is called. torch's CPU kernels accept a meta tensor among their arguments without an
+error, and return uninitialized memory.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +20,113 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from trainwright.bigmodels.weights.offloaded_parameters import OffloadedParameter, unguard
+from trainwright.core.errors import CheckpointError, ConfigurationError
+
+_NAME = "_offloaded_name"
+_data: Any = torch.Tensor.data
+# Functions that use only the shape, dtype or device of a meta argument, and those that copy or build state dicts use.
+_ALLOWED = frozenset(
+    {"copy_", "to", "type_as", "expand_as", "view_as", "reshape_as", "result_type", "is_same_size", "__set__", "detach"}
+)
+
+
+def _call_checked(
+    function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Call a torch function on placeholders; its results are placeholders too. Raise if an argument has values."""
+    kwargs = kwargs or {}
+    name = getattr(function, "__name__", "")
+    with torch._C.DisableTorchFunctionSubclass():
+        if name not in _ALLOWED and any(_has_values(value) for value in (*args, *kwargs.values())):
+            raise ConfigurationError(_message(args, kwargs, name))
+        try:
+            found = function(*args, **kwargs)
+        except NotImplementedError as error:  # the function reads values, such as a copy to a device
+            raise ConfigurationError(_message(args, kwargs, name)) from error
+        if function == _data.__get__ or (name == "detach" and isinstance(args[0], OffloadedParameter)):
+            return found  # ordinary tensors, for state dicts and new parameters
+        if isinstance(found, (tuple, list)) and type(found) in (tuple, list):
+            return type(found)(_marked(each, args) for each in found)
+        return _marked(found, args)
+
+
+class OffloadedParameter(nn.Parameter):
+    """A meta tensor that replaces an offloaded parameter."""
+
+    __torch_function__ = staticmethod(_call_checked)
+
+
+class OffloadedTensor(torch.Tensor):
+    """A meta tensor that replaces an offloaded buffer, or a result of a function of offloaded weights."""
+
+    __torch_function__ = staticmethod(_call_checked)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the placeholder. torch's implementation would raise, because its copy is an ordinary tensor."""
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                memo[id(self)] = _marked(self.as_subclass(torch.Tensor).clone(), [self])
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an ordinary meta tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            plain: Any = self.as_subclass(torch.Tensor)
+            return plain.__reduce_ex__(protocol)
+
+
+def guard(tensor: torch.Tensor, name: str) -> None:
+    """Make a meta tensor a placeholder for the weight `name`. Does nothing for subclasses of other libraries."""
+    if type(tensor) in _GUARDED:
+        tensor.__class__ = _GUARDED[type(tensor)]
+        setattr(tensor, _NAME, name)
+
+
+def unguard(tensor: torch.Tensor) -> None:
+    """Undo `guard`."""
+    if type(tensor) in _PLAIN:
+        tensor.__class__ = _PLAIN[type(tensor)]
+        tensor.__dict__.pop(_NAME, None)
+
+
+def without_guard() -> Any:
+    """Return a context without the checks of placeholders, in which reading their attributes is fast."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+_GUARDED: dict[type, type] = {nn.Parameter: OffloadedParameter, torch.Tensor: OffloadedTensor}
+_PLAIN: dict[type, type] = {guarded: plain for plain, guarded in _GUARDED.items()}
+
+
+def _has_values(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_values, value))
+    return isinstance(value, torch.Tensor) and not value.is_meta and value.dim() > 0
+
+
+def _marked(value: Any, args: Iterable[Any]) -> Any:
+    if type(value) is torch.Tensor and value.is_meta:
+        value = value.as_subclass(OffloadedTensor)
+        value.__dict__[_NAME] = _name(args)
+    return value
+
+
+def _name(values: Iterable[Any]) -> str | None:
+    for value in values:
+        inner = _name(value) if isinstance(value, (list, tuple)) else getattr(value, "__dict__", {}).get(_NAME)
+        if inner is not None:
+            return str(inner)
+    return None
+
+
+def _message(args: Iterable[Any], kwargs: Mapping[str, Any], function: str) -> str:
+    name = _name([*args, *kwargs.values()]) or "a weight"
+    return (
+        f"{name} is offloaded, and {function} was called with its placeholder: a module uses the weight without "
+        "calling the module that it belongs to. Add the class of the module that uses it to preload_module_classes, "
+        "or do not offload this weight (device_map)."
+    )
+
 
 _META = torch.device("meta")
 
@@ -42,7 +153,6 @@ class Slot:
         origin: The tensor that it replaced, and the tensor's device.
         former: The tensor that it replaced, if the weights map returns the same memory.
         is_shared: True if a module that is not offloaded has `former` too. Its gradients are then kept.
-        kept: The tensor of the last forward, if it is a view of a file or of host memory and can be used again.
     """
 
     name: str
@@ -53,7 +163,6 @@ class Slot:
     origin: _Origin
     former: torch.Tensor | None = None
     is_shared: bool = False
-    kept: torch.Tensor | None = None
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, is_buffer: bool, value: torch.Tensor) -> Slot:
@@ -68,7 +177,7 @@ class Slot:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         placeholder, former = copy.deepcopy((self.placeholder, self.former), memo)
-        return replace(self, placeholder=placeholder, origin=_Origin(self.origin.device), former=former, kept=None)
+        return replace(self, placeholder=placeholder, origin=_Origin(self.origin.device), former=former)
 
     def table(self, module: nn.Module) -> dict[str, Any]:
         """Return the dict of parameters or buffers that contains the tensor."""
@@ -78,25 +187,19 @@ class Slot:
     def replaced(self, module: nn.Module, value: torch.Tensor, span: Any) -> Slot:
         """Return the slot for another value, whose placeholder is in the module already.
 
-        Args:
-            module: The hook's.
-            value: The new value.
-            span: The location of the value in a file. None: the value is in memory, and is restored there.
+        `span` is the location of the value in a file. None: the value is in memory, and is restored there.
         """
         device = self.origin.device if span is not None else value.device
         origin = _Origin(device, self.origin.tensor)
         shown = self.table(module)[self.leaf]
         _ORIGINS[shown] = origin
-        return replace(self, placeholder=shown, origin=origin, former=None, is_shared=False, kept=None)
+        return replace(self, placeholder=shown, origin=origin, former=None, is_shared=False)
 
     def weight(self, shown: torch.Tensor, value: torch.Tensor, *, records: bool, for_user: bool) -> torch.Tensor:
         """Return the tensor for the module. Call it outside of inference mode and with gradients disabled.
 
-        Args:
-            shown: The meta tensor in the module.
-            value: The values, on the device of the forward.
-            records: Autograd may record the use for a backward.
-            for_user: Keep gradients, because a user outside of a forward may read them.
+        `value` is on the device of the forward. With `records`, autograd may record the use for a backward; the
+        gradient is dropped unless it is `for_user`, outside of a forward.
         """
         former = self.former
         if (
@@ -112,24 +215,11 @@ class Slot:
             weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]  # torch's
         return weight
 
-    def kept_as(self, shown: torch.Tensor) -> torch.Tensor | None:
-        """Return the kept tensor, if it has the dtype and `requires_grad` of the meta tensor in the module."""
-        kept = self.kept
-        fits = kept is not None and kept.dtype == shown.dtype and kept.requires_grad == shown.requires_grad
-        return kept if fits else None
-
-    def keep(self, weight: torch.Tensor, is_lasting: bool) -> None:
-        """Keep the result of `weight` for the next forward, if it takes no memory and stays the same."""
-        self.kept = weight if is_lasting and (weight is self.former or not self.is_shared) else None
-
     def restore(self, module: nn.Module, stored: torch.Tensor, *, copies: bool = True) -> None:
         """Put the tensor back into the module. A value that a user has assigned stays.
 
-        Args:
-            module: The hook's.
-            stored: The values.
-            copies: Copy them to the device where the tensor was; a tensor that was on the meta device is not restored.
-                If False, the tensor uses the memory of `stored`.
+        With `copies`, values are copied to the device where the tensor was, and a tensor that was on the meta device
+        stays there. Otherwise the tensor uses the memory of `stored`.
         """
         table = self.table(module)
         shown = table.get(self.leaf)
@@ -138,36 +228,29 @@ class Slot:
         if self.former is None and copies and self.origin.device == _META:
             unguard(shown)
             return
-        original = original_of(self.placeholder) if self.former is None else self.former
-        if original is None:
-            value = _copied_as(shown, stored, self.origin.device) if copies else stored.detach().to(shown.dtype)
-            original = like(shown, value)
-            _ORIGINS[self.placeholder] = _Origin(self.origin.device, TensorWeakRef(original))
-        else:
-            _follow(original, shown)
-            if original is not self.former and copies:
-                original.data.copy_(stored)
-            elif original is not self.former:
-                original.data = stored.to(shown.dtype)
-        table[self.leaf] = original
+        if self.former is not None:
+            _follow(self.former, shown)
+            table[self.leaf] = self.former
+            return
+        value = _copied_as(shown, stored, self.origin.device) if copies else stored.detach().to(shown.dtype)
+        original = table[self.leaf] = restored(self.placeholder, value, shown)
+        _ORIGINS[self.placeholder] = _Origin(self.origin.device, TensorWeakRef(original))
 
     def keep_origin(self) -> None:
         """Record the tensor that the placeholder replaces, for a later call of `restored`."""
         _ORIGINS.setdefault(self.placeholder, self.origin)
 
 
-def original_of(placeholder: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that a placeholder replaces, if it still exists."""
-    origin = _ORIGINS.get(placeholder)
-    return None if origin is None or origin.tensor is None else origin.tensor()
+def restored(placeholder: torch.Tensor, value: torch.Tensor, shown: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the tensor that a placeholder replaces, or a new one if it was deleted, with the memory of `value`.
 
-
-def restored(placeholder: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a placeholder replaces, or a new one if it was deleted, with the memory of `value`."""
-    original = original_of(placeholder)
+    It is like `shown`, which is the placeholder unless a user has converted it.
+    """
+    origin, shown = _ORIGINS.get(placeholder), placeholder if shown is None else shown
+    original: torch.Tensor | None = None if origin is None or origin.tensor is None else origin.tensor()
     if original is None:
-        return like(placeholder, value)
-    _follow(original, placeholder)
+        return like(shown, value)
+    _follow(original, shown)
     original.data = value
     return original
 
@@ -251,3 +334,68 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def existing_placeholder(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the placeholder that replaces a parameter in offloaded modules that share it, if there is one."""
     return _PLACEHOLDERS.get(tensor)
+
+
+_SHOWN = 5  # names in a message
+
+
+def with_tied_names(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Add the values of tied parameters under all of their names, because safetensors files store them under one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    added: dict[str, torch.Tensor] = {}
+    for same in names.values():
+        known = next((name for name in same if name in values), None)
+        if known is not None:
+            added |= {name: values[known] for name in same if name not in values}
+    return {**values, **added} if added else values
+
+
+def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, torch.Tensor]) -> None:
+    """Replace meta tensors of a model by tensors on the CPU that share the memory of the first source with the name.
+
+    Tied parameters stay tied. Tensors that have values keep them.
+
+    Raises:
+        CheckpointError: No source has a tensor, or its shape differs. Other tensors may have been replaced.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tied: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            tied.setdefault(id(tensor), []).append(name)
+    filled: set[int] = set()
+    missing = []
+    for name in names:
+        tensor = tensors[name]
+        if not tensor.is_meta or id(tensor) in filled:
+            continue
+        value = _find(tied[id(tensor)], sources)
+        if value is None:
+            missing.append(name)
+            continue
+        if value.shape != tensor.shape:
+            raise CheckpointError(
+                f"{name!r} has shape {tuple(value.shape)} in the given values and {tuple(tensor.shape)} in the model."
+            )
+        new = restored(tensor, value.detach().to("cpu", tensor.dtype))
+        for same in tied[id(tensor)]:
+            put(model, same, new)
+        filled.add(id(tensor))
+    if missing:
+        shown = ", ".join(map(repr, missing[:_SHOWN])) + (" …" if len(missing) > _SHOWN else "")
+        raise CheckpointError(
+            f"{len(missing)} tensors have no values: {shown}. They are on the meta device, and the device map does not "
+            "put them on the disk. Load a checkpoint first (load_checkpoint_and_dispatch), pass a state_dict that "
+            "contains them, or offload buffers too (offload_buffers=True)."
+        )
+
+
+def _find(names: Iterable[str], sources: Iterable[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
+    names = list(names)
+    for source in sources:
+        for name in names:
+            if name in source and not source[name].is_meta:
+                return source[name]
+    return None

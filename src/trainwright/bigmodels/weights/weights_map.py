@@ -12,15 +12,14 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainwright.bigmodels.weights.mapped_file import FileSpan, MappedFile
 from trainwright.bigmodels.weights.moving import Device, to_device
-from trainwright.bigmodels.weights.stored_weights import StoredWeights, copy_stored
+from trainwright.bigmodels.weights.stored_weights import FileSpan, MappedFile, StoredWeights, copy_stored
 from trainwright.checkpoint.disk.planned_file import host_bytes
 from trainwright.checkpoint.disk.untrusted import check_relative, read_json
 from trainwright.core.errors import CheckpointError, ConfigurationError
@@ -35,19 +34,12 @@ PathLike = str | os.PathLike[str]
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: PathLike, index: Index | None = None
 ) -> Index:
-    """Write one tensor to `NAME.dat` in a folder, under a temporary name first. Blocks.
+    """Write one tensor to `NAME.dat` in an existing folder, under a temporary name first. Blocks.
 
-    Args:
-        weight: On any device except meta.
-        weight_name: The full name, with dots.
-        offload_folder: An existing folder.
-        index: Receives the entry of the tensor. Default: a new index.
-
-    Returns:
-        The index. `save_offload_index` writes it.
+    Return the index, or a new one, with the entry of the tensor. `save_offload_index` writes it.
 
     Raises:
-        CheckpointError: It cannot be written. The folder is as before.
+        CheckpointError: It is on the meta device or cannot be written. The folder is as before.
     """
     partial, target = _write_beside(weight, weight_name, Path(offload_folder))
     os.replace(partial, target)  # existing mappings keep the former file
@@ -95,11 +87,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Return a tensor that `offload_weight` wrote, mapped into memory: it is read on first access.
-
-    Args:
-        weight_file: Its file.
-        weight_info: Its entry in the index.
+    """Return a tensor that `offload_weight` wrote, mapped into memory, given its file and its entry in the index.
 
     Raises:
         CheckpointError: The file is missing or too short, or the entry has no dtype or shape.
@@ -285,12 +273,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """A view of a mapping with the entries of one module. `prefix` is added to each name in a lookup.
-
-    Args:
-        dataset: The mapping of the full model.
-        prefix: `"block.linear."`, with its dot.
-    """
+    """A view of a mapping with the entries of one module: `prefix`, such as `"block.linear."`, precedes each name."""
 
     def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.dataset = dataset
@@ -310,14 +293,3 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         """Return the location of a tensor in a file; None for one in memory."""
         locate = getattr(self.dataset, "locate", None)
         return None if locate is None else locate(self.prefix + key)
-
-
-def extract_submodules_state_dict(
-    state_dict: Mapping[str, torch.Tensor], submodule_names: list[str]
-) -> MutableMapping[str, torch.Tensor]:
-    """Return the entries of some submodules, under their full names; `""` is the full model."""
-    return {
-        name: tensor
-        for name, tensor in state_dict.items()
-        if any(not part or name == part or name.startswith(part + ".") for part in submodule_names)
-    }
