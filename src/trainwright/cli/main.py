@@ -127,3 +127,9 @@ def _exit_code(stop: SystemExit) -> int:
         return stop.code
     print(stop.code, file=sys.stderr)
     return 1
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of texts as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

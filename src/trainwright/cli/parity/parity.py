@@ -6,14 +6,17 @@ reference.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.cli.configs.overrides import read_command_line
+from trainwright.cli.main import table_lines
 from trainwright.cli.parity.parity_run import STEP_ARGUMENTS, Plan
 from trainwright.core.errors import ConfigurationError
 
@@ -54,16 +57,8 @@ def parity(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="trainwright-parity-") as folder:
         runs: list[Tape | str] = []
         for i, (label, strategy) in enumerate(strategies):
-            plan = Plan(
-                strategy=strategy,
-                devices=wanted.devices,
-                steps=wanted.steps,
-                seed=wanted.seed,
-                defaults=defaults,
-                configs=[str(path) for path in configs],
-                assignments=[list(assignment) for assignment in line.assignments],
-            )
-            runs.append(_run(plan, label, Path(folder, f"{i}")))
+            shared = (wanted.devices, wanted.steps, wanted.seed, defaults, list(map(str, configs)), line.assignments)
+            runs.append(_run(Plan(strategy, *shared), label, Path(folder, f"{i}")))
             if isinstance(runs[0], str):
                 print(f"{label} could not train, so that there is no reference: {runs[0]}")
                 return 1
@@ -141,16 +136,14 @@ def _read_strategies(text: str) -> list[tuple[str, str]]:
 
     strategies = []
     for label in filter(None, map(str.strip, text.split(","))):
-        if ":" in label and "=" in label:
+        path = label
+        if "=" in label:
             make_strategy(label)  # raises an error with the nearest option
-            strategies.append((label, label))
-            continue
-        if ":" in label:
-            strategies.append((label, ":".join(class_path(label).rsplit(".", 1))))
-            continue
-        if label != "auto":
+        elif ":" in label:
+            path = ":".join(class_path(label).rsplit(".", 1))
+        elif label != "auto":
             STRATEGIES.get(label)  # raises an error with the nearest name
-        strategies.append((label, label))
+        strategies.append((label, path))
     if len(strategies) < 2:
         raise ConfigurationError("--strategies names fewer than two. Write, for example, --strategies single,ddp.")
     return strategies
@@ -163,7 +156,7 @@ def _run(plan: Plan, label: str, folder: Path) -> Tape | str:
 
     print(f"parity: {label} …", file=sys.stderr)
     folder.mkdir()
-    plan.write(folder)
+    (folder / "plan.json").write_text(json.dumps(asdict(plan)))
     code = run_module("trainwright.cli.parity.parity_run", [str(folder)])
     error = folder / "error.txt"
     if error.exists():
@@ -219,6 +212,4 @@ def _print_table(labels: Sequence[str], compared: Sequence[Comparison | str]) ->
             cells = [f"{result.worst[kind]:.1e}" if kind in result.worst else "–" for kind in KINDS]
             verdict = "equal" if result.equal else f"differs in step {result.step}"
         rows.append([label, f"{run.processes}", shown, *cells, verdict])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(*table_lines(rows), sep="\n")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,7 @@ class Plan:
     seed: int
     defaults: dict[str, Any]  # configuration that the files override
     configs: list[str]
-    assignments: list[list[str]]  # key and text of each override on the command line
-
-    def write(self, folder: Path) -> None:
-        """Write it to the folder from which `main` reads it."""
-        (folder / "plan.json").write_text(json.dumps(asdict(self)))
+    assignments: list[tuple[str, str]]  # key and text of each override on the command line
 
 
 def main(folder: Path) -> int:
@@ -46,11 +42,9 @@ def main(folder: Path) -> int:
     plan = Plan(**json.loads((folder / "plan.json").read_text()))
     try:
         _record(plan, folder)
-    except TrainwrightError as error:
-        (folder / "error.txt").write_text(str(error))
-        return 1
-    except Exception:  # noqa: BLE001  # any error of the task is shown with the other strategies' results
-        (folder / "error.txt").write_text(traceback.format_exc())
+    except Exception as error:  # noqa: BLE001  # any error of the task is shown with the other strategies' results
+        text = str(error) if isinstance(error, TrainwrightError) else traceback.format_exc()
+        (folder / "error.txt").write_text(text)
         return 1
     return 0
 
@@ -62,8 +56,7 @@ def _record(plan: Plan, folder: Path) -> None:
     from trainwright.cli.parity.parity_tape import StepTape
     from trainwright.core.rng import seed_everything
 
-    assignments = [(key, text) for key, text in plan.assignments]
-    line = CommandLine([Path(config) for config in plan.configs], assignments)
+    line = CommandLine(list(map(Path, plan.configs)), plan.assignments)
     parser, settings = read_settings("fit", line, defaults=plan.defaults)
     given = settings.pop("trainer").as_dict()
     if given.get("callbacks"):
