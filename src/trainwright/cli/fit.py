@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
 from trainwright.cli.configs.parsing import build, parse
-from trainwright.cli.configs.saved_config import resolved_yaml, save_config
+from trainwright.cli.configs.save_config_callback import resolved_yaml, save_config
 from trainwright.cli.main import INTERRUPTED
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.host.folders import is_url

@@ -54,10 +54,8 @@ def translate_config(config: dict[str, Any]) -> None:
 
 
 def _translate(node: object, place: str) -> None:
-    if isinstance(node, list):
-        for index, item in enumerate(node):
-            _translate(item, f"{place}[{index}]")
-        return
+    for index, item in enumerate(node if isinstance(node, list) else ()):
+        _translate(item, f"{place}[{index}]")
     if not isinstance(node, dict):
         return
     path = node.get("class_path")

@@ -22,12 +22,9 @@ def expand_config(config: dict[str, Any]) -> None:
     settings = config.get("trainer")
     if not isinstance(settings, dict):
         return
-    for key in _PACKAGES:
-        value = settings.get(key)
-        if isinstance(value, list):
-            settings[key] = [_expand_item(key, item) for item in value]
-        elif value is not None:
-            settings[key] = _expand_item(key, value)
+    for key in _PACKAGES.keys() & settings.keys():
+        value = settings[key]
+        settings[key] = [_expand(key, item) for item in value] if isinstance(value, list) else _expand(key, value)
 
 
 def expand_assignments(assignments: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -66,11 +63,8 @@ def short_names(key: str) -> list[str]:
     return sorted(name for name in classes if getattr(package, name) in known)
 
 
-def _expand_item(key: str, item: object) -> Any:
-    if isinstance(item, str):
-        path = class_path(key, item)
-        return item if path is None else {"class_path": path}
-    if isinstance(item, dict) and isinstance(item.get("class_path"), str):
-        path = class_path(key, item["class_path"])
-        return item if path is None else {**item, "class_path": path}
-    return item
+def _expand(key: str, item: object) -> Any:
+    spec = item if isinstance(item, dict) else {"class_path": item}
+    name = spec.get("class_path")
+    path = class_path(key, name) if isinstance(name, str) else None
+    return item if path is None else {**spec, "class_path": path}

@@ -15,7 +15,7 @@ from typing import Any
 
 # One line for each name, as type checkers require for re-exports in a stub.
 _LINE = re.compile(r"^from (\S+) import \(?\s*(\w+) as \2,?\s*\)?$", re.MULTILINE)
-_ALL = re.compile(r"^from (\S+) import \*$", re.MULTILINE)  # all names of a stub in the same folder
+_ALL = re.compile(r"^from (\S+) import \*$", re.MULTILINE)  # all names of a stub beside it
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -54,5 +54,6 @@ def listed_names(file: str) -> dict[str, str]:
     text = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
     found = {name: home for home, name in _LINE.findall(text)}
     for module in _ALL.findall(text):
-        found |= listed_names(str(Path(file).with_name(module.rpartition(".")[2])))
+        other = Path(file).with_name(module.rpartition(".")[2])
+        found |= listed_names(str(other / "__init__" if other.is_dir() else other))
     return found
