@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainwright.cli.configs.class_defaults import fill_nested_defaults, name_torch_classes, place_classes
+from trainwright.cli.configs.class_names import expand_assignments, expand_config, short_names, translate_config
 from trainwright.cli.configs.explain_errors import explain
-from trainwright.cli.configs.foreign_config import translate_config
 from trainwright.cli.configs.overrides import CommandLine, swap_classes
-from trainwright.cli.configs.short_names import expand_assignments, expand_config, short_names
 from trainwright.core.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:

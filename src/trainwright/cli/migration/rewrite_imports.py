@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from trainwright.cli.configs.foreign_config import UNUSED, is_unused, own_name
+from trainwright.cli.configs.class_names import UNUSED, is_unused, own_name
 from trainwright.core.names.foreign_names import LIBRARIES, answer, canonical, own_module
 
 FACE = "trainwright"
