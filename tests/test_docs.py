@@ -27,7 +27,7 @@ from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_lo
 from trainwright import ModelCheckpoint, TaskModule, Trainer
 from trainwright.callbacks import CALLBACKS
 from trainwright.callbacks.callback import EVENTS
-from trainwright.cli.configs.foreign_config import own_name
+from trainwright.cli.configs.class_names import own_name
 from trainwright.cli.main import COMMANDS
 from trainwright.cli.new import template_names
 from trainwright.core.names.foreign_names import ANSWERS

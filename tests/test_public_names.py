@@ -30,9 +30,12 @@ def test_a_public_name_is_the_object_of_its_home() -> None:
 @pytest.mark.parametrize("stub", stub_sources(), ids=lambda stub: stub.module)
 def test_editors_and_the_interpreter_are_told_the_same_names(stub: Source) -> None:
     package = importlib.import_module(stub.module)
-    aliases = [alias for node in stub.tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert [alias.asname for alias in aliases] == [alias.name for alias in aliases]  # or it is not handed on
-    assert set(package.__all__) == {alias.name for alias in aliases}
+    aliases = [(node, alias) for node in stub.tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    names = {alias.name for _, alias in aliases if alias.name != "*"}
+    assert names == {alias.asname for _, alias in aliases if alias.name != "*"}  # or it is not re-exported
+    for node, alias in aliases:
+        names |= set(importlib.import_module(str(node.module)).__all__) if alias.name == "*" else set()
+    assert set(package.__all__) == names
     assert set(package.__all__) <= set(dir(package))
     assert all(getattr(package, name) is not None for name in package.__all__)
 

@@ -30,63 +30,7 @@ from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel 
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
-from trainwright.bigmodels.dispatch.align import AlignDevicesHook as AlignDevicesHook
-from trainwright.bigmodels.dispatch.align import align_module_device as align_module_device
-from trainwright.bigmodels.dispatch.align import has_offloaded_params as has_offloaded_params
-from trainwright.bigmodels.dispatch.attach import attach_align_device_hook as attach_align_device_hook
-from trainwright.bigmodels.dispatch.attach import (
-    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
-)
-from trainwright.bigmodels.dispatch.attach import attach_execution_device_hook as attach_execution_device_hook
-from trainwright.bigmodels.dispatch.dispatch import cpu_offload as cpu_offload
-from trainwright.bigmodels.dispatch.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
-from trainwright.bigmodels.dispatch.dispatch import disk_offload as disk_offload
-from trainwright.bigmodels.dispatch.dispatch import dispatch_model as dispatch_model
-from trainwright.bigmodels.dispatch.loading import LoadedKeys as LoadedKeys
-from trainwright.bigmodels.dispatch.loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-from trainwright.bigmodels.dispatch.loading import load_checkpoint_in_model as load_checkpoint_in_model
-from trainwright.bigmodels.dispatch.loading import load_offloaded_weights as load_offloaded_weights
-from trainwright.bigmodels.dispatch.model_hooks import CpuOffload as CpuOffload
-from trainwright.bigmodels.dispatch.model_hooks import ModelHook as ModelHook
-from trainwright.bigmodels.dispatch.model_hooks import SequentialHook as SequentialHook
-from trainwright.bigmodels.dispatch.model_hooks import UserCpuOffloadHook as UserCpuOffloadHook
-from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module as add_hook_to_module
-from trainwright.bigmodels.dispatch.model_hooks import (
-    attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
-)
-from trainwright.bigmodels.dispatch.model_hooks import remove_hook_from_module as remove_hook_from_module
-from trainwright.bigmodels.dispatch.model_hooks import remove_hook_from_submodules as remove_hook_from_submodules
-from trainwright.bigmodels.dispatch.single_tensors import load_state_dict as load_state_dict
-from trainwright.bigmodels.dispatch.single_tensors import set_module_tensor_to_device as set_module_tensor_to_device
-from trainwright.bigmodels.maps.device_map import check_device_map as check_device_map
-from trainwright.bigmodels.maps.device_map import clean_device_map as clean_device_map
-from trainwright.bigmodels.maps.device_map import explain_device_map as explain_device_map
-from trainwright.bigmodels.maps.device_map import get_balanced_memory as get_balanced_memory
-from trainwright.bigmodels.maps.device_map import get_max_memory as get_max_memory
-from trainwright.bigmodels.maps.device_map import infer_auto_device_map as infer_auto_device_map
-from trainwright.bigmodels.maps.explain import DeviceMapReport as DeviceMapReport
-from trainwright.bigmodels.maps.sizes import CustomDtype as CustomDtype
-from trainwright.bigmodels.maps.sizes import calculate_maximum_sizes as calculate_maximum_sizes
-from trainwright.bigmodels.maps.sizes import compute_module_sizes as compute_module_sizes
-from trainwright.bigmodels.maps.sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
-from trainwright.bigmodels.maps.sizes import find_tied_parameters as find_tied_parameters
-from trainwright.bigmodels.maps.sizes import get_max_layer_size as get_max_layer_size
-from trainwright.bigmodels.maps.sizes import retie_parameters as retie_parameters
-from trainwright.bigmodels.pipeline import prepare_pippy as prepare_pippy
-from trainwright.bigmodels.quantization.quantization import BnbQuantizationConfig as BnbQuantizationConfig
-from trainwright.bigmodels.quantization.quantization import TorchaoQuantizationConfig as TorchaoQuantizationConfig
-from trainwright.bigmodels.quantization.quantization import load_and_quantize_model as load_and_quantize_model
-from trainwright.bigmodels.quantization.quantization import quantized_state_dict as quantized_state_dict
-from trainwright.bigmodels.saving import save_model as save_model
-from trainwright.bigmodels.saving import save_quantized_model as save_quantized_model
-from trainwright.bigmodels.weights.empty import init_empty_weights as init_empty_weights
-from trainwright.bigmodels.weights.empty import init_on_device as init_on_device
-from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader as OffloadedWeightsLoader
-from trainwright.bigmodels.weights.weights_map import PrefixedDataset as PrefixedDataset
-from trainwright.bigmodels.weights.weights_map import load_offloaded_weight as load_offloaded_weight
-from trainwright.bigmodels.weights.weights_map import offload_state_dict as offload_state_dict
-from trainwright.bigmodels.weights.weights_map import offload_weight as offload_weight
-from trainwright.bigmodels.weights.weights_map import save_offload_index as save_offload_index
+from trainwright.bigmodels import *
 from trainwright.callbacks.callback import Callback as Callback
 from trainwright.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
@@ -103,7 +47,6 @@ from trainwright.core.errors import TaskError as TaskError
 from trainwright.core.errors import TrainwrightError as TrainwrightError
 from trainwright.core.errors import TrainwrightWarning as TrainwrightWarning
 from trainwright.core.errors import WorkerError as WorkerError
-from trainwright.core.host.byte_sizes import convert_file_size_to_int as convert_file_size_to_int
 from trainwright.core.host.memory import clear_device_cache as clear_device_cache
 from trainwright.core.host.memory import find_executable_batch_size as find_executable_batch_size
 from trainwright.core.host.memory import release_memory as release_memory

@@ -17,7 +17,7 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import CheckpointError, ConfigurationError, load_quantized_model, quantize_model
 from trainwright.callbacks import EMAWeightAveraging, ModelCheckpoint, QuantizationAwareTraining
 from trainwright.checkpoint import read_checkpoint
-from trainwright.cli.configs.foreign_config import own_name
+from trainwright.cli.configs.class_names import own_name
 
 pytestmark = [
     pytest.mark.requires("torchao", reason="it quantizes the layers"),

@@ -16,19 +16,21 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data
+from trainwright.cli import parity as parity_command
 from trainwright.cli.main import main
-from trainwright.cli.parity import parity_run
-from trainwright.cli.parity.parity import class_path
-from trainwright.cli.parity.parity_compare import (
+from trainwright.cli.parity import Plan, class_path, load_strategy
+from trainwright.cli.parity_tape import (
     COPY,
+    GRADIENT,
     LOSS,
     NORM,
+    PARAMETER,
     Comparison,
+    StepTape,
+    Tape,
     Tolerance,
     compare,
 )
-from trainwright.cli.parity.parity_run import Plan, load_strategy
-from trainwright.cli.parity.parity_tape import GRADIENT, PARAMETER, StepTape, Tape
 from trainwright.core.errors import ConfigurationError
 from trainwright.processes import launcher
 from trainwright.strategies import DDPStrategy
@@ -382,7 +384,7 @@ def test_a_loss_that_depends_on_the_rank_is_found_at_its_step_and_tensor(
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run strategies in this process."""
-    monkeypatch.setattr(launcher, "run_module", lambda _, arguments: parity_run.main(Path(arguments[0])))
+    monkeypatch.setattr(launcher, "run_module", lambda _, arguments: parity_command.run_plan(Path(arguments[0])))
 
 
 @pytest.mark.usefixtures("here")

@@ -27,7 +27,7 @@ _MAY_IMPORT = {
     "bigmodels": _BELOW_TRAINER,
     "accelerator": _BELOW_TRAINER | {"accelerator", "generation"},
     "trainer": _BELOW_TRAINER | {"trainer"},
-    "utils": _BELOW_TRAINER | {"accelerator", "launch"},
+    "utils": _BELOW_TRAINER | {"accelerator", "launch", "utils"},
     "launch": _BELOW_TRAINER | {"accelerator", "trainer", "launch"},
     "cli": _BELOW_TRAINER | {"accelerator", "trainer", "launch", "cli"},
     "templates": set(PARTS),

@@ -153,7 +153,7 @@ PATHS: dict[str, str] = {
 
 def homes() -> dict[str, str]:
     """Return the module of ours that defines each name."""
-    listed = {name: home for home, name in lazy_names._LINE.findall((PACKAGE / "__init__.pyi").read_text())}
+    listed = lazy_names.listed_names(str(PACKAGE / "__init__.py"))
     own = {name: f"trainwright.{home}" for home, names in _HOMES.items() for name in names.split()}
     return listed | own
 
@@ -170,8 +170,12 @@ def files() -> dict[Path, str]:
             "from trainwright.core.names.lazy_names import lazy_names\n\n"
             "__getattr__, __dir__ = lazy_names(__name__, __file__)\n"
         )
-        ordered = sorted(set(names.split()), key=lambda name: (of_name[name], _kind(name), _natural(name)))
-        found[place.with_suffix(".pyi")] = "".join(_line(of_name[name], name) for name in ordered)
+        modules = {"utils": [f"utils.{module}" for module in sorted(_UTILS)], "big_modeling": ["hooks"]}.get(path, [])
+        own = set(names.split()) - {name for module in modules for name in PATHS[module].split()}
+        ordered = sorted(own, key=lambda name: (of_name[name], _kind(name), _natural(name)))
+        lines = [_line(of_name[name], name) for name in ordered]
+        lines += [f"from trainwright.{module} import *\n" for module in modules]
+        found[place.with_suffix(".pyi")] = "".join(lines)
     return found
 
 

@@ -32,16 +32,13 @@ from trainwright.bigmodels.maps.device_map import explain_device_map as explain_
 from trainwright.bigmodels.maps.device_map import get_balanced_memory as get_balanced_memory
 from trainwright.bigmodels.maps.device_map import get_max_memory as get_max_memory
 from trainwright.bigmodels.maps.device_map import infer_auto_device_map as infer_auto_device_map
-from trainwright.bigmodels.maps.device_map import resolve_device_map as resolve_device_map
 from trainwright.bigmodels.maps.explain import DeviceMapReport as DeviceMapReport
 from trainwright.bigmodels.maps.sizes import CustomDtype as CustomDtype
 from trainwright.bigmodels.maps.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from trainwright.bigmodels.maps.sizes import compute_module_sizes as compute_module_sizes
 from trainwright.bigmodels.maps.sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
-from trainwright.bigmodels.maps.sizes import dtype_byte_size as dtype_byte_size
 from trainwright.bigmodels.maps.sizes import find_tied_parameters as find_tied_parameters
 from trainwright.bigmodels.maps.sizes import get_max_layer_size as get_max_layer_size
-from trainwright.bigmodels.maps.sizes import named_module_tensors as named_module_tensors
 from trainwright.bigmodels.maps.sizes import retie_parameters as retie_parameters
 from trainwright.bigmodels.pipeline import prepare_pippy as prepare_pippy
 from trainwright.bigmodels.quantization.quantization import BnbQuantizationConfig as BnbQuantizationConfig

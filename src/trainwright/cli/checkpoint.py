@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from trainwright.cli.main import table_lines
 from trainwright.core.errors import CheckpointError, ConfigurationError, visible
 from trainwright.core.host.folders import is_url
 
@@ -41,6 +42,10 @@ def checkpoint(argv: Sequence[str]) -> int:
 
 def _print(text: object, file: TextIO | None = None) -> None:
     print(visible(str(text)), file=file)
+
+
+def _print_json(facts: object) -> None:
+    _print(json.dumps(_plain(facts), indent=2))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,7 +127,7 @@ def _ls(wanted: argparse.Namespace) -> int:
     else:
         rows = list_folder(Path(wanted.folder), hashes=wanted.verify)
     if wanted.json:
-        _print(json.dumps([_plain(dataclasses.asdict(row)) for row in rows], indent=2))
+        _print_json([dataclasses.asdict(row) for row in rows])
         return 0
     if not rows:
         _print(f"no checkpoints in {wanted.folder}")
@@ -137,12 +142,8 @@ def _ls(wanted: argparse.Namespace) -> int:
         lines.append(
             [row.name, str(row.step), str(row.epoch), row.kind or "", _size(row.bytes), _age(row.age_s), state]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    for line in lines:
-        _print("  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)).rstrip())
-    for row in rows:
-        for problem in row.problems:
-            _print(f"{row.name}: {problem}")
+    for line in [*table_lines(lines), *(f"{row.name}: {problem}" for row in rows for problem in row.problems)]:
+        _print(line)
     return 0
 
 
@@ -151,9 +152,9 @@ def _show(wanted: argparse.Namespace) -> int:
 
     facts = describe(wanted.path)
     if wanted.json:
-        _print(json.dumps(_plain(facts), indent=2))
-        return 0
-    _print_tree(facts, "")
+        _print_json(facts)
+    else:
+        _print_tree(facts, "")
     return 0
 
 
@@ -161,13 +162,10 @@ def _verify(wanted: argparse.Namespace) -> int:
     from trainwright.checkpoint import verify
     from trainwright.cli.checkpoint_facts import checkpoints_at
 
-    found: dict[str, list[str]] = {}
-    for given in wanted.paths:
-        for path in checkpoints_at(given):
-            found[str(path)] = verify(path)
+    found = {str(path): verify(path) for given in wanted.paths for path in checkpoints_at(given)}
     damaged = any(found.values())
     if wanted.json:
-        _print(json.dumps({"damaged": damaged, "checkpoints": found}, indent=2))
+        _print_json({"damaged": damaged, "checkpoints": found})
     else:
         for name, problems in found.items():
             _print(f"{name}: {'damaged' if problems else 'intact'}")
@@ -183,7 +181,7 @@ def _diff(wanted: argparse.Namespace) -> int:
     if wanted.json:
         largest = found.largest()
         facts = {**dataclasses.asdict(found), "largest": None if largest is None else dataclasses.asdict(largest)}
-        _print(json.dumps(_plain({"same": not found, **facts}), indent=2))
+        _print_json({"same": not found, **facts})
     else:
         _print_difference(found, wanted.left, wanted.right)
     return _FOUND if found else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,23 +160,19 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 def _model(path: Path) -> dict[str, Any]:
     tensors, tied = stored_tensors(path)
-    dtypes: dict[str, int] = {}
-    for tensor in tensors:
-        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + 1
     return {
         "tensors": len(tensors),
         "elements": sum(torch.Size(tensor.shape).numel() for tensor in tensors),
-        "dtypes": dtypes,
+        "dtypes": dict(Counter(tensor.dtype for tensor in tensors)),
         "tied": tied,
     }
 
 
 def _raw(folder: Path, stem: str) -> dict[str, Any]:
     """Return the raw JSON of a tree, without its tensors."""
-    path = folder / f"{stem}.json"
-    value = read_json(path)
+    value = read_json(folder / f"{stem}.json")
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected an object, got {type(value).__name__}.")
+        raise CheckpointError(f"{folder / stem}.json: expected an object, got {type(value).__name__}.")
     return value
 
 
@@ -206,13 +203,7 @@ def _optimizer(folder: Path, stem: str) -> dict[str, Any]:
     return {
         "class": str(raw["class"]),
         "state": f"{', '.join(keys) or 'none yet'}, for {sum(map(bool, entries))} of {len(entries)} parameters",
-        "groups": [
-            {
-                "parameters": len(group["params"]),
-                **{key: _short(value) for key, value in group.items() if key != "params"},
-            }
-            for group in groups
-        ],
+        "groups": [{"parameters": len(each.pop("params")), **_nested(each)} for each in groups],
     }
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright import __version__
+from trainwright.cli.main import table_lines
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.process import detect
 from trainwright.launch.config_commands import described
@@ -38,9 +39,7 @@ def env(argv: Sequence[str]) -> int:
     if wanted.json:
         print(json.dumps(facts, indent=2))
         return 0
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        print(f"{name:<{width}}  {value}")
+    print(*table_lines([(name, str(value)) for name, value in facts.items()]), sep="\n")
     return 0
 
 

@@ -97,11 +97,7 @@ def _facts(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
             cache = kv_cache_bytes(model.config, dtype=dtype, **shape)
             if cache is not None:
                 rows[dtype]["kv_cache_bytes"] = cache
-    facts: dict[str, Any] = {
-        "elements": count.elements,
-        "largest_layer": count.largest_layer,
-        "dtypes": rows,
-    }
+    facts: dict[str, Any] = {"elements": count.elements, "largest_layer": count.largest_layer, "dtypes": rows}
     if wanted.batch_size is not None:
         facts["activation_bytes_float32"] = _activation_bytes(model, wanted.batch_size, wanted.sequence_length)
     if wanted.devices is not None or wanted.device_memory is not None:
@@ -113,12 +109,10 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
     from trainwright.bigmodels.maps.rank_peaks import ZeroBuckets, rank_peaks, ranks_that_fit, training_shape
     from trainwright.core.host.byte_sizes import convert_file_size_to_int
 
-    if wanted.devices is not None and wanted.devices < 1:
-        raise ConfigurationError(f"--devices {wanted.devices}: write a number of at least 1.")
-    if wanted.reduce_bucket_size is not None and wanted.reduce_bucket_size < 1:
-        raise ConfigurationError(f"--reduce-bucket-size {wanted.reduce_bucket_size}: write a number of at least 1.")
-    if wanted.num_micro_batches is not None and wanted.num_micro_batches < 1:
-        raise ConfigurationError(f"--num-micro-batches {wanted.num_micro_batches}: write a number of at least 1.")
+    for name in ("devices", "reduce_bucket_size", "num_micro_batches"):
+        number = getattr(wanted, name)
+        if number is not None and number < 1:
+            raise ConfigurationError(f"--{name.replace('_', '-')} {number}: write a number of at least 1.")
     if model.module is None:
         raise ConfigurationError(
             "--devices and --device-memory need a model: stored weights do not define what is trained."
@@ -225,12 +219,9 @@ def _stage_bytes(
                 stages = find_stages(module, pp, None) if pp > 1 else []
                 return count_stage_bytes(lambda: module(**inputs), module, stages)
         except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
-            positions = _num_positions(model.config)
-            hint = (
-                ""
-                if positions is None or sequence_length <= positions
-                else f" It has {positions} positions: pass --sequence-length {positions} or less."
-            )
+            positions, hint = _num_positions(model.config), ""
+            if positions is not None and sequence_length > positions:
+                hint = f" It has {positions} positions: pass --sequence-length {positions} or less."
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in inputs.items() if isinstance(x, torch.Tensor))
             raise ConfigurationError(
                 f"{type(module).__name__} does not take {shapes}: {error}.{hint} Without --batch-size only its weights "
@@ -291,7 +282,7 @@ def _show(name: str, facts: dict[str, Any]) -> None:
     if any("kv_cache_bytes" in row for row in facts["dtypes"].values()):
         head.append("KV cache")
     rows = [[dtype, *(format_bytes(size) for size in row.values())] for dtype, row in facts["dtypes"].items()]
-    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for line in [head, ["-" * width for width in widths], *rows]:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
     if "activation_bytes_float32" in facts:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
 from trainwright.cli.configs.parsing import build, parse
-from trainwright.cli.configs.saved_config import resolved_yaml, save_config
+from trainwright.cli.configs.save_config_callback import resolved_yaml, save_config
 from trainwright.cli.main import INTERRUPTED
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.host.folders import is_url
@@ -55,8 +55,8 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
     if stage == "predict":
         _predict(built, settings)
     else:
-        wishes = {name: settings[name] for name in _LOADING} if stage == "fit" else {}
-        getattr(trainer, stage)(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, **wishes)
+        loading = {name: settings[name] for name in _LOADING} if stage == "fit" else {}
+        getattr(trainer, stage)(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, **loading)
     return INTERRUPTED if trainer.interrupted else 0
 
 
@@ -90,8 +90,6 @@ def _predict(built: Namespace, settings: Namespace) -> None:
     trainer, keep = built.trainer, settings.output != "none"
     found = trainer.predict(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, return_predictions=keep)
     if keep and trainer.is_global_zero:
-        from trainwright.cli.fit import write_predictions
-
         path = Path(settings.output or Path(trainer.default_root_dir) / PREDICTIONS_NAME)
         shapes = write_predictions(found or [], path)
         told = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())

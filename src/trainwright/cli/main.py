@@ -42,7 +42,7 @@ COMMANDS: dict[str, Command] = {
     "profile": Command("trainwright.cli.profile:profile", "train a few steps, and show where their time goes"),
     "data": Command("trainwright.cli.token_data:data", "tokenize texts for language models"),
     "migrate": Command("trainwright.cli.migration.migrate:migrate", "rewrite programs of Lightning and Accelerate"),
-    "parity": Command("trainwright.cli.parity.parity:parity", "compare strategies, step by step, on your task"),
+    "parity": Command("trainwright.cli.parity:parity", "compare strategies, step by step, on your task"),
     "checkpoint": Command("trainwright.cli.checkpoint:checkpoint", "list, verify, compare, export or convert them"),
     "merge-weights": Command("trainwright.cli.checkpoint:merge_weights", "merge the shards of FSDP and DeepSpeed"),
     "estimate": Command("trainwright.cli.estimate:estimate", "estimate the memory of a model"),
@@ -127,3 +127,9 @@ def _exit_code(stop: SystemExit) -> int:
         return stop.code
     print(stop.code, file=sys.stderr)
     return 1
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of texts as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -131,7 +131,7 @@ def profile(argv: Sequence[str]) -> int:
         0, or 130 if it was ended by Ctrl-C.
     """
     from trainwright.cli.configs.overrides import read_command_line
-    from trainwright.cli.configs.parsing import build
+    from trainwright.cli.configs.parsing import build, listed
     from trainwright.cli.fit import read_settings
     from trainwright.cli.main import INTERRUPTED
     from trainwright.core.rng import seed_everything
@@ -150,7 +150,7 @@ def profile(argv: Sequence[str]) -> int:
     given = settings.trainer
     for name, value in _REPLACED.items():
         given[name] = value
-    given.callbacks = [each for each in _listed(given.callbacks) if not _is_dropped(each)]
+    given.callbacks = [each for each in listed(given.callbacks) if not _is_dropped(each)]
     if settings.seed_everything is not None:
         seed_everything(settings.seed_everything)
     built = build(parser, settings)
@@ -160,7 +160,7 @@ def profile(argv: Sequence[str]) -> int:
     trainer.settings.profiler = StepPartsProfiler(wanted.steps, wanted.warmup, traced)
     trainer.logger = _NoLogger()
     of_task = task.configure_callbacks
-    kept = lambda: [each for each in _listed(of_task()) if not isinstance(each, _DROPPED)]  # noqa: E731  # sent along
+    kept = lambda: [each for each in listed(of_task()) if not isinstance(each, _DROPPED)]  # noqa: E731  # sent along
     vars(task)["configure_callbacks"] = kept
     trainer.callbacks = [*trainer.callbacks, gather]
     trainer.max_steps = wanted.warmup + wanted.steps + traced
@@ -173,10 +173,6 @@ def profile(argv: Sequence[str]) -> int:
     if trainer.is_global_zero:
         _report(gather, wanted)
     return 0
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
 def _is_dropped(spec: Any) -> bool:

@@ -9,6 +9,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,7 @@ from trainwright import DataModule, TaskModule, Trainer, seed_everything
 from trainwright.cli.configs.cli_parser import ReduceLROnPlateau, class_of
 from trainwright.cli.configs.cli_parser import _parser_class as parser_class
 from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
-from trainwright.cli.configs.parsing import build, parse
+from trainwright.cli.configs.parsing import build, listed, parse
 from trainwright.cli.configs.save_config_callback import SaveConfigCallback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.signatures import overrides
@@ -152,8 +153,8 @@ class CLI:
         for name, value in self._default_objects().items():
             if arguments[name] is None:
                 arguments[name] = value
-        callbacks = [*_listed(arguments.get("callbacks")), *(self._built[key] for key in self.parser.callback_keys)]
-        callbacks += _listed(self.trainer_defaults.get("callbacks"))
+        callbacks = [*listed(arguments.get("callbacks")), *(self._built[key] for key in self.parser.callback_keys)]
+        callbacks += listed(self.trainer_defaults.get("callbacks"))
         if self.save_config_callback is not None and not arguments.get("fast_dev_run"):
             callbacks.append(self.save_config_callback(self.parser, self._settings, **self.save_config_kwargs))
         return self.trainer_class(**{**arguments, "callbacks": callbacks})
@@ -247,13 +248,9 @@ class CLI:
             for name in inspect.signature(getattr(class_of(self.trainer_class), stage)).parameters:
                 if name not in known and name not in _GIVEN_BY_CLI:
                     config.pop(name, None)
-        fixed: dict[str, type] = {}
-        for key, cls, named in (
-            ("model", self.model_class, self.subclass_mode_model),
-            ("data", self.datamodule_class, self.subclass_mode_data),
-        ):
-            if isinstance(cls, type) and not named:
-                fixed[key] = cls
+        own: dict[str, object] = {} if self.subclass_mode_model else {"model": self.model_class}
+        own |= {} if self.subclass_mode_data else {"data": self.datamodule_class}
+        fixed = {key: cls for key, cls in own.items() if isinstance(cls, type)}
         settings = parse(self.parser, config, line, known=known, classes=fixed)
         if settings.get("model") is None and self.subclass_mode_model:
             raise ConfigurationError("no model is configured. Name it: --model=module.Class, or model: in --config.")
@@ -293,7 +290,7 @@ class CLI:
                 TrainwrightWarning,
                 stacklevel=4,
             )
-        make = _ConfiguredOptimizers(self.configure_optimizers, optimizer, schedule)
+        make = partial(_configure_optimizers, self.configure_optimizers, optimizer, schedule)
         self.model.configure_optimizers = types.MethodType(make, self.model)
 
     def _run(self) -> None:
@@ -350,16 +347,12 @@ class _ClassRecipe(NamedTuple):
         return made(value, **self.arguments) if isinstance(made, type) else made(**{argument: value}, **self.arguments)
 
 
-class _ConfiguredOptimizers:
-    """`configure_optimizers` of a task, which creates the optimizer when called, from the parameters at that time."""
-
-    def __init__(self, finish: Callable[..., Any], optimizer: _ClassRecipe, schedule: _ClassRecipe | None) -> None:
-        self.finish, self.optimizer, self.schedule = finish, optimizer, schedule
-
-    def __call__(self, task: TaskModule) -> Any:
-        optimizer = self.optimizer.make("params", task.parameters())
-        schedule = None if self.schedule is None else self.schedule.make("optimizer", optimizer)
-        return self.finish(task, optimizer, schedule)
+def _configure_optimizers(
+    finish: Callable[..., Any], recipe: _ClassRecipe, schedule: _ClassRecipe | None, task: TaskModule
+) -> Any:
+    """Create the configured optimizer and schedule when the task's `configure_optimizers` is called."""
+    optimizer = recipe.make("params", task.parameters())
+    return finish(task, optimizer, None if schedule is None else schedule.make("optimizer", optimizer))
 
 
 def _as_dict(settings: object) -> dict[str, Any]:
@@ -376,12 +369,6 @@ def _plain(value: object) -> Any:
     if hasattr(value, "as_dict"):  # jsonargparse's Namespace
         return value.as_dict()
     return value
-
-
-def _listed(value: object) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _is_plain(value: object) -> bool:

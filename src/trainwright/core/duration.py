@@ -63,21 +63,14 @@ class Duration:
 
     def elapsed(self, state: TrainState) -> float:
         """Return the progress of the run in this unit; only finished epochs count."""
-        return float(getattr(state, _FIELDS[self.unit]))
+        return float(getattr(state, _FIELDS.get(self.unit, self.unit)))
 
     def reached(self, state: TrainState) -> bool:
         """Return whether the run has reached this length."""
         return self.elapsed(state) >= self.value
 
 
-_FIELDS: dict[Unit, str] = {
-    "steps": "step",
-    "batches": "batches",
-    "epochs": "epoch",
-    "samples": "samples",
-    "tokens": "tokens",
-    "seconds": "seconds",
-}
+_FIELDS = {"steps": "step", "epochs": "epoch"}  # of TrainState, whose other fields have the names of their units
 
 
 def _parse(value: float | int | str | datetime.timedelta | Duration, unit: str | None) -> tuple[float, Unit]:
@@ -108,11 +101,8 @@ def _parse(value: float | int | str | datetime.timedelta | Duration, unit: str |
             "'0.25 epoch', '2M samples', '10 min'."
         )
     number, prefix, word, short_number, short_word = match.groups()
-    if short_number is not None:
-        name, factor = _unit(short_word, value)
-        return float(short_number) * factor, name
-    name, factor = _unit(word, value)
-    return float(number.replace("_", "")) * _PREFIXES.get(prefix, 1.0) * factor, name
+    name, factor = _unit(word or short_word, value)
+    return float((number or short_number).replace("_", "")) * _PREFIXES.get(prefix, 1.0) * factor, name
 
 
 def _unit(word: str, origin: str) -> tuple[Unit, float]:
@@ -151,7 +141,7 @@ class Interval:
     def __init__(self, every: Duration | None) -> None:
         self.every = every
         self._span = every.value if every is not None and every.value > 0 else float("inf")
-        self._field = _FIELDS[every.unit] if every is not None else "step"
+        self._field = _FIELDS.get(every.unit, every.unit) if every is not None else "step"
         self._next = self._span
 
     def align(self, state: TrainState) -> None:

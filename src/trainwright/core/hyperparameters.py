@@ -7,11 +7,13 @@ import copy
 import datetime
 import enum
 import inspect
+import operator
 import sys
 import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +76,7 @@ class HyperparametersMixin:
         """Return the hyper-parameters for a checkpoint, by the checkpoint's own keys."""
         kept, left_out = kept_and_left_out(self.hparams)
         plain, enums = without_enums(kept)
-        told: dict[str, str] = vars(self).get("_hparams_left_out") or {}
-        late = [reason for name, reason in left_out.items() if name not in told]
-        if late:
-            warnings.warn(
-                f"{type(self).__name__}.hparams: {'; '.join(late)}; the checkpoint is written without it.",
-                TrainwrightWarning,
-                stacklevel=2,
-            )
-            object.__setattr__(self, "_hparams_left_out", left_out)
+        self._warn_of(left_out, f"{type(self).__name__}.hparams: {{}}; the checkpoint is written without it.")
         name = vars(self).get("_hparams_name")
         return {
             HYPER_PARAMETERS: plain,
@@ -90,6 +84,14 @@ class HyperparametersMixin:
             **({HYPER_PARAMETERS_ENUMS: enums} if enums else {}),
             **({HYPER_PARAMETERS_LEFT_OUT: left_out} if left_out else {}),
         }
+
+    def _warn_of(self, left_out: dict[str, str], text: str) -> None:
+        """Warn once of each hyper-parameter that is not saved; `{}` in the text stands for the descriptions."""
+        told: dict[str, str] = vars(self).get("_hparams_left_out") or {}
+        new = [reason for name, reason in left_out.items() if name not in told]
+        if new:
+            warnings.warn(text.replace("{}", "; ".join(new), 1), TrainwrightWarning, stacklevel=3)
+        object.__setattr__(self, "_hparams_left_out", left_out)
 
     def remove_ignored_hparams(self, ignore_list: Collection[str]) -> None:
         """Remove hyper-parameters, so that neither checkpoints nor loggers hold them."""
@@ -145,17 +147,12 @@ class HyperparametersMixin:
         found = {name: value for name, value in found.items() if name not in ignored}
         self.hparams.update(found)
         kept, left_out = kept_and_left_out(self.hparams)
-        told: dict[str, str] = vars(self).get("_hparams_left_out") or {}
-        new = [reason for name, reason in left_out.items() if name not in told]
-        if new:
-            warnings.warn(
-                f"save_hyperparameters: {'; '.join(new)}. self.hparams holds it, checkpoints and loggers do not; pass "
-                f"it to load_from_checkpoint. To suppress this warning: ignore={list(left_out)!r}.",
-                TrainwrightWarning,
-                stacklevel=2,
-            )
+        self._warn_of(
+            left_out,
+            "save_hyperparameters: {}. self.hparams holds it, checkpoints and loggers do not; pass it to "
+            f"load_from_checkpoint. To suppress this warning: ignore={list(left_out)!r}.",
+        )
         object.__setattr__(self, "_hparams_name", origin)
-        object.__setattr__(self, "_hparams_left_out", left_out)
         object.__setattr__(self, "_hparams_initial", copy.deepcopy(Hyperparameters(kept)))
         object.__setattr__(self, "_hparams_log", logger)
 
@@ -219,18 +216,13 @@ def with_enums(tree: Any, places: Sequence[Any]) -> tuple[Any, dict[str, str]]:
     """
     lost: dict[str, str] = {}
     for path, home in places:
-        member = _find_member(home, _part(tree, path))
+        name = reduce(operator.getitem, path, tree)
+        member = _find_member(home, name)
         if member is None:
-            lost[str(path[0])] = f"{_part(tree, path)} of the enumeration {home}, which is not imported"
+            lost[str(path[0])] = f"{name} of the enumeration {home}, which is not imported"
         else:
             tree = _replaced(tree, path, member)
     return {name: value for name, value in tree.items() if name not in lost}, lost
-
-
-def _part(tree: Any, path: Sequence[Any]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
 
 
 def _replaced(tree: Any, path: Sequence[Any], value: object) -> Any:

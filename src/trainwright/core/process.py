@@ -18,7 +18,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning, unkn
 
 LauncherName = Literal["auto", "torchrun", "slurm", "mpi", "none"]
 STARTED_BY_TRAINER = "TRAINWRIGHT_STARTED_BY_TRAINER"
-_LAUNCHERS = ("auto", "torchrun", "slurm", "mpi", "none")
+_LAUNCHERS: tuple[LauncherName, ...] = ("auto", "torchrun", "slurm", "mpi", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +62,16 @@ def detect(launcher: str = "auto", environ: Mapping[str, str] | None = None) -> 
         raise unknown("launcher", launcher, _LAUNCHERS)
     if launcher == "none":
         return Topology("none", evidence=("launcher='none'",))
-    readers = {"torchrun": _from_torchrun, "slurm": _from_slurm, "mpi": _from_mpi}
-    if launcher != "auto":
-        found = readers[launcher](env)
-        if found is None:
-            raise ConfigurationError(
-                f"launcher={launcher!r}, but its variables are not set ({_WANTED[launcher]}). "
-                "Start the script with that launcher or leave launcher='auto'."
-            )
-        return found
-    note = _slurm_not_used(env)
-    for name, reader in readers.items():
-        found = None if name == "slurm" and note else reader(env)
+    note = _slurm_not_used(env) if launcher == "auto" else ""
+    for name in _LAUNCHERS[1:-1]:
+        found = _read(name, env) if launcher in ("auto", name) and not (name == "slurm" and note) else None
         if found is not None:
             return found
+    if launcher != "auto":
+        raise ConfigurationError(
+            f"launcher={launcher!r}, but its variables are not set ({_WANTED[launcher]}). "
+            "Start the script with that launcher or leave launcher='auto'."
+        )
     return Topology("none", evidence=(note,) if note else ())
 
 
@@ -86,25 +82,44 @@ _WANTED = {
 }
 
 
-def _from_torchrun(env: Mapping[str, str]) -> Topology | None:
-    if "RANK" not in env or "WORLD_SIZE" not in env:
-        return None
-    world = _integer(env, "WORLD_SIZE")
-    local_world = _integer(env, "LOCAL_WORLD_SIZE", world)
-    names = [n for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") if n in env]
-    rank = _integer(env, "RANK")
-    return Topology(
-        "torchrun",
-        rank=rank,
-        world_size=world,
-        local_rank=_integer(env, "LOCAL_RANK", rank % max(local_world, 1)),
-        local_world_size=local_world,
-        node_rank=_integer(env, "GROUP_RANK", _integer(env, "NODE_RANK", rank // max(local_world, 1))),
-        num_nodes=max(world // max(local_world, 1), 1),
-        master_addr=env.get("MASTER_ADDR"),
-        master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
-        evidence=tuple(f"{n}={env[n]}" for n in names),
-    )
+# Variables of the rank, the world size, the local rank and the local world size.
+_VARIABLES: dict[LauncherName, tuple[tuple[str, ...], ...]] = {
+    "torchrun": (("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),),
+    "mpi": (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ),
+}
+
+
+def _read(launcher: LauncherName, env: Mapping[str, str]) -> Topology | None:
+    """Return the topology by a launcher's variables; None if those of its rank and world size are not set."""
+    if launcher == "slurm":
+        return _from_slurm(env)
+    for names in _VARIABLES[launcher]:
+        rank_name, world_name, local_rank_name, local_world_name = names
+        if rank_name not in env or world_name not in env:
+            continue
+        rank, world = _integer(env, rank_name), _integer(env, world_name)
+        local_world = _integer(env, local_world_name, world)
+        node_rank = rank // max(local_world, 1)
+        if launcher == "torchrun":
+            names = (*names, "GROUP_RANK")
+            node_rank = _integer(env, "GROUP_RANK", _integer(env, "NODE_RANK", node_rank))
+        return Topology(
+            launcher,
+            rank=rank,
+            world_size=world,
+            local_rank=_integer(env, local_rank_name, rank % max(local_world, 1)),
+            local_world_size=local_world,
+            node_rank=node_rank,
+            num_nodes=max(world // max(local_world, 1), 1),
+            master_addr=env.get("MASTER_ADDR"),
+            master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
+            evidence=tuple(f"{each}={env[each]}" for each in names if each in env),
+        )
+    return None
 
 
 def _from_slurm(env: Mapping[str, str]) -> Topology | None:
@@ -141,31 +156,6 @@ def _slurm_not_used(env: Mapping[str, str]) -> str:
     if "SLURM_PTY_PORT" in env or env.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return "inside an interactive Slurm shell (SLURM_PTY_PORT or SLURM_JOB_NAME): one process"
     return ""
-
-
-def _from_mpi(env: Mapping[str, str]) -> Topology | None:
-    for rank, size, local_rank, local_size in (
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ):
-        if rank in env and size in env:
-            world = _integer(env, size)
-            local_world = _integer(env, local_size, world)
-            me = _integer(env, rank)
-            return Topology(
-                "mpi",
-                rank=me,
-                world_size=world,
-                local_rank=_integer(env, local_rank, me % max(local_world, 1)),
-                local_world_size=local_world,
-                node_rank=me // max(local_world, 1),
-                num_nodes=max(world // max(local_world, 1), 1),
-                master_addr=env.get("MASTER_ADDR"),
-                master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
-                evidence=tuple(f"{n}={env[n]}" for n in (rank, size, local_rank, local_size) if n in env),
-            )
-    return None
 
 
 def check_address(found: Topology) -> None:

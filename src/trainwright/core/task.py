@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -224,13 +225,8 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         if "_toggled" in self.__dict__:
             raise TaskError("toggle_optimizer: another optimizer is toggled; call untoggle_optimizer first.")
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        others = [
-            p
-            for other in self.trainer.optimizers
-            for group in other.param_groups
-            for p in group["params"]
-            if id(p) not in mine and p.requires_grad
-        ]
+        groups = [group for other in self.trainer.optimizers for group in other.param_groups]
+        others = [p for group in groups for p in group["params"] if id(p) not in mine and p.requires_grad]
         for parameter in others:
             parameter.requires_grad_(False)
         object.__setattr__(self, "_toggled", others)
@@ -393,19 +389,14 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     @property
     def device(self) -> torch.device:
         """The device of the first parameter or buffer; the CPU if there is none."""
-        for tensor in self.parameters():
-            return tensor.device
-        for buffer in self.buffers():
-            return buffer.device
-        return torch.device("cpu")
+        tensors = itertools.chain(self.parameters(), self.buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the first floating-point parameter; torch's default if there is none."""
-        for tensor in self.parameters():
-            if tensor.is_floating_point():
-                return tensor.dtype
-        return torch.get_default_dtype()
+        found = (tensor.dtype for tensor in self.parameters() if tensor.is_floating_point())
+        return next(found, torch.get_default_dtype())
 
     @property
     def on_gpu(self) -> bool:
@@ -429,8 +420,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     @property
     def logger(self) -> Any:
         """The first logger, or None."""
-        found = self.loggers
-        return found[0] if found else None
+        return next(iter(self.loggers), None)
 
     @property
     def loggers(self) -> list[Any]:
@@ -439,15 +429,11 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
 
     def freeze(self) -> Self:
         """Stop gradients of every parameter, put the task into evaluation mode and return it."""
-        for parameter in self.parameters():
-            parameter.requires_grad_(False)
-        return self.eval()
+        return self.requires_grad_(False).eval()
 
     def unfreeze(self) -> Self:
         """Enable gradients of every parameter again, put the task into training mode and return it."""
-        for parameter in self.parameters():
-            parameter.requires_grad_(True)
-        return self.train()
+        return self.requires_grad_(True).train()
 
     # Loading
 
@@ -486,7 +472,4 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        for name in _RUNTIME_ATTRIBUTES:
-            state[name] = None
-        return state
+        return {**self.__dict__, **dict.fromkeys(_RUNTIME_ATTRIBUTES)}

@@ -1,181 +1,20 @@
-from trainwright.accelerator.accelerator_state import get_active_deepspeed_plugin as get_active_deepspeed_plugin
-from trainwright.accelerator.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
-from trainwright.accelerator.functions import extract_model_from_parallel as extract_model_from_parallel
-from trainwright.accelerator.functions import get_mixed_precision_context_manager as get_mixed_precision_context_manager
-from trainwright.accelerator.functions import get_module_class_from_name as get_module_class_from_name
-from trainwright.accelerator.functions import get_parameters_from_modules as get_parameters_from_modules
-from trainwright.accelerator.functions import load as load
-from trainwright.accelerator.functions import merge_fsdp_weights as merge_fsdp_weights
-from trainwright.accelerator.functions import save as save
-from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
-from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
-from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwargs
-from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from trainwright.accelerator.logging import tqdm as tqdm
-from trainwright.accelerator.megatron.megatron_loop import (
-    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
-)
-from trainwright.accelerator.megatron.megatron_loop import (
-    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
-)
-from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
-from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
-from trainwright.accelerator.megatron.train_steps import AbstractTrainStep as AbstractTrainStep
-from trainwright.accelerator.megatron.train_steps import BertTrainStep as BertTrainStep
-from trainwright.accelerator.megatron.train_steps import GPTTrainStep as GPTTrainStep
-from trainwright.accelerator.megatron.train_steps import T5TrainStep as T5TrainStep
-from trainwright.accelerator.prepared.scheduler import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
-from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
-from trainwright.accelerator.sharded_parts import load_fsdp_model as load_fsdp_model
-from trainwright.accelerator.sharded_parts import load_fsdp_optimizer as load_fsdp_optimizer
-from trainwright.accelerator.sharded_parts import save_fsdp_model as save_fsdp_model
-from trainwright.accelerator.sharded_parts import save_fsdp_optimizer as save_fsdp_optimizer
-from trainwright.bigmodels.dispatch.align import align_module_device as align_module_device
-from trainwright.bigmodels.dispatch.align import has_offloaded_params as has_offloaded_params
-from trainwright.bigmodels.dispatch.loading import load_checkpoint_in_model as load_checkpoint_in_model
-from trainwright.bigmodels.dispatch.loading import load_offloaded_weights as load_offloaded_weights
-from trainwright.bigmodels.dispatch.single_tensors import load_state_dict as load_state_dict
-from trainwright.bigmodels.dispatch.single_tensors import set_module_tensor_to_device as set_module_tensor_to_device
-from trainwright.bigmodels.maps.device_map import check_device_map as check_device_map
-from trainwright.bigmodels.maps.device_map import clean_device_map as clean_device_map
-from trainwright.bigmodels.maps.device_map import get_balanced_memory as get_balanced_memory
-from trainwright.bigmodels.maps.device_map import get_max_memory as get_max_memory
-from trainwright.bigmodels.maps.device_map import infer_auto_device_map as infer_auto_device_map
-from trainwright.bigmodels.maps.sizes import CustomDtype as CustomDtype
-from trainwright.bigmodels.maps.sizes import calculate_maximum_sizes as calculate_maximum_sizes
-from trainwright.bigmodels.maps.sizes import compute_module_sizes as compute_module_sizes
-from trainwright.bigmodels.maps.sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
-from trainwright.bigmodels.maps.sizes import find_tied_parameters as find_tied_parameters
-from trainwright.bigmodels.maps.sizes import get_max_layer_size as get_max_layer_size
-from trainwright.bigmodels.maps.sizes import named_module_tensors as named_module_tensors
-from trainwright.bigmodels.maps.sizes import retie_parameters as retie_parameters
-from trainwright.bigmodels.quantization.quantization import BnbQuantizationConfig as BnbQuantizationConfig
-from trainwright.bigmodels.quantization.quantization import load_and_quantize_model as load_and_quantize_model
-from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader as OffloadedWeightsLoader
-from trainwright.bigmodels.weights.weights_map import PrefixedDataset as PrefixedDataset
-from trainwright.bigmodels.weights.weights_map import load_offloaded_weight as load_offloaded_weight
-from trainwright.bigmodels.weights.weights_map import offload_state_dict as offload_state_dict
-from trainwright.bigmodels.weights.weights_map import offload_weight as offload_weight
-from trainwright.bigmodels.weights.weights_map import save_offload_index as save_offload_index
-from trainwright.core.errors import DistributedOperationException as DistributedOperationException
-from trainwright.core.host.byte_sizes import convert_file_size_to_int as convert_file_size_to_int
-from trainwright.core.host.cpu_affinity import get_cpu_distributed_information as get_cpu_distributed_information
-from trainwright.core.host.cpu_affinity import override_numa_affinity as override_numa_affinity
-from trainwright.core.host.cpu_affinity import set_numa_affinity as set_numa_affinity
-from trainwright.core.host.memory import clear_device_cache as clear_device_cache
-from trainwright.core.host.memory import find_executable_batch_size as find_executable_batch_size
-from trainwright.core.host.memory import release_memory as release_memory
-from trainwright.core.host.memory import should_reduce_batch_size as should_reduce_batch_size
-from trainwright.core.names.constants import FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY
-from trainwright.core.names.constants import FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH
-from trainwright.core.names.constants import FSDP_MODEL_NAME as FSDP_MODEL_NAME
-from trainwright.core.names.constants import FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY
-from trainwright.core.names.constants import FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE
-from trainwright.core.names.constants import MODEL_NAME as MODEL_NAME
-from trainwright.core.names.constants import OPTIMIZER_NAME as OPTIMIZER_NAME
-from trainwright.core.names.constants import RNG_STATE_NAME as RNG_STATE_NAME
-from trainwright.core.names.constants import SAFE_MODEL_NAME as SAFE_MODEL_NAME
-from trainwright.core.names.constants import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
-from trainwright.core.names.constants import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
-from trainwright.core.names.constants import SAMPLER_NAME as SAMPLER_NAME
-from trainwright.core.names.constants import SCALER_NAME as SCALER_NAME
-from trainwright.core.names.constants import SCHEDULER_NAME as SCHEDULER_NAME
-from trainwright.core.names.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
-from trainwright.core.names.constants import WEIGHTS_NAME as WEIGHTS_NAME
-from trainwright.core.names.constants import ComputeEnvironment as ComputeEnvironment
-from trainwright.core.names.constants import LoggerType as LoggerType
-from trainwright.core.names.constants import PrecisionType as PrecisionType
-from trainwright.core.names.constants import RNGType as RNGType
-from trainwright.core.names.constants import SageMakerDistributedType as SageMakerDistributedType
-from trainwright.core.names.kwargs_handler import KwargsHandler as KwargsHandler
-from trainwright.core.names.packages import compare_versions as compare_versions
-from trainwright.core.names.packages import is_aim_available as is_aim_available
-from trainwright.core.names.packages import is_bf16_available as is_bf16_available
-from trainwright.core.names.packages import is_bnb_available as is_bnb_available
-from trainwright.core.names.packages import is_boto3_available as is_boto3_available
-from trainwright.core.names.packages import is_clearml_available as is_clearml_available
-from trainwright.core.names.packages import is_comet_ml_available as is_comet_ml_available
-from trainwright.core.names.packages import is_cuda_available as is_cuda_available
-from trainwright.core.names.packages import is_datasets_available as is_datasets_available
-from trainwright.core.names.packages import is_deepspeed_available as is_deepspeed_available
-from trainwright.core.names.packages import is_dvclive_available as is_dvclive_available
-from trainwright.core.names.packages import is_fp8_available as is_fp8_available
-from trainwright.core.names.packages import is_fp16_available as is_fp16_available
-from trainwright.core.names.packages import is_hpu_available as is_hpu_available
-from trainwright.core.names.packages import is_ipex_available as is_ipex_available
-from trainwright.core.names.packages import is_megatron_lm_available as is_megatron_lm_available
-from trainwright.core.names.packages import is_mlflow_available as is_mlflow_available
-from trainwright.core.names.packages import is_mlu_available as is_mlu_available
-from trainwright.core.names.packages import is_mps_available as is_mps_available
-from trainwright.core.names.packages import is_msamp_available as is_msamp_available
-from trainwright.core.names.packages import is_musa_available as is_musa_available
-from trainwright.core.names.packages import is_npu_available as is_npu_available
-from trainwright.core.names.packages import is_pandas_available as is_pandas_available
-from trainwright.core.names.packages import is_peft_available as is_peft_available
-from trainwright.core.names.packages import is_peft_model as is_peft_model
-from trainwright.core.names.packages import is_rich_available as is_rich_available
-from trainwright.core.names.packages import is_sagemaker_available as is_sagemaker_available
-from trainwright.core.names.packages import is_schedulefree_available as is_schedulefree_available
-from trainwright.core.names.packages import is_swanlab_available as is_swanlab_available
-from trainwright.core.names.packages import is_tensorboard_available as is_tensorboard_available
-from trainwright.core.names.packages import is_timm_available as is_timm_available
-from trainwright.core.names.packages import is_torch_version as is_torch_version
-from trainwright.core.names.packages import is_torch_xla_available as is_torch_xla_available
-from trainwright.core.names.packages import is_torchao_available as is_torchao_available
-from trainwright.core.names.packages import is_torchdata_available as is_torchdata_available
-from trainwright.core.names.packages import is_torchvision_available as is_torchvision_available
-from trainwright.core.names.packages import is_tqdm_available as is_tqdm_available
-from trainwright.core.names.packages import is_trackio_available as is_trackio_available
-from trainwright.core.names.packages import is_transformer_engine_available as is_transformer_engine_available
-from trainwright.core.names.packages import is_transformers_available as is_transformers_available
-from trainwright.core.names.packages import is_triton_available as is_triton_available
-from trainwright.core.names.packages import is_wandb_available as is_wandb_available
-from trainwright.core.names.packages import is_xpu_available as is_xpu_available
-from trainwright.launch.config_file import write_basic_config as write_basic_config
-from trainwright.processes.collectives import broadcast as broadcast
-from trainwright.processes.collectives import broadcast_object_list as broadcast_object_list
-from trainwright.processes.collectives import concatenate as concatenate
-from trainwright.processes.collectives import convert_outputs_to_fp32 as convert_outputs_to_fp32
-from trainwright.processes.collectives import convert_to_fp32 as convert_to_fp32
-from trainwright.processes.collectives import gather as gather
-from trainwright.processes.collectives import gather_object as gather_object
-from trainwright.processes.collectives import listify as listify
-from trainwright.processes.collectives import pad_across_processes as pad_across_processes
-from trainwright.processes.collectives import recursively_apply as recursively_apply
-from trainwright.processes.collectives import reduce as reduce
-from trainwright.processes.collectives import send_to_device as send_to_device
-from trainwright.processes.collectives import slice_tensors as slice_tensors
-from trainwright.processes.collectives import wait_for_everyone as wait_for_everyone
-from trainwright.processes.devices import DistributedType as DistributedType
-from trainwright.processes.launcher import clear_environment as clear_environment
-from trainwright.processes.launcher import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
-from trainwright.processes.launcher import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
-from trainwright.processes.launcher import patch_environment as patch_environment
-from trainwright.processes.random_states import set_seed as set_seed
-from trainwright.processes.random_states import synchronize_rng_state as synchronize_rng_state
-from trainwright.processes.random_states import synchronize_rng_states as synchronize_rng_states
-from trainwright.profilers.profile_kwargs import ProfileKwargs as ProfileKwargs
-from trainwright.strategies.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
-from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from trainwright.strategies.deepspeed.hf_config import HfDeepSpeedConfig as HfDeepSpeedConfig
-from trainwright.strategies.deepspeed.placeholders import DummyOptim as DummyOptim
-from trainwright.strategies.deepspeed.placeholders import DummyScheduler as DummyScheduler
-from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
-from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from trainwright.strategies.launched import DynamoBackend as DynamoBackend
-from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin
-from trainwright.strategies.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
-from trainwright.strategies.precision import get_grad_scaler as get_grad_scaler
-from trainwright.strategies.steps.fp8 import AORecipeKwargs as AORecipeKwargs
-from trainwright.strategies.steps.fp8 import convert_model_to_fp8_ao as convert_model_to_fp8_ao
-from trainwright.strategies.steps.fp8 import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
-from trainwright.strategies.steps.fp8 import filter_linear_layers as filter_linear_layers
-from trainwright.strategies.steps.fp8 import find_first_last_linear_layers as find_first_last_linear_layers
-from trainwright.strategies.steps.fp8 import has_ao_layers as has_ao_layers
-from trainwright.strategies.steps.te_layers import FP8RecipeKwargs as FP8RecipeKwargs
-from trainwright.strategies.steps.te_layers import TERecipeKwargs as TERecipeKwargs
 from trainwright.strategies.steps.te_layers import apply_fp8_autowrap as apply_fp8_autowrap
 from trainwright.strategies.steps.te_layers import contextual_fp8_autocast as contextual_fp8_autocast
 from trainwright.strategies.steps.te_layers import convert_model as convert_model
 from trainwright.strategies.steps.te_layers import has_transformer_engine_layers as has_transformer_engine_layers
+from trainwright.utils.bnb import *
+from trainwright.utils.constants import *
+from trainwright.utils.dataclasses import *
+from trainwright.utils.deepspeed import *
+from trainwright.utils.environment import *
+from trainwright.utils.fsdp_utils import *
+from trainwright.utils.imports import *
+from trainwright.utils.megatron_lm import *
+from trainwright.utils.memory import *
+from trainwright.utils.modeling import *
+from trainwright.utils.offload import *
+from trainwright.utils.operations import *
+from trainwright.utils.other import *
+from trainwright.utils.random import *
+from trainwright.utils.versions import *

@@ -17,8 +17,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
 from tests.strategies.megatron.test_transformers import Hf, make_model
 from tests.strategies.megatron.test_transformers import batches as hf_batches
-from trainwright.cli.parity.parity_compare import Tolerance, compare
-from trainwright.cli.parity.parity_tape import StepTape, Tape
+from trainwright.cli.parity_tape import StepTape, Tape, Tolerance, compare
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.context.sequences import SplitSequences

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
-from trainwright.cli.parity.parity_compare import GRADIENT, LOSS, NORM, PARAMETER, Tolerance, compare
-from trainwright.cli.parity.parity_tape import StepTape, Tape
+from trainwright.cli.parity_tape import GRADIENT, LOSS, NORM, PARAMETER, StepTape, Tape, Tolerance, compare
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.layers.plan import need_divisible

@@ -10,8 +10,7 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
-from trainwright.cli.parity.parity_compare import GRADIENT, LOSS, NORM, PARAMETER, Tolerance, compare
-from trainwright.cli.parity.parity_tape import StepTape, Tape
+from trainwright.cli.parity_tape import GRADIENT, LOSS, NORM, PARAMETER, StepTape, Tape, Tolerance, compare
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.megatron.strategy import MegatronStrategy

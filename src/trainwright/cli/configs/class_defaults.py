@@ -84,10 +84,8 @@ def _takes_a_class(path: str, argument: str) -> bool:
 
 
 def _fill_below(node: object) -> None:
-    if isinstance(node, list):
-        for item in node:
-            _fill_below(item)
-        return
+    for item in node if isinstance(node, list) else ():
+        _fill_below(item)
     if not isinstance(node, dict):
         return
     if isinstance(node.get("class_path"), str):

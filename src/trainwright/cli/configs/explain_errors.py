@@ -53,13 +53,9 @@ def explain(message: str, known_names: Callable[[str], Sequence[str]] = lambda k
     reasons = [reason for reason in _reasons(_tree(message).below, _Reason()) if reason.keys]
     if not reasons:
         return message
-    wanted = [reason for reason in reasons if not _is_absence(reason.text)] or reasons
+    wanted = [each for each in reasons if not each.text.startswith("Expected a <class 'NoneType'>")] or reasons
     reason = max(wanted, key=lambda reason: reason.depth)  # the first of equals
     return _sentence(reason, known_names) or message
-
-
-def _is_absence(text: str) -> bool:
-    return text.startswith("Expected a <class 'NoneType'>")
 
 
 def _tree(message: str) -> _Line:
@@ -89,13 +85,12 @@ def _reasons(lines: Sequence[_Line], place: _Reason) -> Iterator[_Reason]:
             value = line.text.removeprefix("Given value: ")
             nested = _NESTED.fullmatch(value)
             place = replace(place, value=_plain(nested["value"]) if nested else value)
+    inner = replace(place, types="", depth=place.depth + 1)
     for line in lines:
         if match := _KEY.fullmatch(line.text):
-            inner = replace(place, keys=(*place.keys, match["key"]), types="", depth=place.depth + 1)
-            yield from _reasons(line.below, inner)
+            yield from _reasons(line.below, replace(inner, keys=(*place.keys, match["key"])))
         elif match := _CLASS.fullmatch(line.text):
-            inner = replace(place, class_path=match["path"], types="", depth=place.depth + 1)
-            yield from _reasons(line.below, inner)
+            yield from _reasons(line.below, replace(inner, class_path=match["path"]))
         elif line.text.startswith(_FILLING):
             yield from _reasons(line.below, place)
         elif not _UNION.fullmatch(line.text):

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainwright.cli.configs.class_defaults import fill_nested_defaults, name_torch_classes, place_classes
+from trainwright.cli.configs.class_names import expand_assignments, expand_config, short_names, translate_config
 from trainwright.cli.configs.explain_errors import explain
-from trainwright.cli.configs.foreign_config import translate_config
 from trainwright.cli.configs.overrides import CommandLine, swap_classes
-from trainwright.cli.configs.short_names import expand_assignments, expand_config, short_names
 from trainwright.core.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, Namespace
 
 _CLASS_KEYS = ("task", "model", "data", "optimizer", "lr_scheduler")
 _GROUP = re.compile(r"Group '(?P<group>[^']*)' does not accept option '(?P<name>[^']*)'")
@@ -124,10 +123,6 @@ def _explained(parser: ArgumentParser, message: str, known: Sequence[str]) -> st
     return message + (close.replace("--", "") if group else close)
 
 
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser, Namespace
-
-
 class _Failure(BaseException):
     """Exception that carries a constructor's error through jsonargparse, which joins all errors below an optional type
     into one text.
@@ -168,3 +163,8 @@ def build(parser: ArgumentParser, settings: Namespace) -> Any:
     if failed is not None:  # outside of `except`, so that the error keeps its own cause and context
         raise failed
     return built
+
+
+def listed(value: object) -> list[Any]:
+    """Return a setting that may be one object, a list or None as a list."""
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]

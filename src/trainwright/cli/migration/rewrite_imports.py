@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from trainwright.cli.configs.foreign_config import UNUSED, is_unused, own_name
+from trainwright.cli.configs.class_names import UNUSED, is_unused, own_name
 from trainwright.core.names.foreign_names import LIBRARIES, answer, canonical, own_module
 
 FACE = "trainwright"
 _PATH = re.compile(rf"(?:{'|'.join(LIBRARIES)})(?:\.\w+)+")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _FOLDER = "a checkpoint is a folder here: load_from_checkpoint of your task reads it, torch.load does not."
 _TOP = ("lightning", "lightning.pytorch", "accelerate", "accelerate.utils")
@@ -134,12 +135,10 @@ class _Program:
             for each in ast.walk(node):
                 if isinstance(each, (ast.Global, ast.Nonlocal)):
                     inner.outer.update(each.names)
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler)) and node.name:
+        if isinstance(node, _NAMED) and node.name:
             scope.bind(node.name, node)
         elif isinstance(node, ast.arg):
             scope.bind(node.arg, node)
-        elif isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name:
-            scope.bind(node.name, node)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             self.reads.append((node, scope))
         elif isinstance(node, ast.Name):
@@ -187,7 +186,7 @@ class _Program:
             for each in home.bound[name.id] if home is not None else ():
                 if isinstance(each, _Import):
                     uses[each].append(self._chain(name))
-        own = {each: counterpart(each.path) or self._own_module(each.path, chains) for each, chains in uses.items()}
+        own = {each: counterpart(each.path) or _own_module(each.path, chains) for each, chains in uses.items()}
         names = self._new_names(own)
         trainers: set[str] = set()
         for each, chains in uses.items():
@@ -197,8 +196,8 @@ class _Program:
             aliases = {each.alias: (own[each], names[each.local]) for each in uses if each.node is statement}
             self._change_import(statement, aliases)
         for node in ast.walk(self.tree):
-            star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and _roots(node) & set(LIBRARIES)
-            if isinstance(node, ast.ImportFrom) and star and node not in self.kept:
+            star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node not in self.kept
+            if isinstance(node, ast.ImportFrom) and star and _roots(node) & set(LIBRARIES):
                 self._report(node, f"from {node.module} import *: name what you use.")
         self._report_strings({each.local: each.path for each in uses if isinstance(each.node, ast.Import)})
         self._report_objects(trainers, reads_folders=bool(uses))
@@ -209,11 +208,6 @@ class _Program:
         while isinstance(above := self.parents[chain[-1]], ast.Attribute):
             chain.append(above)
         return chain
-
-    def _own_module(self, path: str, chains: Sequence[Sequence[Any]]) -> str | None:
-        """Return the counterpart of an imported sub-module, which is identified by a use of a name in it."""
-        used = any(counterpart(f"{path}.{chain[1].attr}") for chain in chains if len(chain) > 1)
-        return own_module(path) if used else None
 
     def _new_names(self, own: dict[_Import, str | None]) -> dict[str, str]:
         """Return local name → new local name; the old one if it is used in a string or with a second meaning."""
@@ -319,8 +313,7 @@ class _Program:
         for number, line in enumerate(self.source[begin:end].decode().split("\n"), node.lineno):
             if "#" in line:
                 comment = line[line.index("#") :].rstrip()
-                line_text = f"the comment {comment!r} next to it was removed by the rewrite."
-                self.unsettled.add(Unsettled(number, line_text))
+                self.unsettled.add(Unsettled(number, f"the comment {comment!r} next to it was removed by the rewrite."))
         before, after = self._around(node)
         separator = "; " if before.strip() or after.strip()[:1] == b";" else self.newline + before.decode()
         self._replace(node, separator.join(statements))
@@ -337,9 +330,8 @@ class _Program:
         text = self.edits.get(self._span(node.names[0]))
         before, after = self._around(node)
         if len(node.names) == 1 and text == FACE and not before.strip() and not after.strip():
-            siblings = next(
-                each for each in vars(self.parents[node]).values() if isinstance(each, list) and node in each
-            )
+            blocks = [each for each in vars(self.parents[node]).values() if isinstance(each, list)]
+            siblings = next(each for each in blocks if node in each)
             if (id(siblings), text) in self.block_texts:  # this block has the import already
                 del self.edits[self._span(node.names[0])]
                 self.edits[self.starts[node.lineno - 1], self.starts[node.end_lineno or node.lineno]] = ""
@@ -407,6 +399,12 @@ class _Program:
 def counterpart(path: str) -> str | None:
     """Return the full name of the counterpart of a foreign path; a library's top package is this one."""
     return FACE if canonical(path) in _TOP else own_name(path)
+
+
+def _own_module(path: str, chains: Sequence[Sequence[Any]]) -> str | None:
+    """Return the counterpart of an imported sub-module, which is identified by a use of a name in it."""
+    used = any(counterpart(f"{path}.{chain[1].attr}") for chain in chains if len(chain) > 1)
+    return own_module(path) if used else None
 
 
 def own_object(path: str) -> Any:

@@ -7,7 +7,7 @@ import functools
 import gc
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,26 +58,19 @@ def is_out_of_memory(exception: BaseException) -> bool:
     Known: `torch.OutOfMemoryError`, `MemoryError`, and the RuntimeErrors of torch's allocators, cuBLAS and cuDNN. A
     process that the operating system kills for its memory raises no error, and cannot be detected.
     """
-    return any(_says_so(error) for error in _chain(exception))
-
-
-def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Return whether a smaller batch may avoid an error, under the name of Accelerate; see `is_out_of_memory`."""
-    return is_out_of_memory(exception)
-
-
-def _says_so(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    error: BaseException | None = exception
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY):
+            return True
         seen.add(id(error))
-        yield error
         error = error.__cause__
+    return False
+
+
+should_reduce_batch_size = is_out_of_memory  # Accelerate's name
 
 
 def available_host_memory_bytes() -> int:
@@ -224,12 +217,11 @@ def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...], opti
     """Raise a clear error for a call with one argument too many."""
     parameters = list(inspect.signature(function).parameters.values())
     name = getattr(function, "__name__", type(function).__name__)
-    first = next((p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if first is None and not takes_any:
-        raise TypeError(f"{name} takes no batch size. Make it the first argument: def {name}(batch_size, ...).")
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if first in options or (not takes_any and len(args) + 1 > len(positional)):
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if not positional and not takes_any:
+        raise TypeError(f"{name} takes no batch size. Make it the first argument: def {name}(batch_size, ...).")
+    if (positional and positional[0].name in options) or (not takes_any and len(args) + 1 > len(positional)):
         raise TypeError(
             f"{name} was called with a batch size, which find_executable_batch_size passes already. Call it without: "
             f"{name}({', '.join(f'{p.name}=...' for p in positional[1:])})."

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 # One line for each name, as type checkers require for re-exports in a stub.
 _LINE = re.compile(r"^from (\S+) import \(?\s*(\w+) as \2,?\s*\)?$", re.MULTILINE)
+_ALL = re.compile(r"^from (\S+) import \*$", re.MULTILINE)  # all names of a stub beside it
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -23,10 +24,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
     An unknown name is an AttributeError with advice for other libraries' names, see `foreign_names.missing`.
     """
 
-    @cache
-    def homes() -> dict[str, str]:
-        text = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
-        return {name: home for home, name in _LINE.findall(text)}
+    homes = cache(partial(listed_names, file))
 
     def get(name: str) -> Any:
         if name == "__all__":
@@ -49,3 +47,13 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         return sorted({*homes(), *(name for name in vars(sys.modules[package]) if name.startswith("__"))})
 
     return get, names
+
+
+def listed_names(file: str) -> dict[str, str]:
+    """Return each name in the stub of a module's file, with the module that defines it."""
+    text = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
+    found = {name: home for home, name in _LINE.findall(text)}
+    for module in _ALL.findall(text):
+        other = Path(file).with_name(module.rpartition(".")[2])
+        found |= listed_names(str(other / "__init__" if other.is_dir() else other))
+    return found

@@ -6,23 +6,45 @@ reference.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trainwright.cli.configs.overrides import read_command_line
-from trainwright.cli.parity.parity_run import STEP_ARGUMENTS, Plan
-from trainwright.core.errors import ConfigurationError
+from trainwright.cli.configs.overrides import CommandLine, read_command_line
+from trainwright.cli.main import table_lines
+from trainwright.core.errors import ConfigurationError, TrainwrightError
+from trainwright.core.registry import import_object
 
 if TYPE_CHECKING:
-    from trainwright.cli.parity.parity_compare import Comparison
-    from trainwright.cli.parity.parity_tape import Tape
+    from trainwright.cli.parity_tape import Comparison, Tape
 
 _SHOWN = 8  # number of differing values that are printed
+# Arguments of the Trainer that are read from the configuration, because they affect a step.
+STEP_ARGUMENTS = (
+    *("accelerator", "precision", "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark"),
+    *("compile", "use_distributed_sampler", "per_sample_rng", "uneven_batches"),
+    *("limit_train_batches", "overfit_batches", "reload_dataloaders_every_n_epochs"),
+)
 _SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Plan of one run, JSON-compatible: `plan.json` of a folder, into which the run writes its steps or its error."""
+
+    strategy: str  # a name, or "module:name" of a strategy, a class or a function that makes one
+    devices: int  # processes, if the strategy can run several
+    steps: int
+    seed: int
+    defaults: dict[str, Any]  # configuration that the files override
+    configs: list[str]
+    assignments: list[tuple[str, str]]  # key and text of each override on the command line
 
 
 def parity(argv: Sequence[str]) -> int:
@@ -54,16 +76,8 @@ def parity(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="trainwright-parity-") as folder:
         runs: list[Tape | str] = []
         for i, (label, strategy) in enumerate(strategies):
-            plan = Plan(
-                strategy=strategy,
-                devices=wanted.devices,
-                steps=wanted.steps,
-                seed=wanted.seed,
-                defaults=defaults,
-                configs=[str(path) for path in configs],
-                assignments=[list(assignment) for assignment in line.assignments],
-            )
-            runs.append(_run(plan, label, Path(folder, f"{i}")))
+            shared = (wanted.devices, wanted.steps, wanted.seed, defaults, list(map(str, configs)), line.assignments)
+            runs.append(_run(Plan(strategy, *shared), label, Path(folder, f"{i}")))
             if isinstance(runs[0], str):
                 print(f"{label} could not train, so that there is no reference: {runs[0]}")
                 return 1
@@ -141,16 +155,14 @@ def _read_strategies(text: str) -> list[tuple[str, str]]:
 
     strategies = []
     for label in filter(None, map(str.strip, text.split(","))):
-        if ":" in label and "=" in label:
+        path = label
+        if "=" in label:
             make_strategy(label)  # raises an error with the nearest option
-            strategies.append((label, label))
-            continue
-        if ":" in label:
-            strategies.append((label, ":".join(class_path(label).rsplit(".", 1))))
-            continue
-        if label != "auto":
+        elif ":" in label:
+            path = ":".join(class_path(label).rsplit(".", 1))
+        elif label != "auto":
             STRATEGIES.get(label)  # raises an error with the nearest name
-        strategies.append((label, label))
+        strategies.append((label, path))
     if len(strategies) < 2:
         raise ConfigurationError("--strategies names fewer than two. Write, for example, --strategies single,ddp.")
     return strategies
@@ -158,13 +170,13 @@ def _read_strategies(text: str) -> list[tuple[str, str]]:
 
 def _run(plan: Plan, label: str, folder: Path) -> Tape | str:
     """Run one strategy; return its record, or the error."""
-    from trainwright.cli.parity.parity_tape import Tape
+    from trainwright.cli.parity_tape import Tape
     from trainwright.processes.launcher import run_module
 
     print(f"parity: {label} …", file=sys.stderr)
     folder.mkdir()
-    plan.write(folder)
-    code = run_module("trainwright.cli.parity.parity_run", [str(folder)])
+    (folder / "plan.json").write_text(json.dumps(asdict(plan)))
+    code = run_module("trainwright.cli.parity", [str(folder)])
     error = folder / "error.txt"
     if error.exists():
         return error.read_text().strip()
@@ -174,7 +186,7 @@ def _run(plan: Plan, label: str, folder: Path) -> Tape | str:
 
 
 def _report(runs: Sequence[Tape | str], labels: Sequence[str], wanted: argparse.Namespace) -> int:
-    from trainwright.cli.parity.parity_compare import Tolerance, compare
+    from trainwright.cli.parity_tape import Tolerance, compare
 
     reference = runs[0]
     assert not isinstance(reference, str)  # checked before
@@ -203,7 +215,7 @@ def _report(runs: Sequence[Tape | str], labels: Sequence[str], wanted: argparse.
 
 
 def _print_table(labels: Sequence[str], compared: Sequence[Comparison | str]) -> None:
-    from trainwright.cli.parity.parity_compare import KINDS
+    from trainwright.cli.parity_tape import KINDS
 
     rows = [["strategy", "processes", "loss", *(f"{kind} ±" for kind in KINDS), ""]]
     for label, result in zip(labels, compared, strict=True):
@@ -219,6 +231,79 @@ def _print_table(labels: Sequence[str], compared: Sequence[Comparison | str]) ->
             cells = [f"{result.worst[kind]:.1e}" if kind in result.worst else "–" for kind in KINDS]
             verdict = "equal" if result.equal else f"differs in step {result.step}"
         rows.append([label, f"{run.processes}", shown, *cells, verdict])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(*table_lines(rows), sep="\n")
+
+
+# A strategy's run, in its own process: `python -m trainwright.cli.parity FOLDER`
+
+
+def run_plan(folder: Path) -> int:
+    """Run the plan of a folder; return 0, or 1 with an `error.txt` there."""
+    plan = Plan(**json.loads((folder / "plan.json").read_text()))
+    try:
+        _record(plan, folder)
+    except Exception as error:  # noqa: BLE001  # any error of the task is shown with the other strategies' results
+        text = str(error) if isinstance(error, TrainwrightError) else traceback.format_exc()
+        (folder / "error.txt").write_text(text)
+        return 1
+    return 0
+
+
+def _record(plan: Plan, folder: Path) -> None:
+    from trainwright import Trainer
+    from trainwright.cli.configs.parsing import build
+    from trainwright.cli.fit import read_settings
+    from trainwright.cli.parity_tape import StepTape
+    from trainwright.core.rng import seed_everything
+
+    line = CommandLine(list(map(Path, plan.configs)), plan.assignments)
+    parser, settings = read_settings("fit", line, defaults=plan.defaults)
+    given = settings.pop("trainer").as_dict()
+    if given.get("callbacks"):
+        print("trainwright: note: the configuration's callbacks are not used in the comparison.", file=sys.stderr)
+    seed_everything(plan.seed)
+    built = build(parser, settings)
+    strategy, devices = load_strategy(plan)
+    tape = StepTape(folder, (given["accumulate_grad_batches"] or 1) * plan.devices, plan.seed)
+    trainer = Trainer(
+        **{name: given[name] for name in STEP_ARGUMENTS},
+        strategy=strategy,
+        devices=devices,
+        max_steps=plan.steps,
+        max_epochs=-1,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        preemption_grace=None,
+        default_root_dir=folder / "files",
+        seed=plan.seed,
+        callbacks=[tape],
+    )
+    trainer.fit(built.task, datamodule=built.data)
+
+
+def load_strategy(plan: Plan) -> tuple[Any, int]:
+    """Return the strategy for the Trainer, and its number of processes."""
+    from trainwright.strategies.registry import STRATEGIES, make_strategy
+    from trainwright.strategies.strategy import Strategy
+
+    name = plan.strategy
+    if name == "auto":
+        return name, plan.devices
+    if ":" in name and "=" in name:
+        made: Any = make_strategy(name)
+    else:
+        make = import_object(name) if ":" in name else STRATEGIES.get(name)
+        made = make() if callable(make) else make
+    if not isinstance(made, Strategy):
+        raise ConfigurationError(
+            f"--strategies {name}: a {type(made).__name__} is not a Strategy. Name a strategy, or its class."
+        )
+    return made, plan.devices if made.is_distributed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_plan(Path(sys.argv[1])))

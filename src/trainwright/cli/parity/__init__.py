@@ -1,1 +1,0 @@
-"""`trainwright parity`: strategies compared step by step."""
