@@ -9,14 +9,13 @@ nothing. Memory does not grow with the number of steps.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning, nearest
+from trainwright.core.errors import ConfigurationError, TaskError, nearest
 from trainwright.core.tree import batch_size as find_batch_size
 from trainwright.loggers.epoch_state import fill_slot, make_slot, slot_states
 from trainwright.loggers.metric_slot import (
@@ -34,13 +33,12 @@ from trainwright.loggers.metric_values import (
     Exchange,
     Flushed,
     NewValues,
-    compute_alone,
     entry_of,
     epoch_entries,
     gather_entries,
-    named_values,
+    path_in,
     put_combined,
-    read_into,
+    put_objects,
     read_values,
     step_values,
 )
@@ -425,17 +423,20 @@ class MetricBuffer:
             put_combined(flushed, gather_entries(gathered), reductions, "step")
         return flushed
 
-    def flush_epoch(self, exchange: Exchange | None = None, *, keep: bool = False) -> Flushed:
+    def flush_epoch(
+        self, exchange: Exchange | None = None, *, keep: bool = False, owner: nn.Module | None = None
+    ) -> Flushed:
         """Return the aggregates of the current stage's epoch and reset them.
 
         Waits for each device once, and once more when metric objects were logged, whose states other ranks may have
         to see first. Collective when `exchange` is given: every rank calls it at the same point. Metric objects reduce
-        over ranks by themselves, in an order that the exchange has determined; one that only some ranks have logged is
-        computed there without the others, with a warning.
+        over ranks by themselves, in an order that the exchange has determined. One that only some ranks have logged, as
+        others had no batch, must be a module of `owner`; else it is computed without the others, with a warning.
 
         Args:
             exchange: as for `flush_step`; keys that only some ranks have logged appear on all of them. Default: None.
             keep: do not reset them: the epoch continues in a later fit. Default: False.
+            owner: the task. Default: None.
         """
         slots = [slot for slot in self._by_slots() if slot.on_epoch]
         entries = epoch_entries(slots)
@@ -445,13 +446,17 @@ class MetricBuffer:
         alone = {key for key, entry in entries.items() if key in stay_here and not entry.main_only}
         payload = {
             "metrics": {key: tuple(entry) for key, entry in entries.items() if key not in alone},
-            "objects": [key for key, slot in objects.items() if slot.on_epoch and slot.settings.sync_dist is not False],
+            "objects": {
+                key: (path_in(owner, slot.metric), tuple(entry_of(slot)))
+                for key, slot in objects.items()
+                if slot.on_epoch and slot.settings.sync_dist is not False
+            },
         }
         gathered = [payload] if exchange is None else exchange(payload)
         flushed = Flushed()
         put_combined(flushed, {key: [entries[key]] for key in entries if key in alone}, reductions, "epoch")
         put_combined(flushed, gather_entries(gathered), reductions, "epoch")
-        self._put_objects(flushed, objects, gathered)
+        put_objects(flushed, objects, gathered, owner)
         if keep:
             self._new.of_epoch(slots)  # this rank's own aggregates are not new: those of all ranks were returned
             return flushed
@@ -462,29 +467,6 @@ class MetricBuffer:
             slot.metric.reset()
             slot.metric = None
         return flushed
-
-    def _put_objects(self, flushed: Flushed, objects: dict[str, MetricSlot], gathered: list[dict[str, Any]]) -> None:
-        counts: dict[str, int] = {}
-        for payload in gathered:
-            for key in payload["objects"]:
-                counts[key] = counts.get(key, 0) + 1
-        # Every rank computes in the same order, because torchmetrics communicates in `compute`.
-        order = [key for key in counts if key in objects]
-        order += [key for key, slot in objects.items() if slot.on_epoch and key not in counts]
-        waiting: list[tuple[Entry, float | Tensor]] = []
-        for key in order:
-            slot = objects[key]
-            everywhere = counts.get(key) == len(gathered)
-            if key in counts and not everywhere:
-                warnings.warn(
-                    f"the metric object {key!r} was logged on {counts[key]} of {len(gathered)} ranks only: each of "
-                    "them reports its own value. Log it on every rank.",
-                    TrainwrightWarning,
-                    stacklevel=3,
-                )
-            result = slot.metric.compute() if everywhere else compute_alone(slot.metric)
-            waiting += named_values(slot, entry_of(slot), result)
-        read_into(flushed, waiting, "epoch")
 
 
 def _check_name(name: object) -> None:

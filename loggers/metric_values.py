@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.metric_value import MetricValue
 from trainwright.loggers.metric_slot import HostReads, MetricSlot, Reduction, is_metric_object, pick, to_number
 
@@ -29,16 +31,31 @@ def step_values(slot: MetricSlot) -> Iterator[tuple[Entry, float | Tensor]]:
         if not all(part.update_called for part in parts):
             return
         last = compute_alone(last)
-    yield from named_values(slot, entry, last)
+    yield from named_values(entry, last)
 
 
-def named_values(slot: MetricSlot, entry: Entry, result: object) -> Iterator[tuple[Entry, float | Tensor]]:
+def named_values(entry: Entry, result: object) -> Iterator[tuple[Entry, float | Tensor]]:
     """Yield the results of a metric object, one number at a time; the parts of a dict are named `name/key`."""
     if isinstance(result, dict):
         for key, value in result.items():
-            yield entry._replace(name=f"{slot.name}/{key}"), to_number(f"{slot.name}/{key}", value)
+            name = f"{entry.name}/{key}"
+            yield entry._replace(name=name), to_number(name, value)
     else:
-        yield entry, to_number(slot.name, result)
+        yield entry, to_number(entry.name, result)
+
+
+def path_in(owner: torch.nn.Module | None, metric: object) -> str | None:
+    """Return the name of a metric object among the modules of a task; None if it is not one of them."""
+    return None if owner is None else next((path for path, found in owner.named_modules() if found is metric), None)
+
+
+def compute_without_values(metric: Any) -> Any:
+    """Compute a metric object that other ranks have updated, and reset it; collective."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchmetrics expects an update
+        result = metric.compute()
+    metric.reset()  # its result would else be used again
+    return result
 
 
 def compute_alone(metric: Any) -> Any:
@@ -150,7 +167,7 @@ class NewValues:
         put_combined(flushed, {key: [entry] for key, entry in epoch_entries(copies).items()}, reductions, "epoch")
         for slot in new:
             if slot.metric is not None:
-                read_into(flushed, list(named_values(slot, entry_of(slot), compute_alone(slot.metric))), "epoch")
+                read_into(flushed, list(named_values(entry_of(slot), compute_alone(slot.metric))), "epoch")
         return flushed
 
 
@@ -311,3 +328,35 @@ def gather_entries(gathered: Sequence[dict[str, Any]]) -> dict[str, list[Entry]]
             if not entry.main_only or rank == 0:
                 found.setdefault(key, []).append(entry)
     return found
+
+
+def put_objects(
+    flushed: Flushed, objects: dict[str, MetricSlot], gathered: list[dict[str, Any]], owner: torch.nn.Module | None
+) -> None:
+    """Put the results of metric objects of an epoch; collective. See `MetricBuffer.flush_epoch`."""
+    counts = Counter(key for payload in gathered for key in payload["objects"])
+    shared = {key: found for payload in reversed(gathered) for key, found in payload["objects"].items()}
+    waiting: list[tuple[Entry, float | Tensor]] = []
+    # Every rank computes in the same order, because torchmetrics communicates in `compute`.
+    for key in counts:
+        path, entry = shared[key]
+        metric: Any = objects[key].metric if key in objects else None
+        if counts[key] == len(gathered) or (path is not None and metric is not None):
+            result = metric.compute()
+        elif path is not None and owner is not None:  # this rank had no batch
+            result = compute_without_values(owner.get_submodule(path))
+        elif metric is not None:
+            warnings.warn(
+                f"the metric object {key!r} was logged on {counts[key]} of {len(gathered)} ranks only, and is not "
+                "a module of the task: each of them reports its own value. Log it on every rank.",
+                TrainwrightWarning,
+                stacklevel=3,
+            )
+            result = compute_alone(metric)
+        else:
+            continue
+        waiting += named_values(Entry(*entry), result)
+    for key, slot in objects.items():
+        if slot.on_epoch and key not in counts:
+            waiting += named_values(entry_of(slot), compute_alone(slot.metric))
+    read_into(flushed, waiting, "epoch")

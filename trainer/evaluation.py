@@ -93,7 +93,7 @@ def evaluate(
             metrics.dataloader_idx = None
             run.fire(f"on_{name}_epoch_end")
             run.take_metrics(metrics.flush_step(run.exchange), kind)
-            flushed = metrics.flush_epoch(run.exchange)
+            flushed = metrics.flush_epoch(run.exchange, owner=run.task)
             run.take_metrics(flushed, kind)
             taken()
             metrics.close(f"on_{name}_end")

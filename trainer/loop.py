@@ -209,7 +209,7 @@ class FitLoop:
         loop.check_finite()
         run.shown.show(run.metrics.peek())
         run.fire("on_train_epoch_end")
-        run.take_metrics(run.metrics.flush_epoch(run.exchange, keep=not closed), "train")
+        run.take_metrics(run.metrics.flush_epoch(run.exchange, keep=not closed, owner=run.task), "train")
         if closed:
             run.schedules.after_epoch_metrics(state.epoch, run.shown.callback)
         else:

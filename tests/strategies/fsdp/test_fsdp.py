@@ -488,7 +488,7 @@ def test_a_batch_that_is_replayed_for_the_others_counts_for_nothing(num: int) ->
     rows = sum(len(batch) for batch in batches(num))
     for found, _ in by_rank:
         assert found["rows_too"] == rows
-        assert num == 1 or found["rows"] == rows  # a rank without any batch has logged no metric object: warned of
+        assert found["rows"] == rows  # also if a rank has no batch
     assert [hooks for _, hooks in by_rank] == [(num + 1) // 2, num // 2]
 
 
