@@ -59,6 +59,12 @@ class XLAStrategy(Strategy):
 
     def check(self, settings: EngineSettings) -> None:
         check_versions()
+        if settings.num_processes > 1:
+            raise ConfigurationError(
+                f"{self!r} runs one process, but {settings.num_processes} were started or requested. Start one process "
+                "on one machine, without devices= and num_nodes=, and use all of its XLA devices with "
+                "XLAStrategy(spmd='ddp') or XLAStrategy(spmd='fsdp')."
+            )
         super().check(settings)
         if settings.compile_options is not None:
             raise ConfigurationError("XLAStrategy always compiles every step. Remove compile.")

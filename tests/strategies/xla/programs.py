@@ -287,6 +287,21 @@ def too_late(folder: str) -> str:
     return "none"
 
 
+def launched(folder: str) -> str:
+    """Train in the replicas that torch_xla starts; the error."""
+    import torch_xla
+
+    try:
+        torch_xla.launch(_train_replica, args=(folder,))
+    except Exception as error:  # noqa: BLE001  # its text is the result
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def _train_replica(index: int, folder: str) -> None:
+    fit(f"{folder}/{index}", strategy="xla")
+
+
 def calls(folder: str) -> dict[str, float]:
     """Return the Python calls of a step of a Trainer and of a loop by hand."""
     import torch_xla

@@ -109,6 +109,13 @@ def test_a_first_backward_elsewhere_is_an_error_that_says_what_to_do() -> None:
 
 
 @needs_xla
+def test_replicas_of_torch_xla_are_an_error_that_names_spmd() -> None:
+    found = run("launched", 2)
+    assert "2 replicas" in found
+    assert "XLAStrategy(spmd='ddp')" in found
+
+
+@needs_xla
 def test_a_launched_script_finds_the_device(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -146,6 +153,16 @@ def test_what_does_not_apply_is_refused(monkeypatch: pytest.MonkeyPatch, options
     monkeypatch.setattr("trainwright.strategies.xla.strategy.check_versions", lambda: None)
     with pytest.raises(ConfigurationError, match=message):
         Trainer(**{"strategy": "xla", "logger": False, **options})
+
+
+def test_several_processes_are_an_error_that_names_spmd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.strategies.xla.strategy.check_versions", lambda: None)
+    launched = {"TORCHELASTIC_RUN_ID": "run", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    launched |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=r"2 were started.*XLAStrategy\(spmd='ddp'\)"):
+        Trainer(strategy="xla", logger=False)
 
 
 def test_an_unknown_mode_names_the_nearest() -> None:

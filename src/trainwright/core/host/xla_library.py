@@ -50,7 +50,7 @@ class XLALibrary:
         spmd: One process uses all devices of this machine; chosen once in a process.
 
     Raises:
-        ConfigurationError: An earlier run of this process has chosen otherwise.
+        ConfigurationError: An earlier run of this process has chosen otherwise, or torch_xla has started replicas.
     """
 
     def __init__(self, *, spmd: bool) -> None:
@@ -61,6 +61,11 @@ class XLALibrary:
             raise ConfigurationError(
                 "an earlier run of this process used all XLA devices (spmd=…), and torch_xla cannot leave that mode. "
                 "Start another process, or pass XLAStrategy(spmd='ddp')."
+            )
+        if not self._runtime.is_spmd() and self._runtime.world_size() > 1:
+            raise ConfigurationError(
+                f"torch_xla.launch or xmp.spawn has started {self._runtime.world_size()} replicas. Call the script "
+                "without it, in one process: XLAStrategy(spmd='ddp') or XLAStrategy(spmd='fsdp') uses all XLA devices."
             )
         if spmd:
             self._runtime.use_spmd()
