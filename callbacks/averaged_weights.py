@@ -53,7 +53,7 @@ class AveragedWeights:
     ) -> None:
         self.num_averaged = 0  # how many updates there have been
         self.swapped = False  # the task holds the average, and this object what the training goes on from
-        self._run = run  # collects and cuts weights that lie in pieces; None: they do not
+        self._run = run  # gathers and divides sharded weights; None: they are not sharded
         self._avg_fn = avg_fn
         self._multi_avg_fn = multi_avg_fn or get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]  # torch's own
         self._places: dict[str, int] = {}  # tied weights share an index
@@ -92,7 +92,7 @@ class AveragedWeights:
         return [_local(value) for value in self._held]
 
     @property
-    def in_pieces(self) -> bool:
+    def is_sharded(self) -> bool:
         """True if the average is sharded over several ranks."""
         return not self._whole and any(map(is_cut, self._held))
 
@@ -178,13 +178,13 @@ class AveragedWeights:
     @torch.no_grad()
     def make_whole(self) -> None:
         """Gather the shards of this object, before the task's own weights are unsharded. Collective."""
-        if self.in_pieces:
+        if self.is_sharded:
             self._own = self._collect(self._own)
             self._whole = True
 
     def _as_held(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's values as sharded tensors where the task's weights are sharded; shares memory."""
-        if not self.in_pieces:
+        if not self.is_sharded:
             return values
         from torch.distributed.tensor import DTensor
 
@@ -199,7 +199,7 @@ class AveragedWeights:
     def _collect(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         if self._run is None:
             return values
-        return [self._run.whole_tensor(value) for value in self._as_held(values)]
+        return [self._run.gather_tensor(value) for value in self._as_held(values)]
 
     def _named(self, values: list[torch.Tensor], *, whole: bool = True) -> dict[str, torch.Tensor]:
         values = self._collect(values) if whole else self._as_held(values)

@@ -9,7 +9,7 @@ from trainwright.callbacks.callback import Callback, Order
 from trainwright.callbacks.tuned_attribute import TunedAttribute
 from trainwright.core.errors import BatchSizeError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.hyperparameters import HyperparametersMixin
-from trainwright.core.run import Rehearsal, Run, Stage
+from trainwright.core.run import Run, Stage, TrialSteps
 from trainwright.core.task import TaskModule
 
 
@@ -48,7 +48,7 @@ class BatchSizeFinder(Callback):
     """
 
     order = Order.FIRST
-    needs = ("lone_steps",)
+    needs = ("independent_steps",)
     SUPPORTED_MODES = ("power", "binsearch")
 
     def __init__(
@@ -110,12 +110,12 @@ class BatchSizeFinder(Callback):
         before = attribute.get()
         found = before
         try:
-            with trainer.rehearse(alone=True, remakes_loaders=True) as rehearsal:
+            with trainer.trial_steps(alone=True, remakes_loaders=True) as trials:
                 try:
-                    found = self._search(_Tries(rehearsal, attribute, self._steps_per_trial), rehearsal.capacity())
+                    found = self._search(_Tries(trials, attribute, self._steps_per_trial), trials.capacity())
                 finally:
                     attribute.set(before)  # as the trial run must find it
-                rehearsal.at_end(lambda: attribute.set(found))
+                trials.at_end(lambda: attribute.set(found))
         except BaseException:
             attribute.set(before)
             raise
@@ -171,8 +171,8 @@ class BatchSizeFinder(Callback):
 class _Tries:
     """Trials of batch sizes, with their results."""
 
-    def __init__(self, rehearsal: Rehearsal, attribute: TunedAttribute, num_steps: int) -> None:
-        self._rehearsal = rehearsal
+    def __init__(self, trials: TrialSteps, attribute: TunedAttribute, num_steps: int) -> None:
+        self._trials = trials
         self._attribute = attribute
         self._num_steps = num_steps
         self._known: dict[int, bool] = {}
@@ -182,7 +182,7 @@ class _Tries:
         """Return whether steps with this batch size fit into every rank's memory."""
         if size not in self._known:
             self._attribute.set(size)
-            trial = self._rehearsal.try_out(self._num_steps)
+            trial = self._trials.try_out(self._num_steps)
             if trial.batch_size is not None and trial.batch_size != size:
                 raise ConfigurationError(
                     f"BatchSizeFinder: {self._attribute.name} was set to {size}, but the loader makes batches of "

@@ -121,11 +121,11 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Run, task: TaskModule) -> None:
         if trainer.stage == "fit" and not trainer.sanity_checking and not self._looks_at_epoch_end(trainer):
-            trainer.at_safe_point(partial(self._check, trainer, trainer.state.epoch))
+            trainer.at_step_end(partial(self._check, trainer, trainer.state.epoch))
 
     def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
         if self._looks_at_epoch_end(trainer):
-            trainer.at_safe_point(partial(self._check, trainer, trainer.state.epoch))
+            trainer.at_step_end(partial(self._check, trainer, trainer.state.epoch))
 
     def _looks_at_epoch_end(self, run: Run) -> bool:
         return self.check_on_train_epoch_end if self.check_on_train_epoch_end is not None else not run.has_validation

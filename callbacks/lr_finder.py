@@ -248,9 +248,9 @@ class LearningRateFinder(Callback):
             )
         attribute = self.attribute(task, trainer.datamodule)
         found = LRFinder(*self._result)
-        with trainer.rehearse(alone=False) as rehearsal:
+        with trainer.trial_steps(alone=False) as trials:
             watch = _Watch(found, trainer.optimizers[0], self._early_stop_threshold)
-            rehearsal.train(found.num_training, before_step=watch.before_step, after_step=watch.after_step)
+            trials.train(found.num_training, before_step=watch.before_step, after_step=watch.after_step)
         self.optimal_lr = found
         if attribute is None:
             return

@@ -321,7 +321,7 @@ class ModelCheckpoint(Callback):
             # The epoch is read now: at an epoch's end the counter may increase before the safe point. After the last
             # epoch (`on_train_end`) it has increased: the name still contains the epoch that was trained.
             epoch = state.epoch - 1 if state.epoch > 0 and state.batch_in_epoch == 0 else state.epoch
-            run.at_safe_point(partial(self._decide, run, epoch, state.step))
+            run.at_step_end(partial(self._decide, run, epoch, state.step))
 
     def _seconds_to_next_save(self) -> float:
         interval = self.train_time_interval

@@ -58,7 +58,7 @@ class ModelPruning(Callback):
         ConfigurationError: the method is unknown, cannot prune globally, or lacks an argument.
     """
 
-    needs = ("whole_weights",)
+    needs = ("full_weights",)
 
     def __init__(
         self,

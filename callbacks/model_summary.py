@@ -20,7 +20,7 @@ from trainwright.core.process import on_terminal
 from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import move, whole_numel
+from trainwright.core.tree import full_numel, move
 
 _HEADINGS = ("", "Name", "Type", "Params", "Trainable", "Mode", "FLOPs", "In sizes", "Out sizes")
 _OWN = "(own parameters)"
@@ -253,11 +253,11 @@ def _text(size: object) -> str:
 
 def _count(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
     sized = [tensor for tensor in parameters if not is_lazy(tensor)]
-    return sum(whole_numel(t) for t in sized), sum(whole_numel(t) for t in sized if t.requires_grad)
+    return sum(full_numel(t) for t in sized), sum(full_numel(t) for t in sized if t.requires_grad)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(whole_numel(tensor) * tensor.element_size() for tensor in tensors if not is_lazy(tensor))
+    return sum(full_numel(tensor) * tensor.element_size() for tensor in tensors if not is_lazy(tensor))
 
 
 def _in_colour(summary: TaskSummary) -> str:

@@ -48,7 +48,7 @@ class QuantizationAwareTraining(Callback):
         MissingPackageError: torchao is not installed. At the beginning of a fit.
     """
 
-    needs = ("whole_weights", "converted_layers")
+    needs = ("full_weights", "converted_layers")
     order = Order.FIRST  # searches of other callbacks try steps with fake quantization
 
     def __init__(

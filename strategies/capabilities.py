@@ -17,11 +17,11 @@ class Capabilities:
         gradients: `p.grad` holds the full gradient (`"full"`), a shard (`"sharded"`) or nothing (`"hidden"`).
         manual_optimization: Tasks may run backward and optimizers themselves.
         lockstep_evaluation: Every rank must run the same number of evaluation batches.
-        whole_weights: Outside of a step, every rank has the full parameters and optimizer states. Callbacks may copy or
+        full_weights: Outside of a step, every rank has the full parameters and optimizer states. Callbacks may copy or
             replace them, and one rank can save them without the others.
         weight_averages: After every step, the task's parameters on each rank are the trained parameters or shards of
             them. Callbacks may average them element by element, and swap them with the average.
-        lone_steps: A rank can run a step without the others.
+        independent_steps: A rank can run a step without the others.
         closures: Optimizers may evaluate the loss several times in a step, as L-BFGS does.
         inference_mode: Evaluations may run in torch's inference mode. Otherwise they only disable gradients, because
             tensors that are created in inference mode, such as gathered weights, cannot be trained.
@@ -37,9 +37,9 @@ class Capabilities:
     gradients: str = "full"
     manual_optimization: bool = True
     lockstep_evaluation: bool = False
-    whole_weights: bool = True
+    full_weights: bool = True
     weight_averages: bool = True
-    lone_steps: bool = True
+    independent_steps: bool = True
     closures: bool = True
     inference_mode: bool = True
     trials: bool = True
@@ -59,7 +59,7 @@ REFUSALS = {
         "averages the trained weights, which {strategy} does not keep in the task's parameters after each step. Use "
         "strategy='ddp' or 'fsdp', or remove the callback."
     ),
-    "lone_steps": (
+    "independent_steps": (
         "runs trial steps on each rank separately, and a step of {strategy} needs all ranks. Search with devices=1 or "
         "strategy='ddp', and pass the result to the run."
     ),
@@ -67,7 +67,7 @@ REFUSALS = {
         "runs trial steps and undoes them, and {strategy} cannot restore its weights and optimizer states. Search with "
         "strategy='ddp'."
     ),
-    "whole_weights": (
+    "full_weights": (
         "changes full weights, which {strategy} divides between ranks. Use strategy='ddp', or remove the callback."
     ),
     "converted_layers": (

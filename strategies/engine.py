@@ -302,8 +302,10 @@ class Engine(LightningMembers):
     @contextmanager
     def _alone(self) -> Iterator[Engine]:
         """Yield an engine of one process for the prepared task. Collective at the end."""
-        if not self.capabilities.lone_steps:
-            raise ConfigurationError(f"a search {REFUSALS['lone_steps'].format(strategy=type(self.strategy).__name__)}")
+        if not self.capabilities.independent_steps:
+            raise ConfigurationError(
+                f"a search {REFUSALS['independent_steps'].format(strategy=type(self.strategy).__name__)}"
+            )
         single = Engine(self.strategy, self.settings)
         single.device, single.processes = self.device, AbsentOthers(self.processes)
         single.gradients = Gradients(self.device)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from trainwright.checkpoint.format.regions import Box, Pieces
+from trainwright.checkpoint.format.regions import Box, TensorShards
 from trainwright.checkpoint.format.shard_files import SavedTensor
 from trainwright.core.errors import CheckpointError
 from trainwright.core.tree import map_tensors
@@ -27,12 +27,12 @@ Run = tuple[int, int]
 """Consecutive indices of a shard along one dimension of the full tensor: the first index and the number."""
 
 
-def local_piece(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor, which shares its memory. Not collective."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: torch.Tensor, device: torch.device, *, keep: bool) -> torch.Tensor:
+def gather_full(tensor: torch.Tensor, device: torch.device, *, keep: bool) -> torch.Tensor:
     """Return the full value of a DTensor on the host. Other tensors are returned as they are.
 
     Collective for a DTensor, also with `keep=False`. Waits for the device.
@@ -50,12 +50,12 @@ def whole(tensor: torch.Tensor, device: torch.device, *, keep: bool) -> torch.Te
     return full.cpu() if keep else torch.empty_like(full, device="meta")
 
 
-def whole_output(tensor: torch.Tensor) -> torch.Tensor:
+def full_output(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full value of a step's output on its device, with autograd. Collective for a DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def piece_of(full: torch.Tensor, like: DTensor) -> DTensor:
+def shard_like(full: torch.Tensor, like: DTensor) -> DTensor:
     """Shard a full tensor as `like` of the same shape is sharded. Not collective.
 
     The shard is on the device of `like` and has the dtype of `full`. It may share memory with `full`. From a sharded
@@ -108,8 +108,10 @@ def boxes_of(tensor: DTensor, rank: Sequence[int] | None = None) -> list[tuple[B
     ]  # fmt: skip
 
 
-def pieces_of(tree: Any, mesh: DeviceMesh) -> Any:
-    """Return a tree of state with `Pieces` in place of its DTensors. Not collective. Every rank passes the same tree.
+def shard_tree(tree: Any, mesh: DeviceMesh) -> Any:
+    """Return a tree of state with `TensorShards` in place of its DTensors. Not collective.
+
+    Every rank passes the same tree.
 
     If several ranks hold the same shard, one of them writes it. They are chosen so that all write about as many bytes.
 
@@ -120,7 +122,7 @@ def pieces_of(tree: Any, mesh: DeviceMesh) -> Any:
     Raises:
         CheckpointError: A tensor has partial sums instead of shards.
     """
-    known: dict[int, Pieces] = {}
+    known: dict[int, TensorShards] = {}
     turns = _Turns(mesh)
 
     def to_save(tensor: torch.Tensor) -> Any:
@@ -129,7 +131,7 @@ def pieces_of(tree: Any, mesh: DeviceMesh) -> Any:
         if id(tensor) not in known:
             ours, local = turns.is_ours(tensor), tensor.to_local().detach()
             held = tuple((box, local[place]) for box, place in boxes_of(tensor)) if ours else ()
-            known[id(tensor)] = Pieces(tuple(tensor.shape), tensor.dtype, held)
+            known[id(tensor)] = TensorShards(tuple(tensor.shape), tensor.dtype, held)
         return known[id(tensor)]
 
     return map_tensors(to_save, tree)

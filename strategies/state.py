@@ -57,18 +57,18 @@ class FullState:
     # Checkpoints
 
     @property
-    def saves_pieces(self) -> bool:
+    def saves_shards(self) -> bool:
         """True if each rank writes its own shards of a checkpoint. The same on every rank; read before each save.
 
-        If True, `model_state` and `optimizer_states` gather nothing. They return this rank's tensors for `in_pieces`.
+        If True, `model_state` and `optimizer_states` gather nothing. They return this rank's tensors for `shards_of`.
         The main rank saves those that are not sharded.
         """
         return False
 
-    def in_pieces(self, tree: Any) -> Any:
-        """Return a tree of state with `trainwright.checkpoint.Pieces` in place of every sharded tensor.
+    def shards_of(self, tree: Any) -> Any:
+        """Return a tree of state with `trainwright.checkpoint.TensorShards` in place of every sharded tensor.
 
-        Called once for each save on every rank with the same tree, if `saves_pieces` is True. Not collective. If
+        Called once for each save on every rank with the same tree, if `saves_shards` is True. Not collective. If
         several ranks hold the same values, only one may return them. Two references to one tensor must remain one
         object.
         """
@@ -77,7 +77,7 @@ class FullState:
     def model_state(self) -> dict[str, Any]:
         """Return the task's full weights and buffers by their names. The caller must not change them.
 
-        Unsharded tensors are references, and so are all tensors if `saves_pieces`. Sharded tensors are otherwise
+        Unsharded tensors are references, and so are all tensors if `saves_shards`. Sharded tensors are otherwise
         gathered to the host of the main rank, and have the device `meta` on other ranks. Then collective.
         """
         return dict(self._task.state_dict())
@@ -117,7 +117,7 @@ class FullState:
         An unsharded tensor is returned as it is. Otherwise collective: the main rank gets a copy on the host, and other
         ranks a tensor on the device `meta`.
         """
-        return self._whole(tensor, keep=self._is_main)
+        return self._full(tensor, keep=self._is_main)
 
     def missing_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a `meta` tensor with the full shape of a sharded tensor, or None if this rank holds the full value.
@@ -149,7 +149,7 @@ class FullState:
                 Default: True.
         """
         found = self._task.named_parameters()
-        return {plain_name(name): self._whole(p, keep=keep).detach() for name, p in found}
+        return {plain_name(name): self._full(p, keep=keep).detach() for name, p in found}
 
     def full_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return the existing full gradients, like `full_parameters`. Empty if the engine hides gradients.
@@ -157,14 +157,14 @@ class FullState:
         Call it between `forward_backward` and `optimizer_step`. Gradients are accumulated, averaged and unscaled.
         """
         found = [(name, p.grad) for name, p in self._task.named_parameters()]
-        return {plain_name(name): self._whole(g, keep=keep).detach() for name, g in found if g is not None}
+        return {plain_name(name): self._full(g, keep=keep).detach() for name, g in found if g is not None}
 
-    def _whole(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
+    def _full(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
         if not is_cut(tensor):
             return tensor
-        from trainwright.strategies.shards import whole
+        from trainwright.strategies.shards import gather_full
 
-        return whole(tensor, self._device, keep=keep)
+        return gather_full(tensor, self._device, keep=keep)
 
 
 class JointState(FullState):
@@ -192,12 +192,12 @@ class JointState(FullState):
         self._parts = parts
 
     @property
-    def saves_pieces(self) -> bool:
-        return any(part.saves_pieces for _, part in self._parts)
+    def saves_shards(self) -> bool:
+        return any(part.saves_shards for _, part in self._parts)
 
-    def in_pieces(self, tree: Any) -> Any:
+    def shards_of(self, tree: Any) -> Any:
         for _, part in self._parts:
-            tree = part.in_pieces(tree)
+            tree = part.shards_of(tree)
         return tree
 
     def model_state(self) -> dict[str, Any]:
@@ -230,9 +230,9 @@ def _renamed(state: Mapping[str, Any], *, remove: str = "", add: str = "") -> di
 def shard_like(value: Any, like: Any) -> Any:
     """Shard a full tensor as `like` is sharded; other values are returned as they are. Not collective."""
     if isinstance(value, torch.Tensor) and is_cut(like) and value.shape == like.shape and like.dim():
-        from trainwright.strategies.shards import piece_of
+        from trainwright.strategies.shards import shard_like
 
-        return piece_of(value, like)
+        return shard_like(value, like)
     return value
 
 

@@ -234,18 +234,18 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx")
 
 
-def warn_of_large_rest(task: nn.Module, units: list[nn.Module], num_pieces: int) -> None:
+def warn_of_large_rest(task: nn.Module, units: list[nn.Module], num_shards: int) -> None:
     """Warn if most of a large model is outside of units, and is gathered on every rank. Not collective.
 
     Args:
         task: The model, on any device.
         units: The result of `find_units`.
-        num_pieces: Number of ranks over which the model is sharded.
+        num_shards: Number of ranks over which the model is sharded.
     """
     inside = {id(parameter) for unit in units for parameter in unit.parameters()}
     rest = sum(parameter.numel() for parameter in task.parameters() if id(parameter) not in inside)
     total = sum(parameter.numel() for parameter in task.parameters())
-    if num_pieces > 1 and rest > LARGE_NUM_PARAMS and 2 * rest > total:
+    if num_shards > 1 and rest > LARGE_NUM_PARAMS and 2 * rest > total:
         warnings.warn(
             f"{rest:,} of {type(task).__name__}'s {total:,} parameters are in no unit, and every rank gathers them for "
             "the full step. Define shard_units in the task, for example to return self.blocks, or pass "

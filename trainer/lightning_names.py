@@ -332,7 +332,7 @@ class LightningNames:
     # Methods
 
     all_gather = of_run(StageRun.all_gather)
-    at_safe_point = of_run(StageRun.at_safe_point)
+    at_step_end = of_run(StageRun.at_step_end)
     barrier = of_run(StageRun.barrier)
     batch_indices = of_run(StageRun.batch_indices)
     broadcast = of_run(StageRun.broadcast)
@@ -347,7 +347,7 @@ class LightningNames:
     request_stop = of_run(StageRun.request_stop)
     show_now = of_run(StageRun.show_now)
     task_optimizers = of_run(StageRun.task_optimizers)
-    whole_tensor = of_run(StageRun.whole_tensor)
+    gather_tensor = of_run(StageRun.gather_tensor)
     wrote_into = of_run(StageRun.wrote_into)
 
     if not TYPE_CHECKING:  # type checkers would accept any name otherwise

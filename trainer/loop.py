@@ -2,7 +2,7 @@
 
 `run`, `_epoch` and `_after_step` show the order of events in a fit. The engine computes a step
 (`strategies/steps/step.py`), `stage.py` sets up and tears down a stage, `schedule.py` decides when something is due,
-`non_finite.py` handles a NaN loss, and `safe_point.py` executes the requests of callbacks.
+`non_finite.py` handles a NaN loss, and `step_end.py` executes the requests of callbacks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.tree import batch_size
 from trainwright.processes.agreement import Agreement
 from trainwright.trainer import evaluation
-from trainwright.trainer.checkpoints import restore, safe_point
+from trainwright.trainer.checkpoints import restore, step_end
 from trainwright.trainer.checkpoints.capture import metrics_state
 from trainwright.trainer.logger_start import begin_fit
 from trainwright.trainer.loop_state import count_samples, count_tokens
@@ -54,7 +54,7 @@ class FitLoop:
         self._agreement.begin(run.state.step)
         self._log_every.align(run.state)
         run.loop.validation = run.loop.group_end = None
-        safe_point.prepare(run)
+        step_end.prepare(run)
 
     def run(self) -> None:
         """Train. A rollback ends an epoch and continues from a checkpoint."""
@@ -138,7 +138,7 @@ class FitLoop:
         run, loop, state = self._run, self._run.loop, self._run.state
         loop.read_clock(state)
         if run.saves.reserves and state.step_in_epoch:
-            safe_point.reserve(run)
+            step_end.reserve(run)
         if self._validates and self._validation.due(state, len(group.batches), group.is_last):
             self._validate()
         if self._log_every.due(state):
@@ -148,7 +148,7 @@ class FitLoop:
             run.fit_warnings.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
         ends = group.is_last or self._must_stop()
         if not ends and run.saves.waiting:
-            safe_point.settle(run)
+            step_end.execute_requests(run)
             ends = self._must_stop() if run.exchange is None else self._should_stop()  # an action may have requested it
         if run.preemption.agreed and not ends:
             exit_on_signal(run)
@@ -215,7 +215,7 @@ class FitLoop:
         else:
             run.history.open_metrics = run.engine.data_ranks.gather(metrics_state(run))
         state.epoch_done = closed
-        safe_point.settle(run)
+        step_end.execute_requests(run)
         self._agree()
         if run.preemption.agreed:
             exit_on_signal(run)

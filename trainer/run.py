@@ -312,8 +312,8 @@ class StageRun:
         self.engine.processes.meet("all_gather()")
         return map_tensors(lambda tensor: self.engine.data_ranks.all_gather(tensor, sync_grads), data)
 
-    def whole_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor of a task's tensor or of one sharded like it; see `Run.whole_tensor`."""
+    def gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor of a task's tensor or of one sharded like it; see `Run.gather_tensor`."""
         return self.engine.state.full_tensor(tensor)
 
     def cut_like(self, value: object, like: torch.Tensor) -> Any:
@@ -348,8 +348,8 @@ class StageRun:
         """Return whether the index in a folder lists existing checkpoints of this run. Not collective."""
         return bool(RunFolder(folder, run=self.history.run_id).index.entries())
 
-    def at_safe_point(self, action: Callable[[], None]) -> None:
-        """Call `action` once at the end of the current step; see `Run.at_safe_point`."""
+    def at_step_end(self, action: Callable[[], None]) -> None:
+        """Call `action` once at the end of the current step; see `Run.at_step_end`."""
         self.saves.add_action(action)
         self.loop.look()
 

@@ -26,7 +26,7 @@ from trainwright.loggers.logger import Status
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.processes.devices import kernel_choice
 from trainwright.trainer import evaluation, profiling
-from trainwright.trainer.checkpoints import restore, safe_point
+from trainwright.trainer.checkpoints import restore, step_end
 from trainwright.trainer.checkpoints.auto_resume import this_attempt
 from trainwright.trainer.checkpoints.load_request import LoadRequest, check_early, open_for
 from trainwright.trainer.configuration.assembly import with_task_callbacks
@@ -235,7 +235,7 @@ def _sanity_check(run: StageRun) -> None:
 
 
 def _end_fit(run: StageRun) -> None:
-    safe_point.settle(run)
-    safe_point.finish(run)  # all checkpoints are on disk, or this raises an error
+    step_end.execute_requests(run)
+    step_end.finish(run)  # all checkpoints are on disk, or this raises an error
     run.metrics.close("on_fit_end")
     run.fire("on_fit_end")

@@ -29,7 +29,7 @@ from trainwright.processes.launcher import run_in_processes
 from trainwright.profilers.profiler import Profiler
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.strategy import Strategy
-from trainwright.trainer.checkpoints import capture, safe_point
+from trainwright.trainer.checkpoints import capture, step_end
 from trainwright.trainer.checkpoints.load_request import CkptPath, Default, LoadRequest
 from trainwright.trainer.configuration.arguments import TrainerArguments
 from trainwright.trainer.configuration.checks import one_task
@@ -44,7 +44,7 @@ from trainwright.trainer.recovery.preemption import listen
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.run_state import RunState
 from trainwright.trainer.schedule import Stop
-from trainwright.trainer.search.trial import StageRehearsal, pass_training_data
+from trainwright.trainer.search.trial import StageTrialSteps, pass_training_data
 from trainwright.trainer.stage import check_stage, nothing_else_runs, on_this_process
 
 
@@ -476,15 +476,15 @@ class Trainer(LightningNames):
             raise ConfigurationError(
                 f"{filepath} cannot be written: the fit ended while {why}. Use an earlier checkpoint."
             )
-        return safe_point.save_now(run, filepath, weights_only=bool(weights_only), storage_options=storage_options)
+        return step_end.save_now(run, filepath, weights_only=bool(weights_only), storage_options=storage_options)
 
     def emergency_save(self, request: SaveRequest) -> None:
         """Write a checkpoint in an exception path; see `Run.emergency_save`."""
-        safe_point.emergency_save(self.run, request)
+        step_end.emergency_save(self.run, request)
 
     def remote_names(self, url: str) -> list[str]:
         """Return the names of the entries in a remote folder; see `Run.remote_names`."""
-        return safe_point.remote_names(self.run, url)
+        return step_end.remote_names(self.run, url)
 
     def request_rollback(self, reason: str, *, before_step: int) -> None:
         """Roll back to an earlier checkpoint at the end of the current step; see `Run.request_rollback`."""
@@ -494,7 +494,7 @@ class Trainer(LightningNames):
         """Run `training_step` on an epoch of data without gradients and logging; see `Run.pass_training_data`."""
         pass_training_data(self.run)
 
-    def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> StageRehearsal:
-        """Run trial steps and restore all state; see `Run.rehearse`."""
+    def trial_steps(self, *, alone: bool, remakes_loaders: bool = False) -> StageTrialSteps:
+        """Run trial steps and restore all state; see `Run.trial_steps`."""
         show = partial(setattr, self, "run")
-        return StageRehearsal(self.run, show, partial(RunState, self), alone=alone, remakes_loaders=remakes_loaders)
+        return StageTrialSteps(self.run, show, partial(RunState, self), alone=alone, remakes_loaders=remakes_loaders)

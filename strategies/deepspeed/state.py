@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.model import load_plain_state
 from trainwright.checkpoint.format.optimizer import load_named_optimizer_state
-from trainwright.checkpoint.format.regions import Pieces as SavedShards
 from trainwright.checkpoint.format.regions import Span
+from trainwright.checkpoint.format.regions import TensorShards as SavedShards
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import map_tensors
@@ -74,17 +74,17 @@ class ZeroState(FullState):
     # Shards for checkpoints
 
     @property
-    def saves_pieces(self) -> bool:
+    def saves_shards(self) -> bool:
         # Without an optimizer, stage 3 shards weights all the same.
         return self._writes_shards and (
             self._shards is not None or any(is_partitioned(parameter) for parameter in self._parameters.values())
         )
 
-    def in_pieces(self, tree: Any) -> Any:
+    def shards_of(self, tree: Any) -> Any:
         return map_tensors(self._saved, tree)
 
     def _placeholder_for(self, shards: SavedShards) -> torch.Tensor:
-        """Return a `meta` tensor that `in_pieces` replaces by the shards that this rank saves."""
+        """Return a `meta` tensor that `shards_of` replaces by the shards that this rank saves."""
         placeholder = torch.empty(shards.shape, dtype=shards.dtype, device="meta")
         self._placeholders[id(placeholder)] = placeholder, shards
         return placeholder
@@ -108,7 +108,7 @@ class ZeroState(FullState):
 
     def model_state(self) -> dict[str, Any]:  # trained weights are float32
         self._placeholders.clear()
-        to_save = self._to_save if self.saves_pieces else self.full_tensor
+        to_save = self._to_save if self.saves_shards else self.full_tensor
         convert = cache(to_save)  # tied weights are one tensor, also in a checkpoint
         found = self._task.state_dict(keep_vars=True)
         return {name: convert(v) if isinstance(v, torch.Tensor) else v for name, v in found.items()}
@@ -128,7 +128,7 @@ class ZeroState(FullState):
         with self._library.zero.GatheredParameters([value]):
             return value.detach().clone()
 
-    def _whole(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
+    def _full(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
         return _kept(self._weight(tensor), keep=keep)
 
     def missing_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -217,7 +217,7 @@ class ZeroState(FullState):
         return [self._state_of(optimizer) for optimizer in self._optimizers]
 
     def _state_of(self, real: Optimizer) -> dict[str, Any]:
-        sharded = self.saves_pieces
+        sharded = self.saves_shards
         states = {
             name: self._states_of(self._parameters[name], sharded=sharded)
             for _, names in self._groups

@@ -136,9 +136,9 @@ class DeepSpeedStrategy(DataParallel):
             gradients="full" if stage == 0 else "hidden",
             manual_optimization=False,
             lockstep_evaluation=gathers,
-            whole_weights=stage == 0,
+            full_weights=stage == 0,
             weight_averages=stage == 0,
-            lone_steps=False,
+            independent_steps=False,
             closures=False,
             late_groups=False,
             inference_mode=not gathers,  # weights gathered in inference mode cannot be trained afterwards

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainwright.checkpoint.format.regions import Pieces as SavedShards
 from trainwright.checkpoint.format.regions import Span
+from trainwright.checkpoint.format.regions import TensorShards as SavedShards
 from trainwright.checkpoint.format.shard_files import SavedTensor
 
 

@@ -17,7 +17,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.experts.token_exchange import Connect, GatherExperts, exchange
 from trainwright.strategies.mesh import MeshShape, data_axes, forget_groups
-from trainwright.strategies.shards import local_piece
+from trainwright.strategies.shards import local_shard
 from trainwright.strategies.units import replace_parameters
 
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
@@ -190,7 +190,7 @@ class DividedExperts:
         group = self._mesh.get_group("dp_replicate")
         for parameter in self.parameters:
             if parameter.grad is not None:
-                grad = local_piece(parameter.grad)
+                grad = local_shard(parameter.grad)
                 dist.all_reduce(grad, group=group)
                 grad /= self._replicas
 

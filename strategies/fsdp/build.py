@@ -18,7 +18,7 @@ from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
 from trainwright.processes.process_group import Processes
-from trainwright.strategies.shards import whole
+from trainwright.strategies.shards import gather_full
 from trainwright.strategies.units import check_no_shards, replace_parameters
 
 DISCARDED = "_weights_discarded"  # attribute of a task whose weights exist only in checkpoints
@@ -128,7 +128,7 @@ def unshard_task(
         if is_quantized(tensor):
             full = map_tensors(of_state, flatten_quantized(tensor))
             return build_quantized(full, full["codes"].device)
-        return tensor.to("meta") if weights == "none" else whole(tensor, device, keep=is_main)
+        return tensor.to("meta") if weights == "none" else gather_full(tensor, device, keep=is_main)
 
     # States are unsharded first, one after the other, so that their shards are freed before weights are gathered.
     states = [
@@ -139,7 +139,9 @@ def unshard_task(
         discard_weights(task)
     else:
         keep = is_main or weights == "all"
-        new = {id(p): nn.Parameter(whole(p, device, keep=keep).detach(), requires_grad=p.requires_grad) for p in old}
+        new = {
+            id(p): nn.Parameter(gather_full(p, device, keep=keep).detach(), requires_grad=p.requires_grad) for p in old
+        }
         replace_parameters(task, new)
     parameters: dict[Any, nn.Parameter] = dict(zip(old, task.parameters(), strict=True))
     task._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # type: ignore[no-untyped-call]  # buffers

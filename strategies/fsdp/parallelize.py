@@ -38,7 +38,7 @@ from trainwright.strategies.fsdp.recompute import Recomputed
 from trainwright.strategies.fsdp.unit_state import parameter_groups, reset_iteration
 from trainwright.strategies.mesh import data_axes
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.shards import counts_here, whole_output
+from trainwright.strategies.shards import counts_here, full_output
 from trainwright.strategies.units import ModuleTraces, check_compilable
 
 
@@ -304,7 +304,7 @@ class ParallelModel:
     def _run_unsharded(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward, and unshard its output."""
         output = self.root(*args, **kwargs)
-        return output if self._outputs_split is None else map_tensors(whole_output, output)
+        return output if self._outputs_split is None else map_tensors(full_output, output)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward without a backward, and free the gathered parameters."""

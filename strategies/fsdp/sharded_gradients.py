@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from trainwright.strategies.fsdp.parallelize import ParallelModel
-from trainwright.strategies.shards import local_piece
+from trainwright.strategies.shards import local_shard
 from trainwright.strategies.steps.gradients import GradientClip, Gradients, clip_shards, free_gradients
 
 
@@ -40,14 +40,14 @@ class ShardedGradients(Gradients):
         counts = {key: counts for model in self.models for key, counts in model.counted.items()}
         main = not dist.is_initialized() or dist.get_rank() == 0  # counts parameters that every rank holds
         held = [(p.grad, counts.get(id(p), main)) for p in parameters if p.grad is not None]
-        return clip_shards([(local_piece(grad), is_counted) for grad, is_counted in held], clip, self.device)
+        return clip_shards([(local_shard(grad), is_counted) for grad, is_counted in held], clip, self.device)
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         wanted = list(parameters)
         grads = [parameter.grad for parameter in wanted if parameter.grad is not None]
         # Between forward and backward some parameters are gathered; their gradients are the accumulated ones.
         for grad in {id(grad): grad for grad in (*grads, *self._sums(wanted))}.values():
-            local_piece(grad).mul_(factor)
+            local_shard(grad).mul_(factor)
 
     def free(self, parameters: Iterable[torch.Tensor]) -> bool:
         wanted = list(parameters)
@@ -77,7 +77,7 @@ class ShardScaler(torch.amp.GradScaler):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    grad = local_piece(parameter.grad)
+                    grad = local_shard(parameter.grad)
                     if grad.dtype == torch.float16 and not allow_fp16:
                         raise ValueError("Attempting to unscale FP16 gradients.")
                     by_kind.setdefault((grad.device, grad.dtype), []).append(grad)

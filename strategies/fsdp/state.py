@@ -17,7 +17,7 @@ from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.fsdp.build import MetaBuilding, check_has_weights
 from trainwright.strategies.fsdp.parallelize import ParallelModel
-from trainwright.strategies.shards import pieces_of
+from trainwright.strategies.shards import shard_tree
 from trainwright.strategies.state import FullState
 
 
@@ -40,15 +40,15 @@ class ShardedState(FullState):
         self._model, self._building, self._writes_shards = model, building, writes_shards
 
     @property
-    def saves_pieces(self) -> bool:
+    def saves_shards(self) -> bool:
         return self._writes_shards and self._model.is_wrapped
 
-    def in_pieces(self, tree: Any) -> Any:
-        assert self._model.mesh is not None  # `saves_pieces` is True
-        return pieces_of(tree, self._model.mesh)
+    def shards_of(self, tree: Any) -> Any:
+        assert self._model.mesh is not None  # `saves_shards` is True
+        return shard_tree(tree, self._model.mesh)
 
     def _to_save(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.saves_pieces else self.full_tensor(tensor)
+        return tensor if self.saves_shards else self.full_tensor(tensor)
 
     def model_state(self) -> dict[str, Any]:
         check_has_weights(self._task)

@@ -67,7 +67,7 @@ from trainwright.strategies.fsdp.recompute import Recomputed, SavePolicy
 from trainwright.strategies.fsdp.sharded_gradients import ShardedGradients
 from trainwright.strategies.fsdp.state import ShardedState, disable_foreach
 from trainwright.strategies.mesh import MeshShape, data_group, forget_groups
-from trainwright.strategies.shards import local_piece
+from trainwright.strategies.shards import local_shard
 from trainwright.strategies.state import FullState, shard_like, state_dict_type_name
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import Step, StepParts
@@ -134,8 +134,8 @@ class FSDPStrategy(DataParallel):
         gradients="sharded",
         manual_optimization=False,
         lockstep_evaluation=True,
-        whole_weights=False,
-        lone_steps=False,
+        full_weights=False,
+        independent_steps=False,
         closures=False,
         inference_mode=False,  # torch 2.13 does not free weights that were gathered in inference mode
     )
@@ -466,7 +466,7 @@ class FSDPEngine(ParallelEngine):
 
     def begin_evaluation(self) -> None:
         for buffer in self.task.buffers():
-            dist.broadcast(local_piece(buffer), src=0)
+            dist.broadcast(local_shard(buffer), src=0)
 
     def begin_save(self) -> None:
         for model in self.gradients.models:

@@ -16,7 +16,7 @@ from trainwright.strategies.megatron.runner import PipelineRunner, shape_of
 from trainwright.strategies.megatron.staged_model import Pipeline
 from trainwright.strategies.megatron.step import divide, target_counter
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.shards import whole_output
+from trainwright.strategies.shards import full_output
 
 
 class PipelineOutput(dict[str, Any]):
@@ -114,7 +114,7 @@ class PipelineLoop:
             output: torch.Tensor = self.pipeline.compute_stage(stage, carry, call, seed=seed)
             if stage < self.pipeline.last:
                 return output
-            loss = whole_output(output) * weights[i]
+            loss = full_output(output) * weights[i]
             losses.append(loss.detach())
             return torch.stack([loss])
 

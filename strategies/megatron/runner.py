@@ -12,7 +12,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from trainwright.core.tree import iterate_tensors
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.megatron.staged_model import Pipeline
-from trainwright.strategies.shards import local_piece
+from trainwright.strategies.shards import local_shard
 
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shapes and dtypes of the tensors of a micro-batch."""
@@ -171,4 +171,4 @@ def _like(tensor: torch.Tensor, num_inputs: int = 1) -> torch.Tensor:
     """Return a tensor on the device `meta` that describes an activation for torch's schedules."""
     if not num_inputs:
         return torch.empty(1, dtype=torch.int64, device="meta")  # the index of a micro-batch
-    return torch.empty_like(local_piece(tensor.detach()), device="meta").requires_grad_(tensor.is_floating_point())
+    return torch.empty_like(local_shard(tensor.detach()), device="meta").requires_grad_(tensor.is_floating_point())

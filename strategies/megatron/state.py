@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.format.regions import Pieces, full_region
+from trainwright.checkpoint.format.regions import TensorShards, full_region
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import iterate_tensors, map_tensors
 from trainwright.processes.process_group import Processes
@@ -59,18 +59,18 @@ class PipelineState(ShardedState):
             keep: False: this rank gets a tensor on the device `meta`.
         """
         if stage is None:
-            return super()._whole(tensor, keep=keep)
+            return super()._full(tensor, keep=keep)
         is_source = self._links.ranks[stage] == self._links.rank
-        full = super()._whole(tensor, keep=True) if is_source else None
+        full = super()._full(tensor, keep=True) if is_source else None
         full = self._links.broadcast(full, stage)
         return full.cpu() if keep else torch.empty_like(full, device="meta")
 
-    def _whole(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
+    def _full(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
         return self._collected(tensor, self._stages.get(id(tensor)), keep=keep)
 
     # Contents of a checkpoint
 
-    def in_pieces(self, tree: Any) -> Any:
+    def shards_of(self, tree: Any) -> Any:
         model, optimizers = tree
         named = [*model.items(), *(item for one in optimizers for item in one["state"].items())]
         # Only the owner of a tied weight saves its shards.
@@ -80,7 +80,7 @@ class PipelineState(ShardedState):
             for tensor in iterate_tensors(held)
             if isinstance(tensor, DTensor) and not self._is_elsewhere(name)
         ]
-        known = dict(zip(map(id, here), super().in_pieces(here), strict=True))
+        known = dict(zip(map(id, here), super().shards_of(here), strict=True))
         states = [
             {**one, "state": {name: self._shards_of(held, name, known) for name, held in one["state"].items()}}
             for one in optimizers
@@ -96,13 +96,13 @@ class PipelineState(ShardedState):
             if id(tensor) not in known:  # all names of a tied weight have the same object, on every rank
                 shape = tuple(tensor.shape)
                 held = ((full_region(shape), tensor.detach()),) if is_ours else ()
-                known[id(tensor)] = Pieces(shape, tensor.dtype, held)
+                known[id(tensor)] = TensorShards(shape, tensor.dtype, held)
             return known[id(tensor)]
 
         return map_tensors(own_shard, tree)
 
     def model_state(self) -> dict[str, Any]:
-        if self.saves_pieces:
+        if self.saves_shards:
             return super().model_state()
         done: dict[int, torch.Tensor] = {}
         found: dict[str, Any] = {}
@@ -137,7 +137,7 @@ class PipelineState(ShardedState):
                 stage = self._owners.get(plain_name(name))
                 if self._is_elsewhere(name):
                     own = shapes[self._links.global_rank(stage or 0)][k][name]
-                held[name] = own if self.saves_pieces else self._tree(own, stage)
+                held[name] = own if self.saves_shards else self._tree(own, stage)
             found.append({**state, "state": held})
         return found
 

@@ -19,7 +19,7 @@ from trainwright.processes.process_group import Processes
 from trainwright.strategies.context.labels import count_targets, shifts_labels
 from trainwright.strategies.megatron.runner import PipelineRunner, shape_of
 from trainwright.strategies.megatron.staged_model import Pipeline
-from trainwright.strategies.shards import whole_output
+from trainwright.strategies.shards import full_output
 from trainwright.strategies.steps.binding import outputs_of
 from trainwright.strategies.steps.gradients import loss_of, without_loss
 from trainwright.strategies.steps.step import AutomaticStep, StepParts
@@ -146,7 +146,7 @@ class PipelineStep(AutomaticStep):
         loss = loss_of(output, type(self.task).__name__)
         if loss is None:
             raise without_loss(type(self.task).__name__, self.parts.rank)
-        loss = whole_output(loss) * self._weights[i]
+        loss = full_output(loss) * self._weights[i]
         self._outputs[i], self._losses[i] = outputs_of(output), loss.detach()
         return torch.stack([loss if self.scaler is None else self.scaler.scale(loss)])
 

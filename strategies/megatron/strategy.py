@@ -45,7 +45,7 @@ from trainwright.strategies.megatron.stages import find_stages, free_module, lay
 from trainwright.strategies.megatron.state import PipelineState, owners_of
 from trainwright.strategies.megatron.step import PipelineStep
 from trainwright.strategies.mesh import MeshShape
-from trainwright.strategies.shards import local_piece
+from trainwright.strategies.shards import local_shard
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.units import WrapPolicy, replace_parameters
 
@@ -104,9 +104,9 @@ class MegatronStrategy(FSDPStrategy):
         gradients="sharded",
         manual_optimization=False,
         lockstep_evaluation=True,
-        whole_weights=False,
+        full_weights=False,
         weight_averages=False,
-        lone_steps=False,
+        independent_steps=False,
         closures=False,
         inference_mode=False,
         trials=False,
@@ -408,7 +408,7 @@ class PipelineEngine(FSDPEngine):
         if group is not None:
             for buffer in self.task.buffers():
                 if not buffer.is_meta:
-                    dist.broadcast(local_piece(buffer), group=group, group_src=0)
+                    dist.broadcast(local_shard(buffer), group=group, group_src=0)
         links = self.pipeline.links
         for name, buffer in self.task.named_buffers():
             if plain_name(name) in self._everywhere:
@@ -487,7 +487,7 @@ def _grad_shard(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a gradient, after setting a missing gradient to zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return local_piece(parameter.grad)
+    return local_shard(parameter.grad)
 
 
 def _named_buffers(task: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:

@@ -45,10 +45,10 @@ class Peers:
         self.heard = 0
 
 
-class FakeRehearsal:
+class FakeTrialSteps:
     """Steps that always fit and never learn."""
 
-    def __enter__(self) -> FakeRehearsal:
+    def __enter__(self) -> FakeTrialSteps:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -177,7 +177,7 @@ class FakeRun:
     def barrier(self) -> None:
         raise AssertionError("no callback needs a barrier")
 
-    def at_safe_point(self, action: Callable[[], None]) -> None:
+    def at_step_end(self, action: Callable[[], None]) -> None:
         self._actions.append(action)
 
     def request_save(self, request: SaveRequest) -> None:
@@ -220,10 +220,10 @@ class FakeRun:
     def task_optimizers(self) -> Sequence[Any]:
         return self.optimizers
 
-    def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> FakeRehearsal:
-        return FakeRehearsal()
+    def trial_steps(self, *, alone: bool, remakes_loaders: bool = False) -> FakeTrialSteps:
+        return FakeTrialSteps()
 
-    def whole_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     def cut_like(self, value: Any, like: torch.Tensor) -> Any:
@@ -262,18 +262,18 @@ class FakeRun:
                 if self.has_validation and (step % val_every == 0 if val_every else step == batches):
                     self._validate(on_validation)
                 if step < batches:
-                    self.safe_point()
+                    self.step_end()
             if on_epoch_end is not None:
                 on_epoch_end(self)
             self._fire("on_train_epoch_end")
-            self.safe_point()
+            self.step_end()
             self.state.begin_next_epoch()
         self._fire("on_train_end")
-        self.safe_point()
+        self.step_end()
         self._fire("on_fit_end")
         self._fire("teardown", "fit")
 
-    def safe_point(self) -> None:
+    def step_end(self) -> None:
         """Let waiting actions decide, then write what was asked for."""
         actions, self._actions = self._actions, []
         for action in actions:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tests.callbacks.fake_run import FakeRehearsal
+from tests.callbacks.fake_run import FakeTrialSteps
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
 from trainwright.callbacks import BatchSizeFinder
@@ -287,7 +287,7 @@ def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], message: 
         BatchSizeFinder(**arguments)
 
 
-class _Bounded(FakeRehearsal):
+class _Bounded(FakeTrialSteps):
     """Fits up to a size; notes what was tried."""
 
     def __init__(self, owner: Any, fits: int, capacity: int | None) -> None:
@@ -310,11 +310,11 @@ class _Run:
     fast_dev_run = False
     datamodule = None
 
-    def __init__(self, rehearsal: _Bounded) -> None:
-        self.rehearsal = rehearsal
+    def __init__(self, trials: _Bounded) -> None:
+        self.trials = trials
 
-    def rehearse(self, **_: Any) -> _Bounded:
-        return self.rehearsal
+    def trial_steps(self, **_: Any) -> _Bounded:
+        return self.trials
 
     def print(self, *_: Any) -> None:
         pass
@@ -333,14 +333,14 @@ def test_what_is_found_has_run_and_nothing_is_tried_twice(
 ) -> None:
     task = RegressionTask()
     task.batch_size = 1  # type: ignore[assignment]  # a plain attribute
-    rehearsal = _Bounded(task, fits, capacity)
+    trials = _Bounded(task, fits, capacity)
     finder = BatchSizeFinder(mode, init_val=init, max_val=max_val, margin=margin, max_trials=100)
-    finder.scale_batch_size(_Run(rehearsal), task)  # type: ignore[arg-type]
+    finder.scale_batch_size(_Run(trials), task)  # type: ignore[arg-type]
     found, bound = finder.optimal_batch_size, min(max_val, capacity or max_val)
-    assert (found, True) in rehearsal.tried
+    assert (found, True) in trials.tried
     assert task.batch_size == found
-    assert len(rehearsal.tried) == len(set(rehearsal.tried))
-    assert max(size for size, _ in rehearsal.tried) <= bound
+    assert len(trials.tried) == len(set(trials.tried))
+    assert max(size for size, _ in trials.tried) <= bound
     if mode == "binsearch":
         assert found == max(1, int(min(fits, bound) * (1 - margin)))
     elif init <= min(fits, bound):

@@ -125,7 +125,7 @@ def test_it_looks_in_real_training_only(tmp_path: Path, how: str, value: object)
     run.callback_metrics["val_loss"] = NAN
     setattr(run, how, value)
     callback.on_validation_end(run, run.task)  # type: ignore[arg-type]
-    run.safe_point()
+    run.step_end()
     assert run.stops == []
 
 

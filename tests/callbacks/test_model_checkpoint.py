@@ -193,7 +193,7 @@ def test_a_second_save_at_one_step_is_left_out(tmp_path: Path) -> None:
     run.has_validation = True
     run.fit(epochs=1, batches=2)
     run._validate(None)
-    run.safe_point()
+    run.step_end()
     assert len(run.written) == 1
 
 
@@ -268,7 +268,7 @@ def test_nothing_is_saved_outside_of_real_training(tmp_path: Path, how: str) -> 
     run.state.step = 1
     setattr(run, how, {"fast_dev_run": 1, "sanity_checking": True, "stage": "validate"}[how])
     callback.on_validation_end(run, run.task)  # type: ignore[arg-type]
-    run.safe_point()
+    run.step_end()
     assert run.written == []
 
 

@@ -141,7 +141,7 @@ def test_the_last_drawing_of_an_epoch_shows_the_metrics_of_its_end(tmp_path: Pat
 
     def flush_later(run: FakeRun) -> None:
         epoch = run.state.epoch
-        run.at_safe_point(lambda: run.progress_bar_metrics.update({"epoch_loss": epoch}))
+        run.at_step_end(lambda: run.progress_bar_metrics.update({"epoch_loss": epoch}))
 
     run.fit(epochs=2, batches=1, on_epoch_end=flush_later)
     assert [call[3] for call in bar.calls if call[0] == "draw"] == [{"epoch_loss": "0"}, {"epoch_loss": "1"}]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainwright.checkpoint import Box, Draft, Pieces, Region, Snapshot, Span, plan_share
+from trainwright.checkpoint import Box, Draft, Region, Snapshot, Span, TensorShards, plan_share
 from trainwright.checkpoint.disk.planned_file import write_files
 from trainwright.core.tree import map_tensors
 
@@ -50,13 +50,13 @@ def values_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 def cut_snapshot(snapshot: Snapshot, world: int, cut: Cut = rows) -> list[Snapshot]:
     """Return what each of `world` ranks would save; tensors without dimensions stay whole."""
-    known: dict[int, list[Pieces]] = {}
+    known: dict[int, list[TensorShards]] = {}
 
-    def pieces(tensor: torch.Tensor) -> list[Pieces]:
+    def pieces(tensor: torch.Tensor) -> list[TensorShards]:
         if id(tensor) not in known:
             shape = tuple(tensor.shape)
             known[id(tensor)] = [
-                Pieces(shape, tensor.dtype, tuple((region, values_of(tensor, region)) for region in regions))
+                TensorShards(shape, tensor.dtype, tuple((region, values_of(tensor, region)) for region in regions))
                 for regions in cut(shape, world)
             ]
         return known[id(tensor)]
@@ -72,7 +72,7 @@ def cut_snapshot(snapshot: Snapshot, world: int, cut: Cut = rows) -> list[Snapsh
                 {**tree, "state": share(tree["state"], rank)} if isinstance(tree, Mapping) else tree
                 for tree in snapshot.optimizers
             ],
-            in_pieces=True,
+            is_sharded=True,
         )
         for rank in range(world)
     ]

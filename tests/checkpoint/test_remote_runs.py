@@ -23,7 +23,7 @@ from trainwright.checkpoint.remote import _Remote, find_remote
 from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError
 from trainwright.core.run import SaveRequest
-from trainwright.trainer.checkpoints import safe_point
+from trainwright.trainer.checkpoints import step_end
 
 STEPS = 8  # of one epoch
 
@@ -155,7 +155,7 @@ class Breaks(Callback):
 
     def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
         if trainer.current_epoch == self.epoch:
-            safe_point.finish(trainer.run)  # what has begun to go up may arrive
+            step_end.finish(trainer.run)  # what has begun to go up may arrive
             send, left = _Remote.send, iter(range(self.files))
 
             def broken(remote: _Remote, *arguments: Any) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from trainwright.callbacks.callback import Callback
 from trainwright.strategies.registry import STRATEGIES
-from trainwright.strategies.shards import whole
+from trainwright.strategies.shards import gather_full
 from trainwright.trainer.trainer import Trainer
 
 # The functions by which torch's FSDP exchanges; torch 2.9 has others.
@@ -77,7 +77,7 @@ class StepRecorder(Callback):
     def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
         if optimizer is not trainer.optimizers[0]:
             return
-        grads = [whole(p.grad, p.grad.device, keep=True) for p in task.parameters() if p.grad is not None]
+        grads = [gather_full(p.grad, p.grad.device, keep=True) for p in task.parameters() if p.grad is not None]
         self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
         self.lrs.append([group["lr"] for each in trainer.optimizers for group in each.param_groups])
 

@@ -385,7 +385,7 @@ def test_the_collective_is_the_one_that_the_user_called(calls: list[tuple[str, s
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
-        ("trainwright.trainer.checkpoints.safe_point", "saving"),
+        ("trainwright.trainer.checkpoints.step_end", "saving"),
         ("trainwright.checkpoint.format.writer", "saving"),
         ("torch.utils.data._utils.fetch", "fetching data"),
         ("user", ""),

@@ -24,7 +24,7 @@ from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies import STRATEGIES, DDPStrategy
-from trainwright.strategies.shards import local_piece
+from trainwright.strategies.shards import local_shard
 
 _HEAD = ["strategy", "precision", "stored", "used", "product", "norm", "loss", "crosses", "gradient", "state", "saved"]
 _PROCESSES = {
@@ -105,16 +105,16 @@ class Dtypes(Callback):
         if trainer.strategy.capabilities.gradients == "hidden":
             self.seen["gradient"] = only({g.dtype for g in trainer.strategy.state.full_gradients().values()})
         else:
-            self.seen["gradient"] = only({local_piece(p.grad).dtype for p in task.parameters()})
+            self.seen["gradient"] = only({local_shard(p.grad).dtype for p in task.parameters()})
 
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
         self.gathered |= self.crossing["gathered"]
         if trainer.strategy.capabilities.gradients == "hidden":
             self.seen["stored"] = only({p.dtype for p in trainer.optimizers[0].state})  # the vectors that it steps
         else:
-            self.seen["stored"] = only({local_piece(p).dtype for p in task.parameters()})
+            self.seen["stored"] = only({local_shard(p).dtype for p in task.parameters()})
         states = trainer.optimizers[0].state.values()
-        self.seen["state"] = only({local_piece(value).dtype for state in states for value in state.values()})
+        self.seen["state"] = only({local_shard(value).dtype for state in states for value in state.values()})
 
     def on_train_end(self, trainer: Any, task: Any) -> None:
         trainer.save_checkpoint(self.checkpoint)

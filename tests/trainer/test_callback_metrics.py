@@ -130,7 +130,7 @@ def test_reading_at_a_safe_point_costs_one_host_read(monkeypatch: pytest.MonkeyP
     class AtSafePoint(Callback):
         def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
             if trainer.global_step == 3:
-                trainer.at_safe_point(lambda: seen.append(trainer.callback_metrics["step"]))
+                trainer.at_step_end(lambda: seen.append(trainer.callback_metrics["step"]))
 
     _fit()
     unread = len(reads)

@@ -105,7 +105,7 @@ class _StopsAtSafePoint(Callback):
 
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
         if trainer.global_step == self.step:
-            trainer.at_safe_point(partial(self._stop, trainer))
+            trainer.at_step_end(partial(self._stop, trainer))
 
     def _stop(self, trainer: Any) -> None:
         if self.how == "request":

@@ -110,7 +110,7 @@ def test_a_search_leaves_the_run_as_it_was() -> None:
     class Search(Callback):
         def on_train_start(self, trainer: Any, task: Any) -> None:
             self.before, step = trainer.run, trainer.global_step
-            with trainer.rehearse(alone=False) as rehearsal:
+            with trainer.trial_steps(alone=False) as trials:
                 self.losses: list[float] = []
                 self.during: list[Any] = []
 
@@ -119,7 +119,7 @@ def test_a_search_leaves_the_run_as_it_was() -> None:
                     self.during.append(trainer.run)
                     return False
 
-                assert rehearsal.train(3, before_step=lambda number: None, after_step=after) == 3
+                assert trials.train(3, before_step=lambda number: None, after_step=after) == 3
             assert trainer.run is self.before
             assert trainer.global_step == step
 

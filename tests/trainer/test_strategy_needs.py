@@ -105,5 +105,5 @@ def test_what_callbacks_need_are_names_of_capabilities() -> None:
 
     fields = set(Capabilities.__dataclass_fields__)
     assert {need for cls in all_of(Callback) for need in cls.needs} <= set(REFUSALS) <= fields
-    assert not FSDPStrategy.capabilities.lone_steps
+    assert not FSDPStrategy.capabilities.independent_steps
     assert not LocalSGDStrategy.capabilities.weight_averages

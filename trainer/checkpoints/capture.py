@@ -65,7 +65,7 @@ def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
             "a step was not finite, and weights have changed since then. Earlier checkpoints are valid."
         )
     alone = run.world_size == 1
-    if not alone and not run.engine.capabilities.whole_weights:
+    if not alone and not run.engine.capabilities.full_weights:
         raise CheckpointError(
             f"the weights are sharded across {run.world_size} ranks and cannot be collected after an error, because "
             "other ranks may have failed. Earlier checkpoints are complete."
@@ -128,8 +128,8 @@ def _collect(
             trainer["data_ranks"] = list(engine.data_ranks.members)
         if not run.loop.at_step_boundary:
             trainer["within_step"] = True
-    if engine.state.saves_pieces:
-        model, optimizers = engine.state.in_pieces((model, optimizers))
+    if engine.state.saves_shards:
+        model, optimizers = engine.state.shards_of((model, optimizers))
     return Snapshot(
         state=run.progress(),
         model=model,
@@ -139,7 +139,7 @@ def _collect(
         metrics=metrics,
         world_size=run.world_size,
         kind="weights" if weights_only else "full",
-        in_pieces=engine.state.saves_pieces,
+        is_sharded=engine.state.saves_shards,
         overlaps=engine.capabilities.state_rests,
     )
 

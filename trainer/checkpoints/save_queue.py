@@ -18,7 +18,7 @@ from trainwright.trainer.configuration.arguments import TrainerArguments
 
 
 class SaveQueue:
-    """Requests to execute at the end of a step (see `safe_point`), and the writer of checkpoints.
+    """Requests to execute at the end of a step (see `step_end`), and the writer of checkpoints.
 
     Args:
         engine: holds the processes.

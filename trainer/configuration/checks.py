@@ -205,7 +205,7 @@ def check_needs(callbacks: list[Any], selection: Selection, task: TaskModule | N
     name = type(strategy).__name__
     for callback in callbacks:
         for need in callback.needs:
-            if not getattr(strategy.capabilities, need) and not (alone and need == "lone_steps"):
+            if not getattr(strategy.capabilities, need) and not (alone and need == "independent_steps"):
                 raise ConfigurationError(f"{type(callback).__name__} {REFUSALS[need].format(strategy=name)}")
     if task is None:
         return

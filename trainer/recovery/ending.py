@@ -12,7 +12,7 @@ from trainwright.callbacks.callback import log_through
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.loggers.logger import Status
 from trainwright.trainer import profiling
-from trainwright.trainer.checkpoints import safe_point
+from trainwright.trainer.checkpoints import step_end
 from trainwright.trainer.recovery.failure import note_missing_weights, note_training_batch
 from trainwright.trainer.run import StageRun
 
@@ -61,7 +61,7 @@ def tear_down(run: StageRun, status: Status) -> None:
             last_first.callback(run.fire, "teardown", stage)
             if run.datamodule is not None:
                 last_first.callback(run.datamodule.teardown, stage)
-        last_first.callback(safe_point.close, run)
+        last_first.callback(step_end.close, run)
         last_first.callback(partial(run.data.close, keep_state=status != "failed"))
 
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from trainwright.core.errors import CheckpointError, Preempted
 from trainwright.core.run import SaveRequest
-from trainwright.trainer.checkpoints import safe_point
+from trainwright.trainer.checkpoints import step_end
 from trainwright.trainer.recovery.preemption import MARGIN_S, requeue_job
 from trainwright.trainer.run import StageRun
 
@@ -39,7 +39,7 @@ def _save(run: StageRun) -> str:
     if run.saver is None:
         return "no checkpoint was written, because checkpointing is disabled."
     try:
-        safe_point.finish(run)  # a save in progress needs less time than a new one
+        step_end.finish(run)  # a save in progress needs less time than a new one
     except (OSError, CheckpointError) as error:
         run.print(f"trainwright: {error}")
     if run.state.step == 0:
@@ -61,8 +61,8 @@ def _save(run: StageRun) -> str:
     run.saves.raises = True  # otherwise the message below would report a checkpoint that was not written
     try:
         run.request_save(SaveRequest(name))
-        safe_point.settle(run)
-        safe_point.finish(run)
+        step_end.execute_requests(run)
+        step_end.finish(run)
     except (OSError, CheckpointError) as error:
         return f"the checkpoint could not be written: {error}. Earlier checkpoints are complete."
     return f"wrote {run.checkpoint_dir / name}. Resume with fit(ckpt_path='last')."

@@ -11,7 +11,7 @@ from typing import Any
 from trainwright.checkpoint.format.manifests import open_checkpoint, open_or_error
 from trainwright.core.errors import RollbackError
 from trainwright.core.state import SkippedData
-from trainwright.trainer.checkpoints import restore, safe_point
+from trainwright.trainer.checkpoints import restore, step_end
 from trainwright.trainer.checkpoints.load_request import LoadRequest, Opened
 from trainwright.trainer.logger_start import start_loggers
 from trainwright.trainer.run import StageRun
@@ -49,7 +49,7 @@ def unit_of(place: Mapping[str, int]) -> str:
 
 def request(run: StageRun, reason: str, *, before_step: int) -> None:
     """Roll back to an earlier checkpoint at the end of the current step; see `Run.request_rollback`."""
-    run.at_safe_point(partial(_raise_rollback, run, reason, before_step))
+    run.at_step_end(partial(_raise_rollback, run, reason, before_step))
 
 
 def _raise_rollback(run: StageRun, reason: str, before_step: int) -> None:
@@ -76,7 +76,7 @@ def find_checkpoint(run: StageRun, max_step: int) -> Path | None:
     Raises:
         CheckpointError: the last checkpoint could not be written, or the run's index is damaged.
     """
-    safe_point.finish(run)
+    step_end.finish(run)
     look = partial(_newest_of_run, run, max_step)
     return run.engine.processes.on_main_rank(look, "find a checkpoint to roll back to")
 

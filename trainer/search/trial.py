@@ -34,8 +34,8 @@ from trainwright.trainer.search.state_snapshot import StateSnapshot
 _FITS, _FULL, _FAILED = "fits", "full", "failed"
 
 
-class StageRehearsal:
-    """Runs trial steps within a run; see `Run.rehearse` and `core.run.Rehearsal`.
+class StageTrialSteps:
+    """Runs trial steps within a run; see `Run.trial_steps` and `core.run.TrialSteps`.
 
     Each trial is a separate stage with the run's task and optimizers, without callbacks, loggers and saves. Weights,
     optimizers, generators and the task's attributes are copied to the host before it and restored after it, so that
@@ -46,7 +46,7 @@ class StageRehearsal:
         show: sets the run that the Trainer's attributes describe.
         new_clock: receives the training progress and returns the progress of a trial.
         alone: run steps without the other ranks.
-        remakes_loaders: create the run's loaders again after a rehearsal without errors.
+        remakes_loaders: create the run's loaders again after a trials without errors.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StageRehearsal:
         self._stack = ExitStack()
         self._at_end: list[Callable[[], None]] = []
 
-    def __enter__(self) -> StageRehearsal:
+    def __enter__(self) -> StageTrialSteps:
         run = self._run
         if not run.loop.at_step_boundary:
             raise ConfigurationError(
@@ -134,11 +134,11 @@ class StageRehearsal:
             run.data.train().begin_epoch(state.epoch, place)
 
     def at_end(self, action: Callable[[], None]) -> None:
-        """Call `action` after all state is restored; see `core.run.Rehearsal`."""
+        """Call `action` after all state is restored; see `core.run.TrialSteps`."""
         self._at_end.append(action)
 
     def capacity(self) -> int | None:
-        """Return the largest batch that the data can fill on every rank; see `core.run.Rehearsal`."""
+        """Return the largest batch that the data can fill on every rank; see `core.run.TrialSteps`."""
         run, lengths = self._run, []
         for kind in ("train", "validate") if self._kind == "train" else (self._kind,):
             if kind == self._kind or run.data.has_validation:
@@ -152,7 +152,7 @@ class StageRehearsal:
         return min(reports) if reports else None
 
     def try_out(self, num_steps: int) -> Trial:
-        """Run some steps of the current stage and return the outcome; see `core.run.Rehearsal`."""
+        """Run some steps of the current stage and return the outcome; see `core.run.TrialSteps`."""
         clear_device_cache(garbage_collection=True)
         failure: Exception | None = None
         size: int | None = None
@@ -182,7 +182,7 @@ class StageRehearsal:
         return Trial(fits=all(other == _FITS for other, _ in reports), batch_size=size, reason=found)
 
     def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
-        """Run training steps and read the loss of each; see `core.run.Rehearsal`."""
+        """Run training steps and read the loss of each; see `core.run.TrialSteps`."""
 
         def read(loss: float | torch.Tensor | None) -> bool:
             share = float("nan") if loss is None else float(loss)

@@ -97,7 +97,7 @@ class LocalSGD:
 def _check(accelerator: Accelerator) -> None:
     """Check that replicas can be trained apart and averaged."""
     name, engine = type(accelerator.strategy).__name__, accelerator.engine
-    if not engine.capabilities.lone_steps:
+    if not engine.capabilities.independent_steps:
         raise ConfigurationError(
             f"LocalSGD averages full replicas, one on each process, which {name} does not keep. Use strategy='ddp', "
             "or LocalSGD(enabled=False)."

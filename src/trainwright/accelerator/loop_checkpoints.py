@@ -141,9 +141,9 @@ class LoopCheckpoints:
         state = objects.state(engine)
         weights, optimizers = state.model_state() if objects.weights else {}, state.optimizer_states()
         extra = self._call_save_hooks(path, objects, weights)
-        in_shards = state.saves_pieces
+        in_shards = state.saves_shards
         if in_shards:
-            weights, optimizers = state.in_pieces((weights, optimizers))
+            weights, optimizers = state.shards_of((weights, optimizers))
         steps = [optimizer.num_steps for optimizer in objects.optimizers]
         snapshot = Snapshot(
             state=TrainState(step=max(steps, default=0)).to_dict(),
@@ -152,7 +152,7 @@ class LoopCheckpoints:
             trainer=self._entries(objects, of_ranks, steps),
             rng=[of_rank["rng"] for of_rank in of_ranks],
             world_size=processes.world_size,
-            in_pieces=in_shards,
+            is_sharded=in_shards,
             extra=extra,
         )
         try:

@@ -22,9 +22,9 @@ from trainwright.checkpoint.format.optimizer import named_optimizer_state as nam
 from trainwright.checkpoint.format.reader import check_checkpoint as check_checkpoint
 from trainwright.checkpoint.format.reader import read_checkpoint as read_checkpoint
 from trainwright.checkpoint.format.regions import Box as Box
-from trainwright.checkpoint.format.regions import Pieces as Pieces
 from trainwright.checkpoint.format.regions import Region as Region
 from trainwright.checkpoint.format.regions import Span as Span
+from trainwright.checkpoint.format.regions import TensorShards as TensorShards
 from trainwright.checkpoint.format.safetensors_io import read_safetensors as read_safetensors
 from trainwright.checkpoint.format.safetensors_io import write_safetensors as write_safetensors
 from trainwright.checkpoint.format.shard_files import SavedTensor as SavedTensor

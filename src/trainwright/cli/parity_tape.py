@@ -163,7 +163,7 @@ class StepTape(Callback):
         """Write the current step. Collective."""
         main = trainer.is_global_zero
         parameters = self._engine.state.full_parameters(keep=main)
-        if trainer.world_size > 1 and self._engine.capabilities.whole_weights:
+        if trainer.world_size > 1 and self._engine.capabilities.full_weights:
             self._record.copies = self._compare_copies(parameters)
         if main:
             tensors = {f"{PARAMETER}/{name}": _stored(tensor) for name, tensor in parameters.items()}

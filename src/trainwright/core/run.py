@@ -77,8 +77,8 @@ class Trial:
     reason: str  # what the first rank that ran out of memory said; empty when `fits`
 
 
-class Rehearsal(Protocol):
-    """Trial steps within a run that do not change it; see `Run.rehearse`."""
+class TrialSteps(Protocol):
+    """Trial steps within a run that do not change it; see `Run.trial_steps`."""
 
     def capacity(self) -> int | None:
         """Return the largest batch that the data can fill on every rank; None if its length is unknown."""
@@ -241,7 +241,7 @@ class Run(Protocol):
         """Wait for every rank. Collective."""
 
     # Requests
-    def at_safe_point(self, action: Callable[[], None]) -> None:
+    def at_step_end(self, action: Callable[[], None]) -> None:
         """Call `action` once, at the end of the current step, when every metric of this step is known. The safe point
         of a step is after its validation; at an epoch's end it is after `on_train_epoch_end`. By then
         `callback_metrics` is up to date: pending actions make the Trainer flush first. Actions run in the order of
@@ -305,7 +305,7 @@ class Run(Protocol):
         forward pass. Every rank should call it; it communicates only if the task itself does.
         """
 
-    def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> AbstractContextManager[Rehearsal]:
+    def trial_steps(self, *, alone: bool, remakes_loaders: bool = False) -> AbstractContextManager[TrialSteps]:
         """Run trial steps: all their changes are undone afterwards, nothing is logged or saved, and callbacks are not
         called. Weights, buffers, optimizers, schedules, generators, `state`, metrics and the task's attributes are kept
         in host memory (see `trainwright.trainer.search.state_snapshot` for the limits). Callbacks are not called,
@@ -334,7 +334,7 @@ class Run(Protocol):
     def task_optimizers(self) -> Sequence[Any]:
         """The optimizers for a task with manual optimization."""
 
-    def whole_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return one of the task's tensors, or one sharded in the same way, unsharded; unchanged without sharding.
         Otherwise collective: a copy on the host, with values on the main process only.
         """

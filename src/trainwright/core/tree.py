@@ -142,7 +142,7 @@ def is_cut(value: object) -> TypeGuard[DTensor]:
     return pieces is not None and isinstance(value, pieces.DTensor)
 
 
-def whole_numel(parameter: torch.Tensor) -> int:
+def full_numel(parameter: torch.Tensor) -> int:
     """Return the number of elements of a full parameter. An engine that stores it elsewhere replaces it by an empty
     tensor with its original shape (`ds_shape`).
     """

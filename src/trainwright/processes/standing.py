@@ -90,7 +90,7 @@ def activity_of(frames: list[FrameType]) -> str:
     """Return a Trainer thread's activity besides computing; empty if unknown."""
     for frame in frames:
         module = _module(frame)
-        if module.startswith(("trainwright.checkpoint", "trainwright.trainer.checkpoints.safe_point")):
+        if module.startswith(("trainwright.checkpoint", "trainwright.trainer.checkpoints.step_end")):
             return "saving"
         if module.startswith(("torch.utils.data", "trainwright.data")):
             return "fetching data"

@@ -107,7 +107,7 @@ def test_units_are_compiled_by_themselves() -> None:
     assert_trained_alike(run_distributed(_train_compiled, 2, timeout=300), train("single", 1))
 
 
-# Pieces
+# TensorShards
 
 
 class PieceWatcher(Callback):

@@ -18,7 +18,7 @@ from trainwright.accelerator.accelerator import Accelerator
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
-from trainwright.strategies.shards import whole_output
+from trainwright.strategies.shards import full_output
 
 
 class OpsInBackward(TorchDispatchMode, Callback):
@@ -173,7 +173,7 @@ def test_a_model_with_a_cache_uses_it_only_without_gradients(save: list[str] | N
     output = model(tokens, labels=tokens)  # in evaluation mode, without dropout
     accelerator.backward(output.loss)
     assert output.past_key_values is None
-    torch.testing.assert_close(whole_output(model.transformer.wpe.weight.grad), expected)
+    torch.testing.assert_close(full_output(model.transformer.wpe.weight.grad), expected)
     with torch.no_grad():
         assert model(tokens).past_key_values.get_seq_length() == 8
     assert config.use_cache

@@ -14,7 +14,7 @@ from trainwright.callbacks import EMAWeightAveraging
 from trainwright.callbacks.callback import Callback
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
-from trainwright.strategies.shards import local_piece
+from trainwright.strategies.shards import local_shard
 
 
 class Untied(Gpt):
@@ -59,7 +59,7 @@ class Sizes(Callback):
 
 
 def _bytes(tensors: Any) -> int:
-    held = {local_piece(tensor).untyped_storage()._cdata: local_piece(tensor) for tensor in tensors}
+    held = {local_shard(tensor).untyped_storage()._cdata: local_shard(tensor) for tensor in tensors}
     return sum(piece.untyped_storage().nbytes() for piece in held.values())
 
 

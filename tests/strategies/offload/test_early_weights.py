@@ -119,7 +119,7 @@ def test_a_frozen_part_that_follows_a_trained_one_is_the_present_one(parameters:
 def test_what_is_done_at_a_safe_point_is_what_is_trained_on() -> None:
     class Later(Callback):
         def on_before_zero_grad(self, trainer: Any, task: Any, optimizer: Any) -> None:
-            trainer.at_safe_point(functools.partial(writes, trainer, task))
+            trainer.at_step_end(functools.partial(writes, trainer, task))
 
     assert_same(train(OffloadStrategy("device", stream=True), Later()), train("single", Later()))
 

@@ -22,7 +22,7 @@ from trainwright.strategies.engine import Engine
 from trainwright.strategies.megatron.pipelined_loop import PipelineOutput, loss_of_output
 from trainwright.strategies.megatron.plugin import MegatronLMPlugin
 from trainwright.strategies.megatron.step import divide
-from trainwright.strategies.shards import whole_output
+from trainwright.strategies.shards import full_output
 from trainwright.strategies.steps.gradients import GradientClip, parameters_of
 
 B = TypeVar("B")
@@ -134,12 +134,12 @@ class MegatronLoop:
                 loss = loss_of_output(output, type(model).__name__)
             logits = output.get("logits") if isinstance(output, dict) else output
             if self.plugin.return_logits and isinstance(logits, torch.Tensor):
-                seen.append(whole_output(logits).detach())
+                seen.append(full_output(logits).detach())
             return loss * part[1] * len(parts)
 
         loss = self._forward_backward(step, parts)
         if self._engine.run_group is None:
-            loss = ranks.all_gather(whole_output(loss)).mean()
+            loss = ranks.all_gather(full_output(loss)).mean()
         found = PipelineOutput(loss=loss.detach().requires_grad_())
         if self.plugin.return_logits:
             found["logits"] = torch.cat(seen) if seen else None
@@ -153,7 +153,7 @@ class MegatronLoop:
         if not (plugin.custom_train_step_class or plugin.custom_get_batch_function or plugin.custom_loss_function):
             output = call(*args, **kwargs)
             loss = output.get("loss") if isinstance(output, dict) else None
-            return (None if loss is None else whole_output(loss)), output
+            return (None if loss is None else full_output(loss)), output
         if model not in self._steps:
             self._steps[model] = make_train_step(plugin, model)
         step = self._steps[model]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from trainwright.strategies.megatron.plugin import MegatronLMPlugin
-from trainwright.strategies.shards import whole_output
+from trainwright.strategies.shards import full_output
 
 Loss = tuple[torch.Tensor, dict[str, Any]]
 _IGNORED = -100
@@ -110,14 +110,14 @@ class GPTTrainStep(AbstractTrainStep):
         """
         given = dict(zip(self._names, values, strict=False), token_type_ids=tokentype_ids)
         output = model(**{name: value for name, value in given.items() if value is not None})
-        logits = whole_output(output["prediction_logits" if "prediction_logits" in output else "logits"])
+        logits = full_output(output["prediction_logits" if "prediction_logits" in output else "logits"])
         labels = lm_labels if labels is None else labels
         if labels is None:
             return logits
         losses = cross_entropy(logits.float().transpose(1, 2), labels, reduction="none", ignore_index=_IGNORED)
         if self._has_order:
             order = output.get("seq_relationship_logits")
-            return losses, None if order is None else whole_output(order)
+            return losses, None if order is None else full_output(order)
         return (losses, logits) if return_logits else losses
 
 

@@ -32,7 +32,7 @@ from trainwright.checkpoint.disk.untrusted import (
     reading,
     shortened,
 )
-from trainwright.checkpoint.format.regions import Pieces
+from trainwright.checkpoint.format.regions import TensorShards
 from trainwright.checkpoint.format.safetensors_io import (
     dtype_name,
     from_storable,
@@ -74,11 +74,11 @@ class Stores:
     """The sources of a tree's tensors: full ones by name, sharded ones by name, shape and dtype (None: no shards)."""
 
     tensors: Mapping[str, torch.Tensor]
-    pieces: FindShards | None = None
+    shards: FindShards | None = None
 
 
 def encode(
-    tree: Any, root: str = "", *, pieces: dict[str, Pieces] | None = None
+    tree: Any, root: str = "", *, shards: dict[str, TensorShards] | None = None
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Split a state tree into a JSON value and its tensors.
 
@@ -88,7 +88,7 @@ def encode(
             `Duration`s. Keys and members of sets may be any of these that is hashable, except tensors. Subclasses are
             not supported.
         root: the prefix of paths in error messages and tensor names.
-        pieces: receives each `Pieces` in the tree by name. None: `Pieces` are an error.
+        shards: receives each `TensorShards` in the tree by name. None: `TensorShards` are an error.
 
     Returns:
         The JSON value, and the tensors by their path in the tree: detached, not copied. A tensor object that occurs
@@ -98,11 +98,11 @@ def encode(
         CheckpointError: the tree has a value of another type, contains itself, or is nested more than 150 levels deep.
             The message names the path, as in `callbacks.EarlyStopping.best`.
     """
-    encoder = _Encoder(root, pieces)
+    encoder = _Encoder(root, shards)
     return encoder.value(tree, root, 0), encoder.tensors
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor], pieces: FindShards | None = None) -> Any:
+def decode(value: Any, tensors: Mapping[str, torch.Tensor], shards: FindShards | None = None) -> Any:
     """Rebuild the tree that `encode` split.
 
     Its tensors are the objects in `tensors`.
@@ -111,7 +111,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], pieces: FindShards |
         CheckpointError: a tensor is missing or the value is not what `encode` writes.
     """
     try:
-        return _decode(value, Stores(tensors, pieces))
+        return _decode(value, Stores(tensors, shards))
     except RecursionError as error:
         raise CheckpointError("the saved state is nested too deeply. Trainwright did not write it.") from error
 
@@ -123,10 +123,10 @@ def _join(path: str, key: object) -> str:
 
 
 class _Encoder:
-    def __init__(self, root: str, pieces: dict[str, Pieces] | None) -> None:
+    def __init__(self, root: str, shards: dict[str, TensorShards] | None) -> None:
         self.root = root
         self.tensors: dict[str, torch.Tensor] = {}
-        self._pieces = pieces
+        self._shards = shards
         self._open: set[int] = set()  # ids of the containers around the current value
         self._seen: dict[int, Any] = {}  # id of a tensor → its node
 
@@ -139,7 +139,7 @@ class _Encoder:
             return scalar(value)
         if kind in _TENSOR_TYPES:
             return self._tensor(value, path)
-        if kind is Pieces:
+        if kind is TensorShards:
             return self._sharded(value, path)
         if kind is np.ndarray:
             return self._array(value, path)
@@ -200,13 +200,13 @@ class _Encoder:
             self._seen[id(tensor)] = node
         return self._seen[id(tensor)]
 
-    def _sharded(self, value: Pieces, path: str) -> Any:
-        if self._pieces is None:
+    def _sharded(self, value: TensorShards, path: str) -> Any:
+        if self._shards is None:
             raise CheckpointError(f"{path or 'the state'} is sharded. Save it with all ranks (see plan_share).")
         if id(value) not in self._seen:
             self._seen[id(value)] = {
                 TAG: "pieces",
-                "v": add_named(self._pieces, value, path),
+                "v": add_named(self._shards, value, path),
                 "shape": list(value.shape),
                 "dtype": dtype_name(value.dtype),
             }
@@ -316,12 +316,12 @@ def _stored(node: Any, stores: Stores) -> torch.Tensor:
 
 
 def _decode_shards(node: Any, stores: Stores) -> torch.Tensor:
-    if stores.pieces is None:
+    if stores.shards is None:
         raise CheckpointError(f"the tensor {node['v']!r} is sharded, and its shards are missing.")
     shape = node["shape"]
     if any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"{shape!r} is not a shape")
-    return stores.pieces(str(node["v"]), tuple(shape), str(node["dtype"]))
+    return stores.shards(str(node["v"]), tuple(shape), str(node["dtype"]))
 
 
 def _array_dtype(name: Any, kinds: str) -> np.dtype[Any]:
@@ -412,12 +412,14 @@ _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
 }
 
 
-def plan_tree(stem: str, tree: Any, *, root: str = "", pieces: dict[str, Pieces] | None = None) -> list[PlannedFile]:
+def plan_tree(
+    stem: str, tree: Any, *, root: str = "", shards: dict[str, TensorShards] | None = None
+) -> list[PlannedFile]:
     """Encode `tree` as `stem.json` and, if it holds tensors, `stem.safetensors`; other arguments as in `encode`.
 
     Everything except the tensors is encoded when this returns. Tensors are not copied.
     """
-    value, tensors = encode(tree, root, pieces=pieces)
+    value, tensors = encode(tree, root, shards=shards)
     return plan_pair(stem, value, tensors)
 
 
@@ -430,7 +432,7 @@ def plan_pair(stem: str, value: Any, tensors: Mapping[str, torch.Tensor]) -> lis
     return files
 
 
-def read_tree(folder: Path, stem: str, *, copy: bool = True, pieces: FindShards | None = None) -> Any:
+def read_tree(folder: Path, stem: str, *, copy: bool = True, shards: FindShards | None = None) -> Any:
     """Read the files of `plan_tree`. Tensors are on the CPU. `copy=False` leaves them mapped to the file."""
     path = inside(folder, f"{stem}.json", str(folder))
     if not path.is_file():
@@ -441,6 +443,6 @@ def read_tree(folder: Path, stem: str, *, copy: bool = True, pieces: FindShards 
         content = read_json(path)
     try:
         with reading(path):
-            return decode(content, tensors, pieces)
+            return decode(content, tensors, shards)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error

@@ -274,7 +274,8 @@ class Snapshot:
         world_size: number of processes in the run.
         kind: `"weights"` has no optimizers and no RNG states.
         missing: set by reading: the requested parts that are absent and were allowed to be.
-        in_pieces: for writing: tensors are `Pieces`, and all ranks write the checkpoint together (see `plan_share`).
+        is_sharded: for writing: tensors are `TensorShards`, and all ranks write the checkpoint together (see
+            `plan_share`).
         overlaps: for writing: only `torch.optim.Optimizer.step` changes the optimizers' tensors, so that
             `AsyncWriter` may copy them until the next step.
         extra: for writing: a folder on the same disk whose files become part of the checkpoint.
@@ -289,6 +290,6 @@ class Snapshot:
     world_size: int = 1
     kind: Kind = "full"
     missing: tuple[str, ...] = ()
-    in_pieces: bool = False
+    is_sharded: bool = False
     overlaps: bool = False
     extra: Path | None = None

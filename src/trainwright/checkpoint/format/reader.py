@@ -177,24 +177,24 @@ def _read_parts(
     """Return part → tree, in the format version of the checkpoint."""
     folder, parts = found.path, found.manifest.parts
     trees: dict[str, Any] = {}
-    pieces = {name: find_shards(found, name, copy=copy_model) for name in ("optimizer", "model") if name in present}
+    shards = {name: find_shards(found, name, copy=copy_model) for name in ("optimizer", "model") if name in present}
     if "trainer" in present:
         trees["trainer"] = read_tree(folder, TRAINER_STEM, copy=copy)
     if "optimizer" in present:
         stems = numbered(parts["optimizer"].files, OPTIMIZER_FOLDER, "optimizer")
-        trees["optimizer"] = [read_tree(folder, stem, copy=copy_model, pieces=pieces["optimizer"]) for stem in stems]
+        trees["optimizer"] = [read_tree(folder, stem, copy=copy_model, shards=shards["optimizer"]) for stem in stems]
     if "rng" in present:
         trees["rng"] = [read_tree(folder, stem, copy=copy) for stem in numbered(parts["rng"].files, RNG_FOLDER, "rank")]
     if "model" in present and f"{MODEL_STEM}.json" in parts["model"].files:
-        trees["model"] = _read_sharded_model(folder, pieces["model"], device, copy_model)
+        trees["model"] = _read_sharded_model(folder, shards["model"], device, copy_model)
     elif "model" in present:
         sealed = {relative.removeprefix(f"{MODEL_FOLDER}/") for relative in parts["model"].files}
         trees["model"] = read_model(folder / MODEL_FOLDER, device, copy=copy_model, files=sealed)
     return trees
 
 
-def _read_sharded_model(folder: Path, pieces: FindShards | None, device: torch.device | str, copy: bool) -> Any:
-    weights = read_tree(folder, MODEL_STEM, copy=copy, pieces=pieces)
+def _read_sharded_model(folder: Path, shards: FindShards | None, device: torch.device | str, copy: bool) -> Any:
+    weights = read_tree(folder, MODEL_STEM, copy=copy, shards=shards)
     if not isinstance(weights, dict):
         raise CheckpointError(f"{folder / MODEL_STEM}.json holds a {type(weights).__name__}, expected a dictionary.")
     if torch.device(device).type == "cpu":
@@ -210,11 +210,11 @@ def find_shards(found: FoundCheckpoint, part: str, *, copy: bool) -> FindShards 
     files, folder = found.manifest.parts[part].files, {"model": MODEL_FOLDER, "optimizer": OPTIMIZER_FOLDER}[part]
     if f"{folder}/{RANK_STEM}-00000.json" not in files:
         return None
-    pieces = ShardFiles(found.path, folder, files)
+    shards = ShardFiles(found.path, folder, files)
 
     @functools.cache  # keeps tied tensors tied
     def find(name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        tensor = pieces.find(name, shape, dtype)
+        tensor = shards.find(name, shape, dtype)
         return tensor.load() if copy else tensor
 
     return find

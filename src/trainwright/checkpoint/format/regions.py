@@ -36,7 +36,7 @@ Region = Box | Span
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class TensorShards:
     """The shards of a tensor that this rank saves; a leaf of the state of a `Snapshot`.
 
     Every rank has one at the same path of its tree. The regions of all ranks cover the tensor and do not overlap: only

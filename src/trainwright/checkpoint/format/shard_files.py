@@ -17,9 +17,9 @@ from trainwright.checkpoint.format.codec import add_named, plan_pair
 from trainwright.checkpoint.format.layout import numbered
 from trainwright.checkpoint.format.regions import (
     Box,
-    Pieces,
     Region,
     Span,
+    TensorShards,
     copy_common,
     fits,
     full_region,
@@ -39,12 +39,12 @@ from trainwright.core.errors import CheckpointError
 RANK_STEM = "rank"
 
 
-def plan_shards(folder: str, rank: int, pieces: Mapping[str, Pieces]) -> list[PlannedFile]:
+def plan_shards(folder: str, rank: int, shards: Mapping[str, TensorShards]) -> list[PlannedFile]:
     """Plan the files in `folder` for the shards that `rank` holds of a part's tensors. Copies and writes nothing."""
     stem = f"{folder}/{RANK_STEM}-{rank:05d}"
     entries: list[dict[str, Any]] = []
     tensors: dict[str, torch.Tensor] = {}
-    for name, full in pieces.items():
+    for name, full in shards.items():
         for region, values in full.held:
             if not num_elements(region):
                 continue

@@ -45,7 +45,7 @@ from trainwright.checkpoint.format.layout import (
     next_moment,
 )
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES, plain_names, plan_model
-from trainwright.checkpoint.format.regions import Pieces
+from trainwright.checkpoint.format.regions import TensorShards
 from trainwright.checkpoint.format.shard_files import plan_shards
 from trainwright.checkpoint.format.staging import remove_folder
 from trainwright.core.errors import CheckpointError
@@ -105,16 +105,16 @@ def plan_share(snapshot: Snapshot, rank: int) -> Contents:
     _check_snapshot(snapshot)
     parts = _plan_small(snapshot) if rank == 0 else {}
     if snapshot.kind == "full":
-        pieces: dict[str, Pieces] = {}
-        trees = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers, pieces)
-        parts["optimizer"] = [*(trees if rank == 0 else ()), *plan_shards(OPTIMIZER_FOLDER, rank, pieces)]
+        shards: dict[str, TensorShards] = {}
+        trees = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers, shards)
+        parts["optimizer"] = [*(trees if rank == 0 else ()), *plan_shards(OPTIMIZER_FOLDER, rank, shards)]
     if snapshot.model is not None:
-        pieces = {}
+        shards = {}
         try:
-            tree = plan_tree(MODEL_STEM, plain_names(snapshot.model), pieces=pieces)
+            tree = plan_tree(MODEL_STEM, plain_names(snapshot.model), shards=shards)
         except CheckpointError as error:
             raise CheckpointError(f"model.{error}") from error
-        parts["model"] = [*(tree if rank == 0 else ()), *plan_shards(MODEL_FOLDER, rank, pieces)]
+        parts["model"] = [*(tree if rank == 0 else ()), *plan_shards(MODEL_FOLDER, rank, shards)]
     contents = _contents(snapshot, parts)
     contents.format_version = SHARDED_VERSION
     return contents
@@ -314,13 +314,15 @@ def _check_snapshot(snapshot: Snapshot) -> None:
         )
 
 
-def _plan_trees(folder: str, stem: str, trees: list[Any], pieces: dict[str, Pieces] | None = None) -> list[PlannedFile]:
+def _plan_trees(
+    folder: str, stem: str, trees: list[Any], shards: dict[str, TensorShards] | None = None
+) -> list[PlannedFile]:
     files: list[PlannedFile] = []
     for number, tree in enumerate(trees):
         try:
             name = f"{stem}-{number:05d}"
             # A rank writes the shards of all trees of a part into one file, so their names need a prefix.
-            files += plan_tree(f"{folder}/{name}", tree, root="" if pieces is None else name, pieces=pieces)
+            files += plan_tree(f"{folder}/{name}", tree, root="" if shards is None else name, shards=shards)
         except CheckpointError as error:
             raise CheckpointError(f"{folder}[{number}].{error}") from error
     return files

@@ -127,7 +127,7 @@ def _compare_part(
         return
     folder, stem = {"optimizer": (OPTIMIZER_FOLDER, "optimizer"), "rng": (RNG_FOLDER, "rank")}[part]
     stems = [numbered(manifest.parts[part].files, folder, stem) for manifest in manifests]
-    pieces = [
+    shards = [
         find_shards(FoundCheckpoint(side, manifest), part, copy=False) if part == "optimizer" else None
         for side, manifest in zip(sides, manifests, strict=True)
     ]
@@ -135,14 +135,14 @@ def _compare_part(
         path = f"{part}[{number}]"
         if all(number < len(names) for names in stems):
             names = [item[number] for item in stems]
-            _compare_trees(found, path, *map(_mapped_tree, sides, names, pieces))
+            _compare_trees(found, path, *map(_mapped_tree, sides, names, shards))
         else:
             (found.only_left if number < len(stems[0]) else found.only_right).append(path)
 
 
-def _mapped_tree(folder: Path, stem: str, pieces: FindShards | None = None) -> Any:
+def _mapped_tree(folder: Path, stem: str, shards: FindShards | None = None) -> Any:
     """Read a tree whose tensors stay mapped to their files."""
-    return read_tree(folder, stem, copy=False, pieces=pieces)
+    return read_tree(folder, stem, copy=False, shards=shards)
 
 
 def _compare_models(found: CheckpointDifference, left: Path, right: Path) -> None:

@@ -229,7 +229,7 @@ def _read_sharded(folder: Path, native: bool) -> _Model:
     stem = _STATE.removesuffix(".json")
     # All files in the folder are used; the index of a file from elsewhere would not match the tree.
     shards = ShardFiles(folder.parent, folder.name, [f"{folder.name}/{file.name}" for file in folder.iterdir()])
-    tree = read_tree(folder, stem, copy=False, pieces=functools.cache(shards.find))
+    tree = read_tree(folder, stem, copy=False, shards=functools.cache(shards.find))
     if not isinstance(tree, dict):
         raise CheckpointError(f"{folder / _STATE} holds a {type(tree).__name__}, expected a dictionary.")
     found: list[StoredTensor] = []

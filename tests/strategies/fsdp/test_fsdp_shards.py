@@ -15,7 +15,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.callback import Callback
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
-from trainwright.strategies.shards import local_piece
+from trainwright.strategies.shards import local_shard
 from trainwright.strategies.units import find_units
 
 
@@ -67,10 +67,10 @@ class Watcher(Callback):
             block.norm.register_forward_pre_hook(within),
             block.register_forward_hook(lambda module, inputs, outputs: note("outputs", outputs)),
         ]
-        self.sizes["parameters"] = _bytes([local_piece(p) for p in task.parameters()])
+        self.sizes["parameters"] = _bytes([local_shard(p) for p in task.parameters()])
 
     def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-        grads = [local_piece(p.grad) for p in task.parameters() if p.grad is not None]
+        grads = [local_shard(p.grad) for p in task.parameters() if p.grad is not None]
         self.sizes["gradients"] = _bytes(grads)
         self.dtypes["gradients"] = {grad.dtype for grad in grads}
 
@@ -78,7 +78,7 @@ class Watcher(Callback):
         for hook in self.hooks:
             hook.remove()
         states = list(trainer.optimizers[0].state.values())
-        self.sizes["states"] = _bytes([local_piece(s[key]) for s in states for key in ("exp_avg", "exp_avg_sq")])
+        self.sizes["states"] = _bytes([local_shard(s[key]) for s in states for key in ("exp_avg", "exp_avg_sq")])
         self.dtypes["pieces"] = {p.dtype for p in task.parameters()}
         self.hooks = []
 
@@ -155,25 +155,25 @@ def seen() -> list[dict[str, Any]]:
     return run_distributed(_look, 2, timeout=240)
 
 
-def _piece_bytes(parameters: list[torch.Tensor], num_pieces: int) -> int:
+def _shard_bytes(parameters: list[torch.Tensor], num_shards: int) -> int:
     """The formula of docs/strategies.md: the first dimension is filled up to a multiple of the number of pieces."""
-    return sum(-(-p.shape[0] // num_pieces) * p[0].numel() * p.element_size() for p in parameters)
+    return sum(-(-p.shape[0] // num_shards) * p[0].numel() * p.element_size() for p in parameters)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("name", "num_pieces"), [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2), ("HYBRID_SHARD", 1), ("NO_SHARD", 1)]
+    ("name", "num_shards"), [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2), ("HYBRID_SHARD", 1), ("NO_SHARD", 1)]
 )
 @pytest.mark.exhaustive
-def test_a_rank_holds_the_bytes_that_the_formula_says(name: str, num_pieces: int, seen: list[dict[str, Any]]) -> None:
+def test_a_rank_holds_the_bytes_that_the_formula_says(name: str, num_shards: int, seen: list[dict[str, Any]]) -> None:
     parameters = list(Blocks().parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for rank in seen:
         sizes = rank[name]
-        assert sizes["parameters"] == _piece_bytes(parameters, num_pieces)
-        assert sizes["gradients"] == _piece_bytes(trained, num_pieces)
+        assert sizes["parameters"] == _shard_bytes(parameters, num_shards)
+        assert sizes["gradients"] == _shard_bytes(trained, num_shards)
     total = sum(rank[name]["states"] for rank in seen)
-    assert total == (3 - num_pieces) * 2 * 4 * sum(parameter.numel() for parameter in trained)
+    assert total == (3 - num_shards) * 2 * 4 * sum(parameter.numel() for parameter in trained)
 
 
 @pytest.mark.distributed

@@ -39,7 +39,7 @@ def prepare(run: StageRun) -> None:
         saves.writer.optimizers = run.optimizers
         saves.writer.deadline_s = run.preemption.write_deadline_s
         on_host = run.saver is not None and run.engine.device.type == "cpu"
-        saves.reserves = on_host and (run.is_main or run.engine.state.saves_pieces)
+        saves.reserves = on_host and (run.is_main or run.engine.state.saves_shards)
 
 
 def reserve(run: StageRun) -> None:
@@ -49,7 +49,7 @@ def reserve(run: StageRun) -> None:
     run.saves.writer.prepare(capture.num_bytes_here(run))
 
 
-def settle(run: StageRun) -> None:
+def execute_requests(run: StageRun) -> None:
     """Execute all requests: first actions, which may request checkpoints, then saves. Collective.
 
     `callback_metrics` is updated with this step's values first. Loggers receive them at their own interval.
@@ -139,7 +139,7 @@ def save_now(
             _wait(run)
             upload(write_checkpoint(path, snapshot))
 
-        if snapshot.in_pieces:
+        if snapshot.is_sharded:
             run.saves.joint.save(
                 snapshot, [SaveTarget(path, snapshot.metrics, upload)], before=partial(_wait, run), at_once=True
             )
@@ -215,7 +215,7 @@ def _write_recorded(run: StageRun, requests: list[SaveRequest]) -> None:
         snapshot.overlaps &= leaves_cores(run.engine.device, run.engine.processes.topology.local_world_size)
     targets = [_target(run, request, snapshot, since) for request in requests]
     # Waits for the previous save: loggers must be notified of it before this save may delete it.
-    if snapshot.in_pieces:
+    if snapshot.is_sharded:
         run.saves.joint.save(snapshot, targets, before=partial(_wait, run))
         report(run)
         return
