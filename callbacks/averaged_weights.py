@@ -92,7 +92,7 @@ class AveragedWeights:
         return [_local(value) for value in self._held]
 
     @property
-    def is_sharded(self) -> bool:
+    def in_shards(self) -> bool:
         """True if the average is sharded over several ranks."""
         return not self._whole and any(map(is_cut, self._held))
 
@@ -178,13 +178,13 @@ class AveragedWeights:
     @torch.no_grad()
     def make_whole(self) -> None:
         """Gather the shards of this object, before the task's own weights are unsharded. Collective."""
-        if self.is_sharded:
+        if self.in_shards:
             self._own = self._collect(self._own)
             self._whole = True
 
     def _as_held(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's values as sharded tensors where the task's weights are sharded; shares memory."""
-        if not self.is_sharded:
+        if not self.in_shards:
             return values
         from torch.distributed.tensor import DTensor
 

@@ -197,7 +197,7 @@ class StochasticWeightAveraging(Callback):
             self._weights.make_whole()
 
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
-        if self._weights is not None and self._weights.is_sharded:
+        if self._weights is not None and self._weights.in_shards:
             self._weights = None  # of a run that failed: they can no longer be gathered
 
 

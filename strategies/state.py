@@ -111,7 +111,7 @@ class FullState:
 
     # Single tensors
 
-    def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the full value of one of the task's tensors, or of a tensor that is sharded like one.
 
         An unsharded tensor is returned as it is. Otherwise collective: the main rank gets a copy on the host, and other

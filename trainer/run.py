@@ -314,7 +314,7 @@ class StageRun:
 
     def gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the full tensor of a task's tensor or of one sharded like it; see `Run.gather_tensor`."""
-        return self.engine.state.full_tensor(tensor)
+        return self.engine.state.gather_tensor(tensor)
 
     def cut_like(self, value: object, like: torch.Tensor) -> Any:
         """Return this rank's shard of a full tensor, sharded like the task's tensor `like`. Not collective."""

@@ -108,7 +108,7 @@ class ZeroState(FullState):
 
     def model_state(self) -> dict[str, Any]:  # trained weights are float32
         self._placeholders.clear()
-        to_save = self._to_save if self.saves_shards else self.full_tensor
+        to_save = self._to_save if self.saves_shards else self.gather_tensor
         convert = cache(to_save)  # tied weights are one tensor, also in a checkpoint
         found = self._task.state_dict(keep_vars=True)
         return {name: convert(v) if isinstance(v, torch.Tensor) else v for name, v in found.items()}

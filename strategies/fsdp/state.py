@@ -48,7 +48,7 @@ class ShardedState(FullState):
         return shard_tree(tree, self._model.mesh)
 
     def _to_save(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.saves_shards else self.full_tensor(tensor)
+        return tensor if self.saves_shards else self.gather_tensor(tensor)
 
     def model_state(self) -> dict[str, Any]:
         check_has_weights(self._task)

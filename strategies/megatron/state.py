@@ -171,7 +171,7 @@ class PipelineState(ShardedState):
         return found
 
     def collect(self, name: str, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
-        """Return the full parameter or buffer on the host (see `full_tensor`). Collective."""
+        """Return the full parameter or buffer on the host (see `gather_tensor`). Collective."""
         return self._collected(tensor, self._owners.get(plain_name(name)), keep=keep).detach()
 
 

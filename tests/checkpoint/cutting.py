@@ -72,7 +72,7 @@ def cut_snapshot(snapshot: Snapshot, world: int, cut: Cut = rows) -> list[Snapsh
                 {**tree, "state": share(tree["state"], rank)} if isinstance(tree, Mapping) else tree
                 for tree in snapshot.optimizers
             ],
-            is_sharded=True,
+            in_shards=True,
         )
         for rank in range(world)
     ]

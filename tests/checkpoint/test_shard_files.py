@@ -244,7 +244,7 @@ def test_pieces_are_not_saved_by_one_process_alone(tmp_path: Path) -> None:
 def test_values_that_are_not_the_region_they_are_said_to_be_are_refused() -> None:
     wrong = TensorShards((4, 4), torch.float32, ((Box((0, 0), (2, 4)), torch.zeros(3, 4)),))
     with pytest.raises(CheckpointError, match=r"values of shape \(3, 4\) do not fit Box"):
-        plan_share(Snapshot(model={"w": wrong}, kind="weights", is_sharded=True), 1)
+        plan_share(Snapshot(model={"w": wrong}, kind="weights", in_shards=True), 1)
 
 
 def test_a_part_of_a_transposed_tensor_with_one_element_is_saved(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def _collect(
         metrics=metrics,
         world_size=run.world_size,
         kind="weights" if weights_only else "full",
-        is_sharded=engine.state.saves_shards,
+        in_shards=engine.state.saves_shards,
         overlaps=engine.capabilities.state_rests,
     )
 

@@ -139,7 +139,7 @@ def save_now(
             _wait(run)
             upload(write_checkpoint(path, snapshot))
 
-        if snapshot.is_sharded:
+        if snapshot.in_shards:
             run.saves.joint.save(
                 snapshot, [SaveTarget(path, snapshot.metrics, upload)], before=partial(_wait, run), at_once=True
             )
@@ -215,7 +215,7 @@ def _write_recorded(run: StageRun, requests: list[SaveRequest]) -> None:
         snapshot.overlaps &= leaves_cores(run.engine.device, run.engine.processes.topology.local_world_size)
     targets = [_target(run, request, snapshot, since) for request in requests]
     # Waits for the previous save: loggers must be notified of it before this save may delete it.
-    if snapshot.is_sharded:
+    if snapshot.in_shards:
         run.saves.joint.save(snapshot, targets, before=partial(_wait, run))
         report(run)
         return

@@ -941,7 +941,7 @@ class Accelerator:
         missing = {id(value): value for value in values.values() if state.missing_like(value) is not None}
         if not missing:
             return dict(own.state_dict())
-        full = {key: state.full_tensor(value).detach() for key, value in missing.items()}
+        full = {key: state.gather_tensor(value).detach() for key, value in missing.items()}
         return {name: full.get(id(v), v) for name, v in values.items()} if self.state.is_main_process else {}
 
     def save_model(

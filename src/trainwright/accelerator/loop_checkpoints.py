@@ -152,7 +152,7 @@ class LoopCheckpoints:
             trainer=self._entries(objects, of_ranks, steps),
             rng=[of_rank["rng"] for of_rank in of_ranks],
             world_size=processes.world_size,
-            is_sharded=in_shards,
+            in_shards=in_shards,
             extra=extra,
         )
         try:

@@ -142,7 +142,7 @@ def save_sharded_model(
     if processes.rank:
         problem: str | None = None
         while (request := processes.broadcast_object(None))[0] is not None:
-            state.full_tensor(values[request[0]])
+            state.gather_tensor(values[request[0]])
         problem = request[1]
         if problem is not None:
             raise CheckpointError(f"rank 0 could not write {save_directory}: {problem}")
@@ -150,7 +150,7 @@ def save_sharded_model(
 
     def read(name: str) -> Iterator[torch.Tensor]:
         processes.broadcast_object((name, None))
-        yield state.full_tensor(values[name]).detach().contiguous().view(-1)
+        yield state.gather_tensor(values[name]).detach().contiguous().view(-1)
 
     first: dict[int, str] = {}
     weights: dict[str, Weight] = {}

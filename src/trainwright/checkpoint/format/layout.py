@@ -274,7 +274,7 @@ class Snapshot:
         world_size: number of processes in the run.
         kind: `"weights"` has no optimizers and no RNG states.
         missing: set by reading: the requested parts that are absent and were allowed to be.
-        is_sharded: for writing: tensors are `TensorShards`, and all ranks write the checkpoint together (see
+        in_shards: for writing: tensors are `TensorShards`, and all ranks write the checkpoint together (see
             `plan_share`).
         overlaps: for writing: only `torch.optim.Optimizer.step` changes the optimizers' tensors, so that
             `AsyncWriter` may copy them until the next step.
@@ -290,6 +290,6 @@ class Snapshot:
     world_size: int = 1
     kind: Kind = "full"
     missing: tuple[str, ...] = ()
-    is_sharded: bool = False
+    in_shards: bool = False
     overlaps: bool = False
     extra: Path | None = None
