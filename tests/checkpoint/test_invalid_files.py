@@ -134,7 +134,7 @@ def test_convert_refuses_a_pipe(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainwright", "checkpoint", "convert", str(tmp_path / "x.bin"), "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     assert done.returncode == 2
-    assert "no regular file" in done.stderr
+    assert "not a regular file" in done.stderr
 
 
 _LOAD = """
