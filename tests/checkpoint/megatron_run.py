@@ -1,4 +1,4 @@
-"""Run megatron-core's GPTModel on the CPU: `python -m tests.checkpoint.megatron_run KIND ACTION FOLDER TP PP RANK PORT`.
+"""Run megatron-core's GPTModel on the CPU. Arguments: KIND ACTION FOLDER TP PP RANK STORE.
 
 `load` loads the rank files of FOLDER and saves the logits; `save` saves a new model with dist_checkpointing.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,14 @@ VOCAB, WIDTH, LENGTH = 64, 32, 16
 
 
 def _patch() -> None:
-    """Replace the functions of `torch.cuda` that megatron-core calls without a check."""
+    """Replace the functions of CUDA that megatron-core calls without a check."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    CudaRNGStatesTracker.fork = lambda self, *args: nullcontext()
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
     cuda.set_device = lambda *args: None
     cuda.synchronize = lambda *args: None  # dynamo refuses one function under two names
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -75,12 +81,12 @@ def model(kind: str, tp: int, pp: int) -> Any:
     )
 
 
-def main(kind: str, action: str, folder: Path, tp: int, pp: int, rank: int, port: str) -> None:
+def main(kind: str, action: str, folder: Path, tp: int, pp: int, rank: int, store: str) -> None:
     """Run one rank."""
     from megatron.core import dist_checkpointing, parallel_state
 
     _patch()
-    dist.init_process_group("gloo", rank=rank, world_size=tp * pp, init_method=f"file://{port}")
+    dist.init_process_group("gloo", rank=rank, world_size=tp * pp, init_method=f"file://{store}")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     torch.manual_seed(rank)
     gpt = model(kind, tp, pp)
@@ -102,5 +108,5 @@ def main(kind: str, action: str, folder: Path, tp: int, pp: int, rank: int, port
 
 
 if __name__ == "__main__":
-    kind, action, folder, tp, pp, rank, port = sys.argv[1:]
-    main(kind, action, Path(folder), int(tp), int(pp), int(rank), port)
+    kind, action, folder, tp, pp, rank, store = sys.argv[1:]
+    main(kind, action, Path(folder), int(tp), int(pp), int(rank), store)

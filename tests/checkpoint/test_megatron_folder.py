@@ -21,7 +21,7 @@ KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 def _config(kind: str) -> Any:
     if kind == "gpt2":
         sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_inner": 64, "n_positions": 16}
-        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        drops: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         return transformers.GPT2Config(vocab_size=64, **sizes, **drops)
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"intermediate_size": 64, "head_dim": 8, "max_position_embeddings": 16, "rms_norm_eps": 1e-5}
@@ -32,7 +32,8 @@ def _config(kind: str) -> Any:
 def saved(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A folder of a tiny model of transformers with random weights, norms and biases included."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(_config(request.param))
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(_config(request.param))
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     model.save_pretrained(tmp_path / "hf")
@@ -40,7 +41,7 @@ def saved(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def _logits(folder: Path) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     with torch.no_grad():
         logits = model.eval()(megatron_run.tokens()).logits
     assert isinstance(logits, torch.Tensor)

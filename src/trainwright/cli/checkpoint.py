@@ -91,7 +91,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expand-tied", action="store_true", help="write tied weights under each of their names")
     layout = "tp=2,pp=2: write a folder of Megatron for these parallel sizes; vocab=N pads, impl=local names the norms"
     parser.add_argument("--megatron", metavar="LAYOUT", help=layout)
-    parser.add_argument("--config", type=Path, help="with --megatron: the model's transformers config.json, or its folder")
+    parser.add_argument(
+        "--config", type=Path, help="with --megatron: the model's transformers config.json, or its folder"
+    )
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -300,8 +302,8 @@ def _export_megatron(wanted: argparse.Namespace) -> int:
             given[name] = value
         else:
             raise ConfigurationError(
-                f"--megatron={wanted.megatron!r}: {part!r} is not known. Use tp=N, pp=N, vocab=N with positive integers, "
-                "and impl=local or impl=transformer_engine, separated by commas."
+                f"--megatron={wanted.megatron!r}: {part!r} is not known. Use tp=N, pp=N, vocab=N with positive "
+                "integers, and impl=local or impl=transformer_engine, separated by commas."
             )
     layout = MegatronLayout(**given)
     for file in export_megatron(wanted.source, wanted.target, layout, config=wanted.config, dtype=wanted.dtype):

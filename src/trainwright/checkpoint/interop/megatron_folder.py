@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _STACKED = "decoder.layers."
 _OTHER_STATE = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")  # of torch_dist
 _BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # in old checkpoints of transformers
+_Reads = Mapping[str, Callable[[], torch.Tensor]]  # weight → function that reads it
 _SHOWN = 8  # maximal number of names in an error
 
 
@@ -101,7 +103,7 @@ def export_megatron(
     """
     if megatron_folder(source) is not None:
         tensors, settings = _read_megatron(source, config)
-        reads: Mapping[str, Callable[[], torch.Tensor]] = {name: lambda one=one: one for name, one in tensors.items()}
+        reads: _Reads = {name: partial(loaded, one) for name, one in tensors.items()}
         shapes = {name: tuple(one.shape) for name, one in tensors.items()}
     else:
         settings = _settings(config or source)
@@ -134,7 +136,11 @@ def export_megatron(
 
 
 def _stage(
-    model: ModelShape, reads: Mapping[str, Callable[[], torch.Tensor]], layout: MegatronLayout, stage: int, dtype: str | None
+    model: ModelShape,
+    reads: _Reads,
+    layout: MegatronLayout,
+    stage: int,
+    dtype: str | None,
 ) -> list[dict[str, torch.Tensor]]:
     """Return the weights of a pipeline stage for each tensor-parallel rank."""
     per_stage, last = model.layers // layout.pp, stage == layout.pp - 1
@@ -186,7 +192,9 @@ def _read_megatron(source: Path, config: Path | None) -> tuple[dict[str, torch.T
             found[name if number is None else f"{_STACKED}{first + int(number[1])}.{name[number.end() :]}"] = shards
         first += len(numbers)
     copies = found.pop("output_layer.weight", []) if model.tied else []
-    if any(not torch.equal(*pair) for pair in zip(copies, found.get("embedding.word_embeddings.weight", []), strict=False)):
+    if any(
+        not torch.equal(*pair) for pair in zip(copies, found.get("embedding.word_embeddings.weight", []), strict=False)
+    ):
         raise CheckpointError(f"{folder} has an output layer of its own, but the config has tie_word_embeddings=true.")
     weights = {weight.name: weight for weight in model.weights()}
     full = {name: weights[name].undivide(shards) if name in weights else shards[0] for name, shards in found.items()}
@@ -195,7 +203,9 @@ def _read_megatron(source: Path, config: Path | None) -> tuple[dict[str, torch.T
         vocabulary = name in weights and weights[name].layout == "vocabulary" and len(tensor) > model.vocabulary
         shapes[name] = (model.vocabulary, *tensor.shape[1:]) if vocabulary else tuple(tensor.shape)
     _compare({name: weight.shape for name, weight in weights.items()}, shapes, folder)
-    return {name: one for ours, weight in weights.items() for name, one in weight.separate(full[ours]).items()}, settings
+    return {
+        name: one for ours, weight in weights.items() for name, one in weight.separate(full[ours]).items()
+    }, settings
 
 
 _Stages = list[dict[str, list[torch.Tensor]]]  # for each pipeline stage: name → tensors of the tensor-parallel ranks
@@ -204,7 +214,9 @@ _Stages = list[dict[str, list[torch.Tensor]]]  # for each pipeline stage: name �
 def _read_torch_dist(folder: Path) -> tuple[_Stages, Any]:
     backend = read_json(folder / "metadata.json").get("sharded_backend")
     if backend != "torch_dist":
-        raise CheckpointError(f"{folder} was saved with the backend {backend!r}. Save it with --ckpt-format torch_dist.")
+        raise CheckpointError(
+            f"{folder} was saved with the backend {backend!r}. Save it with --ckpt-format torch_dist."
+        )
     common = read_torch_file(folder / "common.pt")[0] if (folder / "common.pt").is_file() else {}
     found: dict[str, list[torch.Tensor]] = {}
     for name, value in read_dcp(folder).items():
@@ -225,7 +237,9 @@ def _read_ranks(folder: Path) -> tuple[_Stages, Any]:
     for entry in folder.glob("mp_rank_*"):
         match = _RANK.fullmatch(entry.name)
         if match is None or match[3]:
-            raise CheckpointError(f"{entry} is of a model with experts, or not a folder of a rank. It is not converted.")
+            raise CheckpointError(
+                f"{entry} is of a model with experts, or not a folder of a rank. It is not converted."
+            )
         grid[int(match[2] or 0), int(match[1])] = read_torch_file(entry / _RANK_FILE)[0]
     pp, tp = (1 + max(place[axis] for place in grid) for axis in (0, 1))
     absent = [f"tp {t}, pp {p}" for p in range(pp) for t in range(tp) if (p, t) not in grid]
@@ -234,7 +248,11 @@ def _read_ranks(folder: Path) -> tuple[_Stages, Any]:
     if absent or told != (tp, pp):
         raise CheckpointError(
             f"{folder} has the files of tp={tp}, pp={pp}"
-            + (f", without those of {'; '.join(absent[:_SHOWN])}" if absent else f", but was saved with tp={told[0]}, pp={told[1]}")
+            + (
+                f", without those of {'; '.join(absent[:_SHOWN])}"
+                if absent
+                else f", but was saved with tp={told[0]}, pp={told[1]}"
+            )
             + ". Copy the files of every rank into the folder."
         )
     stages: _Stages = []
@@ -243,7 +261,9 @@ def _read_ranks(folder: Path) -> tuple[_Stages, Any]:
         for t in range(tp):
             state = grid[p, t].get("model")
             if not isinstance(state, dict) or grid[p, t].get("checkpoint_version", 0) < 3:
-                raise CheckpointError(f"{folder} has no part 'model' of checkpoint_version 3, as megatron-core writes it.")
+                raise CheckpointError(
+                    f"{folder} has no part 'model' of checkpoint_version 3, as megatron-core writes it."
+                )
             for name, value in state.items():
                 if name.endswith("_extra_state"):
                     continue
@@ -258,15 +278,27 @@ def _args(model: ModelShape, settings: Mapping[str, Any], layout: MegatronLayout
     gpt2 = model.kind == "gpt2"
     rope = settings.get("rope_parameters") or {}
     return {
-        **{"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp},
-        **{"num_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads},
-        **{"ffn_hidden_size": model.mlp, "kv_channels": model.head, "max_position_embeddings": model.positions},
-        **{"seq_length": model.positions, "padded_vocab_size": layout.vocab or model.vocabulary},
-        **{"vocab_size": model.vocabulary, "untie_embeddings_and_output_weights": not model.tied},
-        **{"group_query_attention": model.groups != model.heads, "num_query_groups": model.groups},
-        **{"swiglu": not gpt2, "add_bias_linear": gpt2, "normalization": "LayerNorm" if gpt2 else "RMSNorm"},
-        **{"position_embedding_type": "learned_absolute" if gpt2 else "rope", "add_qkv_bias": model.kind == "qwen2"},
-        **{"qk_layernorm": model.kind == "qwen3", "bias_gelu_fusion": settings.get("activation_function") == "gelu_new"},
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "num_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "ffn_hidden_size": model.mlp,
+        "kv_channels": model.head,
+        "max_position_embeddings": model.positions,
+        "seq_length": model.positions,
+        "padded_vocab_size": layout.vocab or model.vocabulary,
+        "vocab_size": model.vocabulary,
+        "untie_embeddings_and_output_weights": not model.tied,
+        "group_query_attention": model.groups != model.heads,
+        "num_query_groups": model.groups,
+        "swiglu": not gpt2,
+        "add_bias_linear": gpt2,
+        "normalization": "LayerNorm" if gpt2 else "RMSNorm",
+        "position_embedding_type": "learned_absolute" if gpt2 else "rope",
+        "add_qkv_bias": model.kind == "qwen2",
+        "qk_layernorm": model.kind == "qwen3",
+        "bias_gelu_fusion": settings.get("activation_function") == "gelu_new",
         "norm_epsilon": settings.get("layer_norm_epsilon" if gpt2 else "rms_norm_eps", 1e-5 if gpt2 else 1e-6),
         "rotary_base": rope.get("rope_theta") or settings.get("rope_theta") or 10000,
     }
@@ -289,7 +321,10 @@ def _base_name(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def _compare(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], origin: Path) -> None:
-    for names, what in ((sorted(found.keys() - expected.keys()), "unknown"), (sorted(expected.keys() - found.keys()), "missing")):
+    for names, what in (
+        (sorted(found.keys() - expected.keys()), "unknown"),
+        (sorted(expected.keys() - found.keys()), "missing"),
+    ):
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise CheckpointError(

@@ -102,19 +102,21 @@ class ModelShape:
         gpt2, hidden, inner = self.kind == "gpt2", self.hidden, self.heads * self.head
         joined = (self.heads + 2 * self.groups) * self.head
         norms = ("weight", "bias") if gpt2 else ("weight",)
-        words = ("embedding.word_embeddings.weight", "vocabulary", (self.vocabulary, hidden))
-        yield self._weight(*words, ("wte.weight" if gpt2 else "embed_tokens.weight",))
+        words, rows = "embedding.word_embeddings.weight", (self.vocabulary, hidden)
+        yield self._weight(words, "vocabulary", rows, ("wte.weight" if gpt2 else "embed_tokens.weight",))
         if gpt2:
-            place = ("embedding.position_embeddings.weight", "same", (self.positions, hidden))
-            yield self._weight(*place, ("wpe.weight",))
+            positions = "embedding.position_embeddings.weight"
+            yield self._weight(positions, "same", (self.positions, hidden), ("wpe.weight",))
         for number in range(self.layers):
             ours, theirs = f"decoder.layers.{number}.", f"{'h' if gpt2 else 'layers'}.{number}."
             for name, layout, shape, names in self._layer(hidden, inner, joined):
                 yield self._weight(ours + name, layout, shape, tuple(theirs + one for one in names))
         for end in norms:
-            yield self._weight(f"decoder.final_layernorm.{end}", "same", (hidden,), (f"{'ln_f' if gpt2 else 'norm'}.{end}",))
+            yield self._weight(
+                f"decoder.final_layernorm.{end}", "same", (hidden,), (f"{'ln_f' if gpt2 else 'norm'}.{end}",)
+            )
         if not self.tied:
-            yield self._weight("output_layer.weight", "vocabulary", (self.vocabulary, hidden), ("lm_head.weight",))
+            yield self._weight("output_layer.weight", "vocabulary", rows, ("lm_head.weight",))
 
     def _layer(self, hidden: int, inner: int, joined: int) -> Iterator[_Row]:
         qkv, proj, fc1, fc2 = ("self_attention.linear_qkv.", "self_attention.linear_proj.", *_MLP)
@@ -129,11 +131,11 @@ class ModelShape:
                 yield name + "weight", "row", (hidden, width), (old + "weight",)
                 yield name + "bias", "same", (hidden,), (old + "bias",)
             return
-        old = tuple(f"self_attn.{letter}_proj." for letter in "qkv")
+        projections = tuple(f"self_attn.{letter}_proj." for letter in "qkv")
         yield "input_layernorm.weight", "same", (hidden,), ("input_layernorm.weight",)
-        yield qkv + "weight", "qkv", (joined, hidden), tuple(name + "weight" for name in old)
+        yield qkv + "weight", "qkv", (joined, hidden), tuple(name + "weight" for name in projections)
         if self.kind == "qwen2":
-            yield qkv + "bias", "qkv", (joined,), tuple(name + "bias" for name in old)
+            yield qkv + "bias", "qkv", (joined,), tuple(name + "bias" for name in projections)
         if self.kind == "qwen3":
             for one in "qk":
                 yield f"self_attention.{one}_layernorm.weight", "same", (self.head,), (f"self_attn.{one}_norm.weight",)
@@ -191,8 +193,9 @@ class ModelWeight:
             parts = list(tensor.chunk(2))
         elif self.layout == "qkv":
             queries, groups, head = self.model.heads // self.model.groups, self.model.groups, self.model.head
-            grouped = tensor.reshape(groups, queries + 2, head, *tensor.shape[1:]).split([queries, 1, 1], dim=1)
-            parts = [part.flatten(0, 2) for part in grouped]
+            grouped = tensor.reshape(groups, queries + 2, head, *tensor.shape[1:])
+            by_kind = torch.split(grouped, [queries, 1, 1], dim=1)
+            parts = [part.flatten(0, 2) for part in by_kind]
             parts = parts if len(self.names) == 3 else [torch.cat(parts)]
         parts = [part.T if self._transposed and part.dim() == 2 else part for part in parts]
         return dict(zip(self.names, parts, strict=True))
@@ -242,9 +245,17 @@ def config_from_args(args: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = "qwen3" if args.get("qk_layernorm") else "qwen2" if args.get("add_qkv_bias") else "llama"
     grouped = args.get("group_query_attention") and args.get("num_query_groups")
     return {
-        **{"model_type": kind, "architectures": [LLAMA_LIKE[kind]], "num_hidden_layers": layers, "hidden_size": hidden},
-        **{"num_attention_heads": heads, "num_key_value_heads": grouped or heads, "intermediate_size": mlp},
-        **{"head_dim": args.get("kv_channels") or hidden // heads, "max_position_embeddings": positions},
-        **{"rms_norm_eps": args.get("norm_epsilon", 1e-5), "hidden_act": "silu", **shared},
+        "model_type": kind,
+        "architectures": [LLAMA_LIKE[kind]],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": grouped or heads,
+        "intermediate_size": mlp,
+        "head_dim": args.get("kv_channels") or hidden // heads,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": args.get("norm_epsilon", 1e-5),
+        "hidden_act": "silu",
+        **shared,
         "rope_parameters": {"rope_type": "default", "rope_theta": float(args.get("rotary_base", 10000))},
     }
