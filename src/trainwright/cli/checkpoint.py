@@ -89,16 +89,22 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-shard-size", default="5GB", help="of one shard: 5GB, 500MB, 2GiB, ... (default: 5GB)")
     parser.add_argument("--dtype", choices=["fp32", "fp16", "bf16"], help="convert floating-point tensors to this")
     parser.add_argument("--expand-tied", action="store_true", help="write tied weights under each of their names")
+    layout = "tp=2,pp=2: write a folder of Megatron for these parallel sizes; vocab=N pads, impl=local names the norms"
+    parser.add_argument("--megatron", metavar="LAYOUT", help=layout)
+    parser.add_argument(
+        "--config", type=Path, help="with --megatron: the model's transformers config.json, or its folder"
+    )
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Convert a Lightning .ckpt, a folder of Accelerate's save_state, of torch.distributed.checkpoint or of "
-        "DeepSpeed, or a state dict (.pt, .pth, .bin, .safetensors). Pickles are parsed, never executed, unless "
-        "--trust-pickle is given."
+        "DeepSpeed, or a state dict (.pt, .pth, .bin, .safetensors). A folder of Megatron becomes a folder of "
+        "transformers. Pickles are parsed, never executed, unless --trust-pickle is given."
     )
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path, help="the checkpoint folder to write")
+    parser.add_argument("--config", type=Path, help="of a Megatron model: transformers' config.json, or its folder")
     parser.add_argument(
         "--drop-unknown", action="store_true", help="skip values that are not plain data; nothing is executed"
     )
@@ -265,6 +271,10 @@ def merge_weights(argv: Sequence[str]) -> int:
 def _export(wanted: argparse.Namespace) -> int:
     from trainwright.checkpoint.interop.export import export_weights
 
+    if wanted.megatron is not None:
+        return _export_megatron(wanted)
+    if wanted.config is not None:
+        raise ConfigurationError("--config is used with --megatron only.")
     _tell(
         export_weights(
             wanted.source,
@@ -275,6 +285,29 @@ def _export(wanted: argparse.Namespace) -> int:
             expand_tied=wanted.expand_tied,
         )
     )
+    return 0
+
+
+def _export_megatron(wanted: argparse.Namespace) -> int:
+    from trainwright.checkpoint.interop.megatron_folder import MegatronLayout, export_megatron
+
+    if wanted.sharded or wanted.expand_tied or wanted.max_shard_size != "5GB":
+        raise ConfigurationError("--megatron does not support --sharded, --expand-tied and --max-shard-size.")
+    given: dict[str, Any] = {}
+    for part in wanted.megatron.split(","):
+        name, _, value = part.strip().partition("=")
+        if name in ("tp", "pp", "vocab") and value.isdecimal() and int(value) > 0:
+            given[name] = int(value)
+        elif name == "impl" and value in ("local", "transformer_engine"):
+            given[name] = value
+        else:
+            raise ConfigurationError(
+                f"--megatron={wanted.megatron!r}: {part!r} is not known. Use tp=N, pp=N, vocab=N with positive "
+                "integers, and impl=local or impl=transformer_engine, separated by commas."
+            )
+    layout = MegatronLayout(**given)
+    for file in export_megatron(wanted.source, wanted.target, layout, config=wanted.config, dtype=wanted.dtype):
+        _print(file)
     return 0
 
 
@@ -290,7 +323,17 @@ def _tell(exported: Exported) -> None:
 
 def _convert(wanted: argparse.Namespace) -> int:
     from trainwright.checkpoint.interop.convert import ConvertOptions, convert_checkpoint, read_names
+    from trainwright.checkpoint.interop.megatron_folder import convert_megatron, megatron_folder
 
+    if megatron_folder(wanted.source) is not None:
+        for name in ("drop_unknown", "trust_pickle", "param_names", "optimizer_class", "step", "epoch"):
+            if getattr(wanted, name) not in (None, False, []):
+                raise ConfigurationError(f"--{name.replace('_', '-')} is not used for a checkpoint of Megatron.")
+        count = convert_megatron(wanted.source, wanted.target, wanted.config)
+        _print(f"{wanted.target}: a model of transformers, {count} tensors")
+        return 0
+    if wanted.config is not None:
+        raise ConfigurationError(f"--config is used for checkpoints of Megatron only, and {wanted.source} is not one.")
     for name in ("step", "epoch"):
         value = getattr(wanted, name)
         if value is not None and value < 0:
