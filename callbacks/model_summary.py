@@ -33,7 +33,8 @@ class LayerSummary:
     Attributes:
         name: path of the module in the task.
         kind: its class.
-        num_params, num_trainable: elements of its parameters, including its children, shared ones once.
+        num_params, num_trainable: elements of all parameters of the module and its children, and of those that require
+            gradients. Shared parameters count once.
         training: True in training mode.
         flops: floating-point operations of one forward; None without an example input.
         in_size, out_size: shapes at its first call in a forward with the example input; None when not called.
@@ -44,19 +45,20 @@ class LayerSummary:
     num_params: int
     num_trainable: int
     training: bool
-    flops: int | None = None  # of one forward; None without an example input
-    in_size: Any = None  # shapes at its first call in a forward with the example input; None when not called
+    flops: int | None = None
+    in_size: Any = None
     out_size: Any = None
 
 
 @dataclass(slots=True)
 class TaskSummary:
-    """Result of `summarize`; as text, a table and totals.
+    """Result of `summarize`. `str` returns a table of the layers and the totals.
 
     Attributes:
         layers: the rows, in the order of `named_modules`.
-        num_params, num_trainable: elements of all parameters, shared ones once (of all shards, when sharded).
-        param_bytes, buffer_bytes: their sizes.
+        num_params, num_trainable: elements of all parameters and of those that require gradients. Shared parameters
+            count once, and sharded ones with all shards.
+        param_bytes, buffer_bytes: sizes of all parameters and of all buffers.
         num_modules_training, num_modules_eval: modules in each mode, without the task itself.
         flops: floating-point operations of one forward; None without an example input.
         has_lazy: some parameters have no shape yet and count as 0.
@@ -67,10 +69,10 @@ class TaskSummary:
     num_trainable: int = 0
     param_bytes: int = 0
     buffer_bytes: int = 0
-    num_modules_training: int = 0  # the task itself left out
+    num_modules_training: int = 0
     num_modules_eval: int = 0
-    flops: int | None = None  # of one forward; None without an example input
-    has_lazy: bool = False  # some parameters have no shape yet and count as 0
+    flops: int | None = None
+    has_lazy: bool = False
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's cells, headings first; columns that need an example input only if there was one."""

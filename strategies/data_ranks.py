@@ -108,10 +108,10 @@ class DataRanks:
                 tensor.copy_(mean)
 
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
-        """Stack the tensors of all data-parallel ranks, of equal shapes, along a new first dimension. Collective.
+        """Stack the tensors of all data-parallel ranks along a new first dimension. Collective.
 
         Args:
-            tensor: A tensor on the device.
+            tensor: A tensor on the device, with the same shape on every rank.
             sync_grads: Propagate gradients back to the ranks that passed the tensors.
         """
         if self.processes.world_size == 1:

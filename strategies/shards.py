@@ -168,9 +168,9 @@ def sharded_axes(tensor: torch.Tensor) -> set[str]:
 
 
 def counts_here(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
-    """Return whether a sum over all ranks includes this rank's shard. Of ranks with the same shard, one is included.
+    """Return whether this rank's shard counts in a sum over all ranks. Not collective.
 
-    Not collective.
+    A shard that several ranks hold counts on the first of them only.
 
     Args:
         tensor: A parameter.
@@ -180,7 +180,7 @@ def counts_here(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
 
 
 def _copied_over(tensor: torch.Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of the mesh axes along which a tensor is replicated. It never is along pipeline stages."""
+    """Return the names of the mesh axes along which a tensor is replicated, which never include the pipeline axis."""
     axes = {"pp", *sharded_axes(tensor)}
     return tuple(name for name in mesh.mesh_dim_names or () if name not in axes)
 

@@ -176,7 +176,9 @@ class LightningNames:
         lambda run: run.model, "The task, never a strategy's wrapper; None before the first stage."
     )
     datamodule = Fact[DataModule | None](lambda run: run.datamodule, "The data module of this stage, or None.")
-    strategy = Fact[Engine](lambda run: run.engine, "The engine: it computes steps and holds the processes.")
+    strategy = Fact[Engine](
+        lambda run: run.engine, "The engine, which computes steps and communicates with other ranks."
+    )
     optimizers = Fact[list[Optimizer]](
         lambda run: run.optimizers, "The optimizers that `configure_optimizers` returned."
     )

@@ -85,7 +85,7 @@ class StageRun:
         arguments: the Trainer's arguments, as in `settings`.
         state: training progress, as in `history`.
         datamodule: the data module of this stage, or None.
-        engine: computes steps and holds the processes.
+        engine: computes steps and communicates with other ranks.
         callbacks: callbacks of this stage, including the task's own.
         hooks: functions to call at each event.
         profiler: records actions of the stage.

@@ -184,7 +184,7 @@ class DDPEngine(ParallelEngine):
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
     ) -> list[Callable[..., Any]]:
-        """Wrap each model in DistributedDataParallel if it has trained parameters. Collective.
+        """Wrap each model in DistributedDataParallel if any parameter requires gradients. Collective.
 
         All ranks start with the weights and buffers of rank 0.
         """

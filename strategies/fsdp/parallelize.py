@@ -322,7 +322,7 @@ class ParallelModel:
         return self._run_unsharded(*args, **kwargs) if torch.is_grad_enabled() else self.evaluate(*args, **kwargs)
 
     def synchronize(self, last: bool) -> None:
-        """Set whether the next backward averages and shards gradients. Not collective."""
+        """Set whether the next backward reduce-scatters gradients. Not collective."""
         if last is not self._syncs and self._is_sharded:
             self._syncs = last
             for root in self._roots:
@@ -332,7 +332,7 @@ class ParallelModel:
 
     @property
     def holds_sums(self) -> bool:
-        """True if gradients have accumulated that no backward has averaged yet."""
+        """True if accumulated gradients have not been reduced over the ranks yet."""
         return self._sums or not self._syncs
 
     def end_group(self) -> None:
@@ -347,8 +347,9 @@ class ParallelModel:
             self.usage.record()
 
     def sums(self) -> Iterator[tuple[set[int], torch.Tensor]]:
-        """Yield the gradients accumulated since the last average, with the ids of the sharded and of the gathered
-        parameter. Not collective.
+        """Yield accumulated gradients that have not been reduced over the ranks. Not collective.
+
+        Each comes with the ids of its sharded and its gathered parameter.
         """
         for sharded in self._sharded_parameters():
             gathered = getattr(sharded, "_unsharded_param", None)
@@ -357,9 +358,10 @@ class ParallelModel:
                     yield {id(sharded.sharded_param), id(gathered)}, summed
 
     def forget_sums(self) -> None:
-        """Discard the gradients accumulated since the last average. Not collective.
+        """Discard accumulated gradients that have not been reduced over the ranks. Not collective.
 
-        In torch 2.13, `FSDPModule.reset_iter_state` keeps the gradients of gathered parameters, against its docstring.
+        In torch 2.13, `FSDPModule.reset_iter_state` does not discard the gradients of gathered parameters, although its
+        docstring says so.
         """
         for root in self._roots if self._is_sharded else ():
             reset_iteration(root)

@@ -17,8 +17,8 @@ from trainwright.strategies.steps.gradients import GradientClip, Gradients, clip
 class ShardedGradients(Gradients):
     """The gradients of models that are sharded or whose layers are split.
 
-    The last backward of a step averages a unit's gradients over the ranks and shards them. Until then, each rank
-    accumulates full gradients outside of `parameter.grad`.
+    The last backward of a step reduce-scatters the gradients of each unit. Until then, each rank accumulates full
+    gradients outside of `parameter.grad`.
 
     Attributes:
         models: All models that the engine has prepared.

@@ -14,7 +14,7 @@ _POPULATE_READ = 22  # not in Python's mmap module; Linux 5.14: read pages in an
 
 
 def _find_madvise() -> Any:
-    """Return the C library's madvise, which is called without Python's lock. None if it is not available."""
+    """Return the C library's `madvise`, which releases the GIL. None if it is not available."""
     if not hasattr(os, "posix_fadvise"):
         return None
     try:

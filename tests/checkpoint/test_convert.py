@@ -232,6 +232,7 @@ def test_an_optimizer_class_that_the_file_does_not_tell_can_be_given(tmp_path: P
     done = convert_checkpoint(source, tmp_path / "one")
     assert done.kind == "weights"
     assert "--optimizer-class" in _notes(done)
+    assert "--param-names" not in _notes(done)
     done = convert_checkpoint(source, tmp_path / "two", ConvertOptions(optimizer_classes=["MyAdam"]))
     assert done.kind == "full"
     assert read_checkpoint(tmp_path / "two").optimizers[0]["class"] == "MyAdam"

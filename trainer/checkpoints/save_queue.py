@@ -21,7 +21,7 @@ class SaveQueue:
     """Requests to execute at the end of a step (see `step_end`), and the writer of checkpoints.
 
     Args:
-        engine: holds the processes.
+        engine: communicates with other ranks.
         arguments: the Trainer's arguments. With `async_save=False` there is no writer thread.
         muted: discard all requests, for trial steps.
 

@@ -528,7 +528,8 @@ class Accelerator:
         """Return a loader of this process's share of the data; see `prepare_loader`.
 
         Args:
-            data_loader: a DataLoader, a list of batches, or another iterable of batches that says how it is divided.
+            data_loader: a DataLoader, a list of batches, or another iterable of batches that declares how it is
+                divided over processes (see `ShardedIterable`).
             device_placement: move batches to the device. Default: the constructor's.
             slice_fn_for_dispatch: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a process's share
                 of a dispatched batch. Default: None, which slices tensors and lists.
@@ -1184,7 +1185,7 @@ class Accelerator:
             unwrap: Return the run of the tracker's library. Default: False.
 
         Raises:
-            ConfigurationError: There is none.
+            ConfigurationError: No tracker has this name.
         """
         return self._trackers.get(name, unwrap=unwrap)
 

@@ -74,10 +74,10 @@ class Place:
 
     Attributes:
         weight: factor of the current micro-batch's loss; None: the loss is divided by `divisor`. 0 for padding, which
-            a rank receives that has run out of data before others.
-        divisor: of the losses of the group.
+            a rank receives after it has run out of data before others.
+        divisor: divisor of the losses of the group.
         num_missing: difference between `num_steps` and the length of a short last group.
-        starts_group: it is the first of its optimizer step.
+        starts_group: the current micro-batch is the first of its optimizer step.
         ends_group: an optimizer step follows.
         ends_data: no micro-batch follows in this pass.
         group: Number of the current group, over all passes.
@@ -157,14 +157,14 @@ _POSITION = operator.attrgetter(*_POSITION_FIELDS)
 class Accumulation:
     """State of gradient accumulation, shared by the loaders, optimizers and schedulers of a loop.
 
-    A prepared loader reports the length of each group, the short last one included. In a loop over anything else, this
+    A prepared loader reports the length of each group, including a short last one. In loops over other iterables, this
     object counts micro-batches itself.
 
     Args:
         num_steps: micro-batches of one optimizer step.
         short_group: see `GradientAccumulationPlugin`.
-        warns: warn of the first short group if `short_group` is None.
-        gradients: Of the engine. Default: None, which is those of one process.
+        warns: warn about the first short group if `short_group` is None.
+        gradients: The engine's gradient operations. Default: None, which are those of one process.
         sync_with_dataloader: See `GradientAccumulationPlugin`. Default: True.
     """
 
@@ -352,8 +352,8 @@ class GradientState:
     """State of gradient accumulation in a loop, under Accelerate's names; always current.
 
     Args:
-        accumulation: Of the loop.
-        plugin: How the loop accumulates.
+        accumulation: The state of the loop.
+        plugin: The settings of the loop.
     """
 
     def __init__(self, accumulation: Accumulation, plugin: GradientAccumulationPlugin) -> None:

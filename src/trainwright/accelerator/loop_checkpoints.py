@@ -40,15 +40,15 @@ LoadHook = Callable[[list[nn.Module], str], Any]
 
 @dataclass(frozen=True, slots=True)
 class LoopObjects:
-    """The objects of a loop that have a state.
+    """The objects of a user-written training loop whose state is saved.
 
     Attributes:
-        models: the user's own, unwrapped.
-        optimizers, schedulers, loaders: as they were prepared.
-        scale: of the loss in fp16.
+        models: the user's models, without wrappers.
+        optimizers, schedulers, loaders: the results of `prepare`.
+        scale: loss scale of fp16; None: the loss is not scaled.
         others: the user's objects with `state_dict` and `load_state_dict`, the same on every rank.
-        seed: of the order of the data.
-        weights: False: the weights of the models are not saved. Default: True.
+        seed: seed of the data order.
+        weights: save the weights of the models. Default: True.
     """
 
     models: Sequence[nn.Module]
@@ -93,8 +93,8 @@ class LoopCheckpoints:
     """Saves and restores the state of a loop.
 
     Args:
-        engine: Started.
-        folders: Where the states are.
+        engine: The engine, after its start.
+        folders: Folders of the saved states.
     """
 
     def __init__(self, engine: Engine, folders: StateFolders) -> None:

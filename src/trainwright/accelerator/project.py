@@ -101,7 +101,7 @@ class StateFolders:
         """Return the path or URL of the next save. Not collective.
 
         Raises:
-            ConfigurationError: There is none, or two.
+            ConfigurationError: `output_dir` is missing, or conflicts with automatic naming.
         """
         project = self.configuration
         if not project.automatic_checkpoint_naming:
@@ -140,10 +140,10 @@ class StateFolders:
             )
 
     def check_source(self, input_dir: str | os.PathLike[str] | None) -> None:
-        """Check that there is a folder to load from.
+        """Check that a folder to load from was passed, or that automatic naming determines it.
 
         Raises:
-            ConfigurationError: There is none, and no automatic naming.
+            ConfigurationError: Neither is the case.
         """
         if input_dir is None and not self.configuration.automatic_checkpoint_naming:
             raise ConfigurationError(

@@ -57,7 +57,7 @@ ELSEWHERE = {
     "even_batches": "dataloader_config=DataLoaderConfiguration(even_batches=…)",
     "dispatch_batches": "dataloader_config=DataLoaderConfiguration(dispatch_batches=…)",
     "use_seedable_sampler": "seed=: shuffled data always has the order of a seed",
-    "use_distributed_sampler": "nothing: an iterable data set says how it is divided (see ShardedIterable)",
+    "use_distributed_sampler": "nothing: an iterable data set declares how it is divided (see ShardedIterable)",
 }
 
 

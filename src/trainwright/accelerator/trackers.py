@@ -95,7 +95,7 @@ class LoggerTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
-        """Record values at a step; None: the one after the last one. Any `kwargs` are a ConfigurationError."""
+        """Record values at a step; None: the one after the last one. Any `kwargs` raise ConfigurationError."""
         if kwargs:
             raise ConfigurationError(
                 f"log_kwargs={{{self.name!r}: {kwargs!r}}} is not supported. Call the library's own method: "

@@ -102,8 +102,10 @@ class RunIndex:
     def delete(self, name: str) -> None:
         """Delete one of this run's checkpoints from the disk and from the index.
 
-        A folder that another checkpoint has replaced is not deleted: that is a `CheckpointError`. If the folder is
-        missing, only its entry is deleted.
+        If the folder is missing, only its entry is deleted.
+
+        Raises:
+            CheckpointError: another checkpoint has replaced the folder, which is kept.
         """
         entries = self._load()
         entry = next((known for known in entries if known.name == name and known.run == self.run), None)
@@ -222,7 +224,10 @@ class _OutsideError(CheckpointError):
 def _parse(data: bytes, origin: str) -> list[IndexEntry]:
     """Return the entries of an index. Early versions wrote indices without a seal.
 
-    Damage is a `CheckpointError`. Its subclasses `NewerFormatError` and `_OutsideError` mean other problems.
+    Raises:
+        CheckpointError: the index is damaged.
+        NewerFormatError: a newer version wrote it.
+        _OutsideError: it lists a checkpoint outside of its folder.
     """
     fits = seal_fits(data)
     if not fits:

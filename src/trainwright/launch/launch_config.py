@@ -18,15 +18,15 @@ class Option:
     """One option of the launcher.
 
     Attributes:
-        name: of the field, and with `--` of the flag.
-        read: converts its text; raises ValueError for another text.
-        help: one sentence.
+        name: name of the field in `LaunchConfig`. The flag is `--name`.
+        read: converts the option's text to its value, and raises ValueError if the text is invalid.
+        help: its help text, one sentence.
         group: heading in `--help`.
-        variable: environment variable by which it reaches the script; None: the launcher alone uses it.
-        section: YAML mapping that contains it; empty: the file itself.
-        choices: the possible values; empty: any.
-        later: why it is refused; empty: it is supported.
-        harmless: a further value of a refused option that requests nothing.
+        variable: environment variable that passes the value to the script. None: only the launcher uses the option.
+        section: key of the YAML mapping that contains the option. Empty: the top level of the file.
+        choices: the allowed values. Empty: any.
+        later: reason for which the option is not supported. Empty: it is supported.
+        harmless: value of an unsupported option that is accepted because it has no effect.
     """
 
     name: str
@@ -50,18 +50,18 @@ class Option:
         return self.group == _LATER
 
     def refusal(self, value: object) -> str:
-        """Return why a value is refused; empty: it is accepted."""
+        """Return the reason for which a value is not supported. Empty: it is accepted."""
         return "" if str(value).lower() in ("", "none", *_FALSE, self.harmless) else self.later
 
     def parse(self, value: object, origin: str) -> Any:
         """Return a value in the option's type.
 
         Args:
-            value: Text, or the value that YAML has read; None says nothing.
+            value: Text, or the value that YAML has read; None if the option is not set.
             origin: Where it comes from, for the error.
 
         Raises:
-            ConfigurationError: It is not one of the option's values, or the option is not supported.
+            ConfigurationError: The value is invalid, or the option is not supported.
         """
         if self.is_refused and self.refusal(value):
             raise ConfigurationError(f"{origin} is not supported: {self.later}.")
@@ -85,7 +85,7 @@ def as_bool(text: str) -> bool:
     """Return the truth value of a text.
 
     Raises:
-        ValueError: It is not one.
+        ValueError: It is neither a true nor a false word.
     """
     if text.lower() not in (*_TRUE, *_FALSE):
         raise ValueError(text)

@@ -81,9 +81,8 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
         raise ConfigurationError(f"devices={given!r}: write a count of at least 1, -1, 'auto' or a list of indices.")
     if kind == "xla" and indices != [0]:
         raise ConfigurationError(
-            f"devices={given!r}: one process uses all XLA devices of this machine with "
-            "strategy=XLAStrategy(spmd='ddp') or XLAStrategy(spmd='fsdp'), or one of them with strategy='xla'. Leave "
-            "devices=… out."
+            f"devices={given!r} is not supported on XLA devices. Remove devices=…. strategy='xla' uses one device. "
+            "XLAStrategy(spmd='ddp') and XLAStrategy(spmd='fsdp') use all devices of this machine in one process."
         )
     if available is not None and max(indices) >= available:
         raise ConfigurationError(

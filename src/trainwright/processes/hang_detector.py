@@ -53,16 +53,17 @@ _ECHO_S = 2.5  # how long an error of a collective waits for the failure that ca
 
 
 class HangDetector:
-    """Monitor of one rank during one stage.
+    """Monitor thread of one rank during one stage.
 
     Args:
-        store: store of the process group, with a prefix for this stage; a separate connection.
+        store: separate connection to the store of the process group, with a prefix for this stage.
         rank, world_size: this rank and the number of ranks.
-        position: returns the progress of this rank; called from the thread, so it must only read.
-        hang_timeout_s: seconds without progress after which a report is requested; None: never.
+        position: returns the progress of this rank; called in the monitor thread, so it must only read.
+        hang_timeout_s: seconds without progress after which all ranks report their positions. None: never.
         timeout_s: seconds after which a collective fails; shown in the report.
-        store_dies_with_rank_0: rank 0's process serves the store (not torchrun's agent).
-        interrupt_only: this is the user's own process, which must not be ended but gets a WorkerError.
+        store_dies_with_rank_0: True if the process of rank 0 serves the store, False if torchrun's agent does.
+        interrupt_only: after the failure of another rank, raise a WorkerError in the main thread instead of ending this
+            process. A process that does not react is ended, except in a notebook.
     """
 
     def __init__(
@@ -364,7 +365,7 @@ class HangDetector:
         elif self._shared.check([f"left/{rank}"]):
             state = f"it has left the run ({self._shared.get(f'left/{rank}').decode()})"
         else:
-            state = "its process has ended or is stopped, or something in it holds Python's lock"
+            state = "its process has ended or is stopped, or a thread in it holds the GIL"
         if not self._shared.check([f"beat/{rank}"]):
             return state
         return f"{state}; last seen: {json.loads(self._shared.get(f'beat/{rank}'))[1]}"

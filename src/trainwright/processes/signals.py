@@ -110,7 +110,7 @@ class LoopSignal(ReceivedSignal):
             )
 
     def end_step(self) -> None:
-        """Count an optimizer step, and exchange signals if it is time: within about a second. Collective, on the host.
+        """Count an optimizer step, and exchange signals between ranks about once per second. Collective, on the host.
 
         The first call waits for every rank, and reports the ranks that are missing.
         """

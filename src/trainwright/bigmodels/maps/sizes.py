@@ -216,7 +216,7 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
     """Tie parameters again after loading has replaced some of them.
 
     Each group of names from `find_tied_parameters` shares its first parameter that is not on the meta device, or the
-    first one if all are. An unknown name is an AttributeError, and nothing is changed.
+    first one if all are. An unknown name raises AttributeError before any change.
     """
     groups = []
     for names in tied_params:

@@ -21,10 +21,11 @@ Parts = Mapping[str, torch.Tensor]
 
 
 class QuantizedLayers(ABC):
-    """A factory of quantized linear layers, by default those of bitsandbytes.
+    """A factory of quantized linear layers.
 
     Attributes:
-        width: Dtype of a weight, to compute sizes.
+        width: Dtype of a quantized weight, from which the size of a layer is computed.
+        bnb: The module `bitsandbytes`, for layers of that library.
         extra_keys: Names of the tensors that a saved layer has in addition to `"weight"` and `"bias"`.
     """
 

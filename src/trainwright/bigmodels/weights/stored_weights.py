@@ -43,7 +43,7 @@ class FileSpan(NamedTuple):
 
 
 class MappedFile:
-    """A file that is mapped completely. Nothing is read here. A file that cannot be mapped is a CheckpointError."""
+    """A file that is mapped completely. Nothing is read here. A file that cannot be mapped raises CheckpointError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,7 +122,7 @@ class MappedFile:
     def load(self, start: int, num_bytes: int) -> None:
         """Read a part of the file into memory. Blocks; returns quickly if it is in memory.
 
-        Releases Python's lock, so that other threads can compute. Raises CheckpointError if the file has shrunk.
+        Releases the GIL. Raises CheckpointError if the file has shrunk.
         """
         self.check()
         if (start, num_bytes) in self._mapped and self._is_in_memory(start, num_bytes):

@@ -210,9 +210,12 @@ def sync_new_folders() -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename `source` to `target` in the same folder and wait until that is on the disk.
+    """Rename `source` to `target` in the same folder and wait until the new name is on the disk.
 
-    A file at `target` is replaced; a folder that is not empty is an OSError.
+    A file or an empty folder at `target` is replaced.
+
+    Raises:
+        OSError: `target` is a folder that is not empty.
     """
     os.replace(source, target)
     fault_point("rename", target)

@@ -21,12 +21,12 @@ MAX_JSON_VALUES = 4_000_000
 
 
 def dump_json(value: Any, *, indent: int | None = None) -> str:
-    """Return `value` as JSON text. NaN and infinities, which JSON lacks, are a ValueError."""
+    """Return `value` as JSON text. NaN and infinities, which JSON lacks, raise ValueError."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
 
 
 def load_json(data: bytes, origin: str) -> Any:
-    """Parse strict UTF-8 JSON. A duplicate key in an object is a `CheckpointError`, since readers differ in them."""
+    """Parse strict UTF-8 JSON. A duplicate key raises `CheckpointError`, since readers treat it differently."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -72,7 +72,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
-    """Return the content of a small file. A file longer than `max_bytes` is a `CheckpointError` and is not read."""
+    """Return the content of a small file. A file longer than `max_bytes` raises `CheckpointError`."""
     check_regular(path)
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size

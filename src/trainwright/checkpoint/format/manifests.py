@@ -96,14 +96,17 @@ def _not_a_folder(path: Path) -> str:
 
 
 def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None = None) -> list[str]:
-    """Compare a checkpoint with its manifest and return a list of problems, in words.
+    """Compare a checkpoint with its manifest and return a list of error messages.
 
-    Files that the manifest does not list are ignored. A missing `path` is a `FileNotFoundError`.
+    Files that the manifest does not list are ignored.
 
     Args:
         path: the checkpoint folder.
         hashes: hash every file. False only finds missing files and wrong sizes.
         parts: the parts to compare. Default: all.
+
+    Raises:
+        FileNotFoundError: `path` does not exist.
     """
     try:
         found = open_checkpoint(path)

@@ -24,7 +24,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict without the name prefixes that wrappers add. Two equal names are a `CheckpointError`."""
+    """Return a state dict without the name prefixes that wrappers add. Two equal names raise `CheckpointError`."""
     found: dict[str, Any] = {}
     for long_name, value in state_dict.items():
         name = plain_name(long_name)

@@ -192,7 +192,7 @@ def _names_by_index(
             if parameter not in names:
                 raise CheckpointError(
                     f"{type(optimizer).__qualname__} holds a parameter of shape {tuple(parameter.shape)} that is not a "
-                    "parameter of the task, so that its state cannot be saved by name. Register it in the task."
+                    "parameter of the task, so its state cannot be saved by name. Register it in the task."
                 )
             found[index] = plain_name(names[parameter])
     if len(set(found.values())) != len(found):

@@ -73,7 +73,7 @@ def _check(flat: dict[str, Any]) -> None:
 def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[Any, Any], Any]) -> dict[str, Any]:
     """Shard the full tensors of a flattened state like the parameter `like`, with `shard(full, like)`.
 
-    Not collective. A block of codes that would be split between ranks is a `CheckpointError`.
+    Not collective. A block of codes that would be split between ranks raises `CheckpointError`.
     """
     _check(flat)
     if not is_cut(like):

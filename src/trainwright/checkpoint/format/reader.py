@@ -35,8 +35,8 @@ from trainwright.core.state import TrainState
 from trainwright.core.tree import map_tensors
 
 _ADVICE = (
-    "Use another checkpoint: on_damaged='fall_back' uses the newest valid one before it, "
-    "trainwright.checkpoint.newest_valid(folder) finds it."
+    "Use another checkpoint: the Trainer's on_damaged='fall_back' uses the newest valid one before it, and "
+    "trainwright.checkpoint.newest_valid(folder) returns the newest valid one."
 )
 
 

@@ -97,7 +97,7 @@ def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
     """Return whether any two regions of one tensor share an element.
 
     Boxes are sorted along one dimension and divided into groups that share no index, and each group then along the
-    next. This separates the shards of ranks in near-linear time. A layout that would take too long to compare is a
+    next. This separates the shards of ranks in near-linear time. A layout that would take too long to compare raises
     `CheckpointError`.
     """
     boxes = [box for region in regions for box in _boxes(region, shape) if math.prod(box.lengths)]
@@ -119,8 +119,8 @@ def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
                 return True
         if work <= 0:
             raise CheckpointError(
-                f"{len(boxes)} blocks of a tensor of shape {shape} have a layout that no number of ranks produces, "
-                "and are not compared. The checkpoint is damaged or was not written by Trainwright."
+                f"{len(boxes)} blocks of a tensor of shape {shape} cannot be checked for overlaps, because sharding "
+                "over ranks never produces their layout. The checkpoint is probably damaged. Use another one."
             )
     return False
 

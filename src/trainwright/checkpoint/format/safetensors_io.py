@@ -65,8 +65,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     """Return the format's name of a dtype, such as `"F32"`, or torch's name of one that is stored as a view."""
     name = _DTYPE_NAMES.get(dtype, str(dtype))
     if name not in _BY_NAME:
-        raise CheckpointError(f"tensors of {dtype} cannot be saved.")
+        raise _unsupported(dtype)
     return name
+
+
+def _unsupported(dtype: torch.dtype) -> CheckpointError:
+    return CheckpointError(
+        f"the dtype {dtype} is not supported in checkpoints. Convert the tensor, for example to torch.uint8."
+    )
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -80,7 +86,7 @@ def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
     """Return `tensor`, or a view of it with a dtype that safetensors can store and the name of the original dtype.
 
     Complex numbers become pairs of reals (a last dimension of 2), rare 1-byte floats become uint8. Tensors without
-    plain bytes (quantized, sparse, meta, DTensors, ...) are a `CheckpointError`.
+    plain bytes (quantized, sparse, meta, DTensors, ...) raise `CheckpointError`.
     """
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise CheckpointError(f"a {type(tensor).__name__} wraps other tensors; gather it into a plain tensor first.")
@@ -96,7 +102,7 @@ def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
         return torch.view_as_real(tensor.resolve_conj().resolve_neg()), str(tensor.dtype)
     if tensor.dtype in _AS_BYTES:
         return tensor.view(torch.uint8), str(tensor.dtype)
-    raise CheckpointError(f"tensors of {tensor.dtype} cannot be saved.")
+    raise _unsupported(tensor.dtype)
 
 
 def from_storable(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:

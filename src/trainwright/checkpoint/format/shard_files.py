@@ -97,9 +97,9 @@ class ShardFiles:
         """Return a tensor whose values are read on use, after checking that its shards cover it without overlaps.
 
         Args:
-            name: of the tensor.
-            shape: of the full tensor.
-            dtype: its name in the format, see `dtype_name`.
+            name: name of the tensor.
+            shape: shape of the full tensor.
+            dtype: name of its dtype, see `dtype_name`.
 
         Raises:
             CheckpointError: shards are missing, overlap, or belong to another tensor.
@@ -111,8 +111,8 @@ class ShardFiles:
         held, wanted = sum(map(num_elements, regions)), num_elements(full_region(shape))
         if held != wanted or overlap(regions, shape):
             raise CheckpointError(
-                f"the shards of {name!r} have {held} elements for the {wanted} of the tensor, or overlap. The files "
-                "of a rank are missing or belong to another checkpoint."
+                f"the shards of {name!r} have {held} elements, expected {wanted} without overlaps. Files of a rank are "
+                "missing or belong to another checkpoint. Copy the files of all ranks, or use another checkpoint."
             )
         return SavedTensor(self, name, shape, dtype)
 

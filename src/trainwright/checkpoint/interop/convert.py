@@ -342,8 +342,7 @@ def _with_optimizers(
             )
         except NamesUnknown as error:
             notes.append(
-                f"Weights only: the state of optimizer {number} cannot be keyed by name: {error} Pass the "
-                "parameter names in the optimizer's order with --param-names."
+                f"Weights only: the state of optimizer {number} cannot be keyed by name: {error} {error.advice}"
             )
             return snapshot
         trees.append(_savable(tree, f"optimizer {number}", notes))

@@ -98,8 +98,10 @@ class Sharded:
 def read_dcp(folder: Path) -> dict[str, Any]:
     """Read a folder of torch.distributed.checkpoint as the nested state dict that was saved.
 
-    Tensors are read on use. A file that is missing, damaged, or names something other than tensors and plain data is a
-    `CheckpointError`.
+    Tensors are read on use.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or contains something other than tensors and plain data.
     """
     path = folder / METADATA
     if not path.is_file():
@@ -192,7 +194,8 @@ class _Metadata:
         if not isinstance(node, Node) or node.name != (module, kind):
             got = ".".join(node.name) if isinstance(node, (Node, Named)) else type(node).__name__
             raise CheckpointError(
-                f"{self._origin} names {got}, expected {module}.{kind}. No code from the file was run."
+                f"{self._origin} contains {got}, expected {module}.{kind}. No code from the file was run. Save the "
+                "state dict again with torch.distributed.checkpoint."
             )
         return node.state
 

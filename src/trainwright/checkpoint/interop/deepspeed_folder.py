@@ -55,7 +55,8 @@ def find_deepspeed(folder: Path) -> Path | None:
 def read_deepspeed(folder: Path) -> Sharded:
     """Read the folder of one tag, such as `global_step100`.
 
-    Tensor, pipeline and expert parallelism are a `CheckpointError`.
+    Raises:
+        CheckpointError: the checkpoint was saved with tensor, pipeline or expert parallelism.
     """
     models = _read_ranks(folder, _MODEL_FILE)
     if not models:

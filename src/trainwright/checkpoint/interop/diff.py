@@ -69,7 +69,7 @@ class CheckpointDifference:
         return bool(self.only_left or self.only_right or self.tensors or self.values)
 
     def largest(self) -> TensorDifference | None:
-        """Return the first tensor with the largest difference. NaN counts as the largest."""
+        """Return the tensor with the largest difference, the first of several. NaN is larger than any number."""
         compared = [item for item in self.tensors if item.max_abs is not None]
         return max(compared, key=lambda item: _size(item.max_abs), default=None)
 
@@ -85,7 +85,10 @@ def diff_checkpoints(left: Path | str, right: Path | str) -> CheckpointDifferenc
     """Compare two checkpoints, bit by bit. One process calls it; it blocks on the disk.
 
     Tensors are mapped and compared one pair at a time. Files with the same size and hash in both manifests are not
-    read. Missing files and wrong sizes are a `CheckpointError`; hashes of files are not verified.
+    read. Hashes of files are not verified.
+
+    Raises:
+        CheckpointError: a file is missing or has a wrong size.
     """
     sides = Path(left), Path(right)
     manifests = read_manifest(sides[0]), read_manifest(sides[1])

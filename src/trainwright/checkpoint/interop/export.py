@@ -59,7 +59,7 @@ class StoredTensor:
     """One tensor of a safetensors file on the disk.
 
     Attributes:
-        name: in the state dict.
+        name: name in the state dict.
         file: the file that holds it.
         stored_as: its name in `file`, which differs for tied names.
         dtype: the format's name of its dtype, such as `"F32"`.
@@ -101,11 +101,11 @@ class Exported:
     """The result of an export.
 
     Attributes:
-        files: the files in order, the index last.
-        num_tensors: number of tensors in them.
+        files: the written files. The index is the last one.
+        num_tensors: number of tensors in the files.
         num_bytes: size of the tensors.
-        tied: skipped tied names: name → the name that was written.
-        left_out: skipped entries of the state dict, which are not tensors.
+        tied: for each tied name that was skipped, the name under which the tensor was written.
+        left_out: names of state-dict entries that were skipped because they are not tensors.
     """
 
     files: list[Path]
@@ -141,7 +141,7 @@ def export_weights(
         target: the file (`"single"`), or the folder with `model.safetensors.index.json` (`"sharded"`). Must not exist.
         layout: see `target`.
         dtype: `"fp32"`, `"fp16"` or `"bf16"` for every floating-point tensor wider than a byte. None: unchanged.
-        max_shard_bytes: of the tensors in one shard; a larger tensor gets a shard of its own.
+        max_shard_bytes: maximum size of the tensors in one shard. A larger tensor gets its own shard.
         expand_tied: write tied weights under each of their names. Default: False, which writes them under the first
             name and stores `{name: first name}` for the others in the metadata, like `safetensors.torch.save_model`.
         check: compare the model's files with the checkpoint's manifest first.

@@ -25,7 +25,19 @@ _BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class NamesUnknown(CheckpointError):
-    """Raised if a file does not determine an optimizer's parameter names or class. The message says why."""
+    """Raised if a file does not determine an optimizer's parameter names or class. The message says why.
+
+    Attributes:
+        advice: The option with which the user provides them.
+    """
+
+    advice = "Pass the parameter names in the optimizer's order with --param-names."
+
+
+class ClassUnknown(NamesUnknown):
+    """Raised if a file does not determine an optimizer's class."""
+
+    advice = "Pass the class with --optimizer-class, for example --optimizer-class AdamW."
 
 
 def named_from_positions(
@@ -184,7 +196,7 @@ def _names_by_shape(
             if len(named) != len(same):
                 raise NamesUnknown(
                     f"a group of the optimizer has {len(same)} parameter(s) of the shape {tuple(shape)}, and the file "
-                    f"has {len(named)} such weight(s), so that names are ambiguous."
+                    f"has {len(named)} such weight(s), so the names are ambiguous."
                 )
             if len(same) > 1 and not ordered:
                 raise NamesUnknown(
@@ -194,7 +206,7 @@ def _names_by_shape(
     order = {name: number for number, name in enumerate(candidates)}
     in_groups = [[order[found[position]] for position in places] for places in positions]
     if ordered and any(numbers != sorted(numbers) for numbers in in_groups):
-        raise NamesUnknown("the optimizer received its parameters in another order than the model's.")
+        raise NamesUnknown("the order of the optimizer's parameters differs from the model's.")
     return found
 
 
@@ -205,8 +217,8 @@ def _class_of(groups: list[dict[str, Any]]) -> str:
     if set(fitting) >= {"Adam", "AdamW"} and "decoupled_weight_decay" in keys:
         fitting = ["AdamW" if groups[0]["decoupled_weight_decay"] else "Adam"]
     if len(fitting) != 1:
-        which = f"may be {' or '.join(fitting)}" if fitting else "is not in the installed torch.optim"
-        raise NamesUnknown(f"the file has no class of the optimizer, which {which}. Pass --optimizer-class.")
+        which = " and ".join(fitting) or "no class in the installed torch.optim"
+        raise ClassUnknown(f"the file does not name the optimizer's class, and its hyper-parameters match {which}.")
     return fitting[0]
 
 

@@ -33,7 +33,7 @@ _OPTIMIZER = re.compile(r"(?:optimizer|optim)(?:_?(\d+))?")
 def read_sharded(path: Path) -> Sharded | None:
     """Read a folder of torch.distributed.checkpoint or DeepSpeed, or Accelerate's or Lightning's folder around it.
 
-    Returns None for other folders. Missing weights are a `CheckpointError`.
+    Returns None for other folders. Missing weights raise `CheckpointError`.
     """
     if (path / METADATA).is_file() or any(path.glob("*.distcp")):
         return _from_dcp(path, read_dcp(path))

@@ -92,7 +92,10 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
                 raise
             raise ConfigurationError(f"--config {path} holds a value that cannot be read: {error}") from None
         if content is not None and not isinstance(content, dict):
-            raise ConfigurationError(f"--config {path} holds a {type(content).__name__}, not a mapping of settings.")
+            raise ConfigurationError(
+                f"--config {path} holds a {type(content).__name__}, expected a mapping such as "
+                "trainer: {max_epochs: 3}."
+            )
         merged = _merge(merged, content or {})
     return merged
 

@@ -47,9 +47,10 @@ def _without_unserializable(value: object) -> Any:
 
 
 def save_config(text: str, folder: Path, *, name: str = CONFIG_NAME, overwrite: bool = False) -> Path:
-    """Write a resolved configuration into the run's folder, by one rename, and return its path. A file of that name
-    that was not written by a run (the user's own `config.yaml`, if the run's folder is the project's) is kept, unless
-    `overwrite`, and the resolved one is written under another name.
+    """Write a resolved configuration into the run's folder atomically, and return its path.
+
+    An existing file that was not written by a run, such as the user's own `config.yaml`, is kept unless `overwrite` is
+    True. The configuration is then written beside it, for example to `config.resolved.yaml`.
     """
     target = folder / name
     if not overwrite and target.exists() and not target.read_text().startswith(_MARK):
@@ -63,8 +64,9 @@ def save_config(text: str, folder: Path, *, name: str = CONFIG_NAME, overwrite: 
 
 class SaveConfigCallback(Callback):
     """Callback that writes the settings of a run, with all defaults, into `trainer.default_root_dir` when `fit` begins.
-    The file can be read with `--config`. A file of that name that was not written by a run is kept: the settings are
-    then written to `config.resolved.yaml`.
+
+    `--config` reads the file. An existing file that was not written by a run is kept, and the settings are written to
+    `config.resolved.yaml`.
 
     Args:
         parser: the parser of the settings.

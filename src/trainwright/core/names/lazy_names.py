@@ -21,7 +21,7 @@ _ALL = re.compile(r"^from (\S+) import \*$", re.MULTILINE)  # all names of a stu
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the `__getattr__` and `__dir__` of a package that has a stub.
 
-    An unknown name is an AttributeError with advice for other libraries' names, see `foreign_names.missing`.
+    An unknown name raises AttributeError with advice for other libraries' names, see `foreign_names.missing`.
     """
 
     homes = cache(partial(listed_names, file))
