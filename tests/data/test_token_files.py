@@ -192,6 +192,7 @@ def test_a_split_is_a_part_of_a_file(tmp_path: Path) -> None:
         ({"files": [], "length": 4}, "files is empty"),
         ({"files": "a", "length": 4, "documents": "whole"}, "Use 'joined', 'separate' or 'packed'"),
         ({"files": "a", "length": 0}, "length=0"),
+        ({"files": "a", "length": 9, "transform": MaskedTokens(8, 1, 2)}, "length=9, and the transform has length=8"),
     ],
 )
 def test_what_a_dataset_cannot_read_is_an_error(arguments: Any, message: str, tmp_path: Path, monkeypatch: Any) -> None:
