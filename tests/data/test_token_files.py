@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections import Counter
@@ -190,6 +192,7 @@ def test_a_split_is_a_part_of_a_file(tmp_path: Path) -> None:
         ({"files": [], "length": 4}, "files is empty"),
         ({"files": "a", "length": 4, "documents": "whole"}, "Use 'joined', 'separate' or 'packed'"),
         ({"files": "a", "length": 0}, "length=0"),
+        ({"files": "a", "length": 9, "transform": MaskedTokens(8, 1, 2)}, "length=9, and the transform has length=8"),
     ],
 )
 def test_what_a_dataset_cannot_read_is_an_error(arguments: Any, message: str, tmp_path: Path, monkeypatch: Any) -> None:
@@ -314,6 +317,18 @@ def word_lengths(text: str) -> list[int]:
     return [len(word) for word in text.split()]
 
 
+@pytest.mark.slow
+def test_a_function_in_the_current_folder_is_a_tokenizer_and_its_errors_end_all_processes(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def words(text):\n    return text.split()\ndef one(text):\n    return [1]\n")
+    (tmp_path / "a.txt").write_text("a b\n\nc\n", encoding="utf-8")
+    command = [str(Path(sys.executable).with_name("trainwright")), "data", "tokenize", "a.txt", "--output", "out"]
+    options = ["--vocab-size", "9", "--processes", "2", "--tokenizer"]
+    done = subprocess.run([*command, *options, "mine:words"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "document 0 has tokens of <U1, expected integers" in done.stderr) == (2, True)
+    subprocess.run([*command, *options, "mine:one"], cwd=tmp_path, capture_output=True, check=True, timeout=60)
+    assert TokenFile(tmp_path / "out").num_tokens == 2
+
+
 @pytest.mark.requires("tokenizers", reason="loads a tokenizer")
 def test_tokenizers_are_files_folders_or_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import tokenizers
@@ -335,6 +350,7 @@ def test_tokenizers_are_files_folders_or_functions(tmp_path: Path, capsys: pytes
     for wrong, message in [
         ([f"{__name__}:word_lengths"], "is a function: pass --vocab-size"),
         (["none.json"], "none.json is missing"),
+        (["bytes", "--vocab-size", "300"], "--vocab-size 300 is for functions"),
         ([str(tmp_path / "tokenizer.json"), "--eod", "<end>"], "'<end>' is not a token of the tokenizer"),
     ]:
         assert main([*arguments, *wrong]) == 2

@@ -133,6 +133,8 @@ class Holding(TaskModule):
         ({"attention_mask": torch.zeros(3, 4)}, "a prompt is empty"),
         ({"attention_mask": torch.ones(3, 3)}, r"expected \(batch, length\)"),
         ({"stop_words": [[]]}, "stop_words has an empty sequence"),
+        ({"stop_words": ["end"]}, "has 'end', expected sequences of tokens"),
+        ({"stop_words": [11]}, "has 11, expected sequences of tokens"),
     ],
 )
 def test_wrong_arguments_are_errors(arguments: dict[str, Any], message: str) -> None:

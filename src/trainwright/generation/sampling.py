@@ -58,6 +58,9 @@ class StopWords:
     """
 
     def __init__(self, words: Sequence[Sequence[int]], begins: list[int]) -> None:
+        for word in words:
+            if isinstance(word, (int, str)):
+                raise ConfigurationError(f"stop_words has {word!r}, expected sequences of tokens: [[11], [12, 13]].")
         self.words, self.begins = [list(word) for word in words], begins
         if not all(self.words):
             raise ConfigurationError("stop_words has an empty sequence. Remove it.")

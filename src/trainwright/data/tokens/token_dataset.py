@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.data.order import KeyedPermutation, derive_key
+from trainwright.data.tokens.masking import MaskedSpans, MaskedTokens
 from trainwright.data.tokens.packing import PackedDocuments
 from trainwright.data.tokens.token_file import TokenFile
 
@@ -73,6 +74,8 @@ class TokenDataset(Dataset[Any]):
             raise ConfigurationError(f"documents={documents!r} is unknown. Use 'joined', 'separate' or 'packed'.")
         if transform is not None and documents == "separate":
             raise ConfigurationError("transform takes tokens alone: use it with documents='joined' or 'packed'.")
+        if isinstance(transform, (MaskedTokens, MaskedSpans)) and transform.length != length:
+            raise ConfigurationError(f"length={length}, and the transform has length={transform.length}. Use the same.")
         if length < 1 or not 0 <= split[0] < split[1] <= 1:
             raise ConfigurationError(f"length={length}, split={split}: write at least 1, and two numbers from 0 to 1.")
         weights = dict(files) if isinstance(files, Mapping) else None

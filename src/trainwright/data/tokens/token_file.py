@@ -135,9 +135,12 @@ class TokenFileWriter:
         """Write the next document.
 
         Raises:
-            ConfigurationError: A token is not in the vocabulary.
+            ConfigurationError: A token is not an integer, or not in the vocabulary.
         """
-        found = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens), dtype=np.int64)
+        found = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+        if found.size and found.dtype.kind not in "iu":
+            raise ConfigurationError(f"document {len(self._lengths)} has tokens of {found.dtype}, expected integers.")
+        found = found.astype(np.int64)
         if found.size and not 0 <= int(found.min()) <= int(found.max()) < self._vocab_size:
             raise ConfigurationError(
                 f"document {len(self._lengths)} has the tokens {int(found.min())} to {int(found.max())}, and "

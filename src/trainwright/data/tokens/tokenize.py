@@ -6,7 +6,8 @@ import hashlib
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -55,9 +56,12 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
         ConfigurationError: There is no such tokenizer or token.
         MissingPackageError: The package of the tokenizer is not installed.
     """
+    is_function = ":" in name and not Path(name).exists()
+    if vocab_size is not None and not is_function:
+        raise ConfigurationError(f"--vocab-size {vocab_size} is for functions. --tokenizer {name} has its own size.")
     if name == _BYTES:
         return Tokenizer(_utf8, 257, 256 if eod is None else _number(eod, {}), _BYTES)
-    if ":" in name and not Path(name).exists():
+    if is_function:
         if vocab_size is None:
             raise ConfigurationError(f"--tokenizer {name} is a function: pass --vocab-size, too.")
         try:
@@ -116,14 +120,16 @@ def tokenize_files(
     files = [Path(file) for file in inputs]
     for file in files:
         if not file.is_file():
-            raise ConfigurationError(f"{file} is missing.")
+            raise ConfigurationError(f"{file} is {'not a file' if file.exists() else 'missing'}.")
     total = sum(file.stat().st_size for file in files)
     bar = tqdm(total=total, unit="B", unit_scale=True, disable=not progress, desc="tokenize")
     texts = (text for file in files for text in _documents(file, key, documents))
     num = 0
     facts = {"tokenizer": tokenizer.name, "eod": tokenizer.eod}
-    with bar, TokenFileWriter(output, tokenizer.vocab_size, **facts) as writer:
-        for size, tokens in _encoded(texts, tokenizer, num_processes):
+    encoded = _encoded(texts, tokenizer, num_processes)
+    # Close the pool also after an error: Python waits for an open one at exit.
+    with bar, TokenFileWriter(output, tokenizer.vocab_size, **facts) as writer, closing(encoded):
+        for size, tokens in encoded:
             writer.add(tokens)
             bar.update(size)
             num += 1
@@ -172,7 +178,7 @@ def _json_lines(file: Path, key: str) -> Iterator[str]:
             yield text
 
 
-def _encoded(texts: Iterable[str], tokenizer: Tokenizer, num_processes: int) -> Iterator[tuple[int, list[int]]]:
+def _encoded(texts: Iterable[str], tokenizer: Tokenizer, num_processes: int) -> Generator[tuple[int, list[int]]]:
     """Yield the size of each text in bytes and its tokens, in order."""
     encode = partial(_encode_all, tokenizer.encode, tokenizer.eod)
     batches = _batches(texts)
