@@ -80,7 +80,10 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
             str(file) if file.is_file() else name
         )
     except Exception as error:  # the library raises nothing more exact
-        raise ConfigurationError(f"--tokenizer {name} cannot be loaded: {' '.join(str(error).split())}") from error
+        raise ConfigurationError(
+            f"--tokenizer {name} cannot be loaded: {' '.join(str(error).split())} Write bytes, the path of a "
+            "tokenizer.json, a name on Hugging Face's hub, or package.module:function."
+        ) from error
     known = made.get_vocab()
     end = next((known[token] for token in _ENDS if token in known), None) if eod is None else _number(eod, known)
     digest = hashlib.sha256(made.to_str().encode()).hexdigest()[:16]
