@@ -106,8 +106,9 @@ class MegatronCoreEngine(ParallelEngine):
 
     def _write(self, own: nn.Parameter, part: torch.Tensor) -> None:
         own.data.copy_(part)
-        if self.trained is not None:
-            self.trained.shard(own, part, lambda main, values: main.data.copy_(values))
+        shard = None if self.trained is None else self.trained.shard(own)
+        if shard is not None:
+            shard[0]["param"].data.copy_(part.reshape(-1)[shard[1]])
 
     def to_gpt(self) -> None:
         """Copy the values of transformers' model to the GPTModel. Not collective."""
@@ -184,7 +185,7 @@ class DistributedAdamW:
         weights: Maps its weights.
     """
 
-    def __init__(self, optimizer: AdamW, gpt: nn.Module, config: Any, weights: WeightMap) -> None:
+    def __init__(self, optimizer: Optimizer, gpt: nn.Module, config: Any, weights: WeightMap) -> None:
         self.optimizer, self.weights, self.num_steps = optimizer, weights, 0
         parallel, library = core(".distributed"), core(".optimizer")
         options = parallel.DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -226,32 +227,26 @@ class DistributedAdamW:
         self.replica.zero_grad_buffer()
         self.library.zero_grad()
 
-    def _range(self, own: nn.Parameter) -> slice | None:
-        """Return the elements of a parameter that this rank steps, or None."""
+    def shard(self, own: nn.Parameter) -> tuple[dict[str, torch.Tensor], slice] | None:
+        """Return the values and moments that this rank steps of a parameter, and their elements. None: no elements."""
         if own not in self.library.model_param_gbuf_map:
             return None
         found = self.library._get_model_param_range_map(own)["param"]
-        return slice(found.start, found.end)
-
-    def shard(self, own: nn.Parameter, part: torch.Tensor, use: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
-        """Call `use` with this rank's shard of a parameter and of a value of the same shape. Not collective."""
-        if (elements := self._range(own)) is not None:
-            main = self.library._get_main_param_and_optimizer_states(own)["param"]
-            use(main, part.reshape(-1)[elements].to(main.device))
+        return self.library._get_main_param_and_optimizer_states(own), slice(found.start, found.end)
 
     def full(self, own: nn.Parameter, key: str) -> torch.Tensor:
         """Return the float32 values (`"param"`) or a moment of a parameter of the GPTModel. Collective."""
         flat = torch.zeros(own.numel(), device=own.device)
-        if (elements := self._range(own)) is not None:
-            flat[elements] = self.library._get_main_param_and_optimizer_states(own)[key]
+        if (shard := self.shard(own)) is not None:
+            flat[shard[1]] = shard[0][key]
         dist.all_reduce(flat, group=self._ranks)
         return flat.view_as(own)
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield parameters with this rank's shards of their gradients. Not collective."""
         for _, own, _ in self.weights.rows:
-            if (elements := self._range(own)) is not None:
-                yield own, own.main_grad.view(-1)[elements]  # type: ignore[attr-defined]  # megatron-core's
+            if (shard := self.shard(own)) is not None:
+                yield own, own.main_grad.view(-1)[shard[1]]  # type: ignore[attr-defined]  # megatron-core's
 
     def fill(self) -> None:
         """Set the state of the task's optimizer. Collective."""
@@ -272,8 +267,11 @@ class DistributedAdamW:
         own_state.clear()
         self.num_steps = max(steps, default=0)
         for key in _MOMENTS if steps else ():
-            for own, part in self.weights.divide(lambda parameter, key=key: given[parameter][key]):
-                self.shard(own, part, lambda main, values, key=key: own_state[main].update({key: values.clone()}))
+            values = {parameter: state[key] for parameter, state in given.items()}
+            for own, part in self.weights.divide(values.__getitem__):
+                if (shard := self.shard(own)) is not None:
+                    main = shard[0]["param"]
+                    own_state[main][key] = part.reshape(-1)[shard[1]].to(main.device, copy=True)
         for state in own_state.values():  # torch's AdamW reads the steps here, Transformer Engine's in the groups
             state["step"] = torch.tensor(float(self.num_steps))
         for group in self.library.param_groups:
