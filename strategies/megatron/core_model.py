@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -177,10 +178,16 @@ class WeightMap:
                 yield parameter, full[name].to("cpu")
 
 
+@dataclass(frozen=True)
+class CausalOutput:
+    """Output of a call with the fields of transformers. Training with labels computes no logits."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+
 def forward_through(gpt: nn.Module, model: nn.Module) -> Callable[..., Any]:
     """Return a function with the calling convention of transformers' model that runs a GPTModel."""
-    from transformers.modeling_outputs import CausalLMOutput
-
     parallel = core(".tensor_parallel")
 
     def forward(
@@ -211,12 +218,12 @@ def forward_through(gpt: nn.Module, model: nn.Module) -> Callable[..., Any]:
             pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None and labels is not None else shift_labels
         )
         if targets is None:
-            return CausalLMOutput(logits=parallel.gather_from_tensor_model_parallel_region(logits))
+            return CausalOutput(logits=parallel.gather_from_tensor_model_parallel_region(logits))
         full = None if model.training else parallel.gather_from_tensor_model_parallel_region(logits).clone()
         counted = targets != -100
         losses = parallel.vocab_parallel_cross_entropy(logits, targets.masked_fill(~counted, 0).contiguous())
         total = (losses * counted).sum()
-        return CausalLMOutput(
+        return CausalOutput(
             loss=total / (counted.sum() if num_items_in_batch is None else num_items_in_batch), logits=full
         )
 

@@ -157,11 +157,10 @@ class MegatronStrategy(FSDPStrategy):
             hang_timeout=hang_timeout,
             process_group_backend=process_group_backend,
         )
-        counts = {"pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
-        check_sizes(**counts, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages)
+        check_sizes(pp=pp, dp_shard=dp_shard, dp_replicate=dp_replicate)
+        check_sizes(num_micro_batches=num_micro_batches, virtual_stages=virtual_stages)
         self.schedule = one_of("schedule", schedule.lower(), tuple(SCHEDULES))
-        if recompute is not None:
-            one_of("recompute", recompute, ("full", "selective"))
+        one_of("recompute", "full" if recompute is None else recompute, ("full", "selective"))
         if pp == 1 and (num_micro_batches > 1 or split_points is not None or (virtual_stages or 1) > 1):
             raise ConfigurationError(
                 "num_micro_batches, split_points and virtual_stages need a pipeline, and pp=1. Remove them, or use "
@@ -176,8 +175,8 @@ class MegatronStrategy(FSDPStrategy):
             )
         self.pp, self.dp_shard, self.dp_replicate = pp, dp_shard, dp_replicate
         self.num_micro_batches, self.distributed_optimizer = num_micro_batches, distributed_optimizer
-        self.split_points = None if split_points is None else list(split_points)
-        self.library, self.recompute = one_of("engine", engine, ("torch", "megatron-core")), recompute
+        self.split_points, self.recompute = None if split_points is None else list(split_points), recompute
+        self.library = one_of("engine", engine, ("torch", "megatron-core"))
         if engine != "torch":
             self.capabilities = replace(self.capabilities, gradients="hidden", owns_optimizer_step=True)
 
