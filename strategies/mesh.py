@@ -8,6 +8,7 @@ batch together.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -94,6 +95,28 @@ class MeshShape:
         found: ProcessGroup
         found, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]  # torch has no types here
         return found
+
+
+def nearest_meshes(world: int, pp: int, tp: int, cp_sp: tuple[int, int], dp_replicate: int, dp_shard: int) -> list[str]:
+    """Return the sizes of the two meshes of `world` ranks that are most similar to the given one."""
+    given = (pp, tp, math.prod(cp_sp), dp_replicate, dp_shard)
+    divisors = [size for size in range(1, world + 1) if world % size == 0]
+    splits = divisors if given[2] > 1 else [1]
+    meshes = [
+        (*sizes, world // math.prod(sizes))
+        for sizes in itertools.product(divisors, divisors, splits, divisors)
+        if world % math.prod(sizes) == 0
+    ]
+
+    def difference(mesh: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        changes = [abs(math.log2(new / old)) for new, old in zip(mesh, given, strict=True)]
+        return 4 * sum(changes[:-1]) + changes[-1], mesh  # shards are changed before the other sizes
+
+    names = ("pp", "tp", "sp" if cp_sp[1] > 1 else "cp", "dp_replicate", "dp_shard")
+    return [
+        ", ".join(f"{name}={size}" for name, size in zip(names, mesh, strict=True) if size > 1) or "pp=1"
+        for mesh in sorted(meshes, key=difference)[:2]
+    ]
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:

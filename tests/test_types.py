@@ -64,6 +64,7 @@ FOREIGN_PROBES: dict[str, str] = {
     "strategies.fsdp.layers.known_models:config": "a model of transformers",
     "strategies.megatron.stages:config": "a model of transformers",
     "generation.continuations:config": "a model of transformers",
+    "generation.continuations:logits": "the output of a user's model",
     "accelerator.prepared.accelerated_model:config": "a model of transformers",
     "accelerator.logging:main_process_only": "a user's tracker",
     "accelerator.prepared.accelerated_optimizer:eval": "a user's optimizer without a schedule",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import itertools
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -38,19 +37,22 @@ from trainwright.strategies.fsdp.options import check_optimizers, check_sizes, o
 from trainwright.strategies.fsdp.parallelize import Sharding
 from trainwright.strategies.fsdp.state import ShardedState
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
+from trainwright.strategies.megatron.core_engine import MegatronCoreEngine, check_options
+from trainwright.strategies.megatron.core_model import find_model, shape_of
 from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
 from trainwright.strategies.megatron.runner import SCHEDULES, PipelineRunner, ranks_of_stages
 from trainwright.strategies.megatron.staged_model import Pipeline, StageLinks, StageModule
 from trainwright.strategies.megatron.stages import find_stages, free_module, layers_of, own_parameters
 from trainwright.strategies.megatron.state import PipelineState, owners_of
 from trainwright.strategies.megatron.step import PipelineStep
-from trainwright.strategies.mesh import MeshShape
+from trainwright.strategies.mesh import MeshShape, nearest_meshes
 from trainwright.strategies.shards import local_shard
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.units import WrapPolicy, replace_parameters
 
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 _STRICT_PLAN = partial(sequence_parallel_plan, strict=True)
+_CORE_CAPABILITIES = partial(replace, gradients="hidden", owns_optimizer_step=True)
 _POSSIBLE_PLAN = partial(sequence_parallel_plan, strict=False)
 
 
@@ -89,6 +91,8 @@ class MegatronStrategy(FSDPStrategy):
             them. Default: False.
         split_points: Names of the first layers of all stages except the first stage. Default: None, which uses the
             task's `pipeline_stages`, or divides the parameters evenly.
+        engine: `"megatron-core"` trains a causal language model of transformers with megatron-core's GPTModel and
+            distributed optimizer. It supports only `tp`, `dp_shard` and `recompute`. Default: `"torch"`.
         tensor_parallel_plan: See `FSDPStrategy`.
         auto_wrap_policy: Units that are sharded separately; see `FSDPStrategy`.
         weights_after_stage, state_dict_type: See `FSDPStrategy`.
@@ -131,6 +135,7 @@ class MegatronStrategy(FSDPStrategy):
         distributed_optimizer: bool = True,
         sequence_parallel: bool | str = False,
         split_points: Sequence[str] | None = None,
+        engine: str = "torch",
         tensor_parallel_plan: GivenPlan | None = None,
         auto_wrap_policy: WrapPolicy | None = None,
         weights_after_stage: str = "main",
@@ -153,11 +158,10 @@ class MegatronStrategy(FSDPStrategy):
             hang_timeout=hang_timeout,
             process_group_backend=process_group_backend,
         )
-        counts = {"pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
-        check_sizes(**counts, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages)
+        check_sizes(pp=pp, dp_shard=dp_shard, dp_replicate=dp_replicate)
+        check_sizes(num_micro_batches=num_micro_batches, virtual_stages=virtual_stages)
         self.schedule = one_of("schedule", schedule.lower(), tuple(SCHEDULES))
-        if recompute is not None:
-            one_of("recompute", recompute, ("full", "selective"))
+        one_of("recompute", "full" if recompute is None else recompute, ("full", "selective"))
         if pp == 1 and (num_micro_batches > 1 or split_points is not None or (virtual_stages or 1) > 1):
             raise ConfigurationError(
                 "num_micro_batches, split_points and virtual_stages need a pipeline, and pp=1. Remove them, or use "
@@ -172,7 +176,9 @@ class MegatronStrategy(FSDPStrategy):
             )
         self.pp, self.dp_shard, self.dp_replicate = pp, dp_shard, dp_replicate
         self.num_micro_batches, self.distributed_optimizer = num_micro_batches, distributed_optimizer
-        self.split_points = None if split_points is None else list(split_points)
+        self.split_points, self.recompute = None if split_points is None else list(split_points), recompute
+        self.library = one_of("engine", engine, ("torch", "megatron-core"))
+        self.capabilities = self.capabilities if engine == "torch" else _CORE_CAPABILITIES(self.capabilities)
 
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
         split = self.cp * self.sp
@@ -181,7 +187,8 @@ class MegatronStrategy(FSDPStrategy):
         if fixed * shards != world or not shards:
             sizes = f"pp={self.pp}, tp={self.tp}, cp={self.cp}, sp={self.sp}, dp_replicate={self.dp_replicate}"
             product = fixed * (self.dp_shard or 1)
-            others = f"or choose {' or '.join(self._nearest(world))} for {world} process{'es' * (world > 1)}."
+            nearest = nearest_meshes(world, self.pp, self.tp, (self.cp, self.sp), self.dp_replicate, self.dp_shard or 1)
+            others = f"or choose {' or '.join(nearest)} for {world} process{'es' * (world > 1)}."
             below, above = world // product * product, -(-world // product) * product
             nearby = " or ".join(str(size) for size in dict.fromkeys((below, above)) if size)
             raise ConfigurationError(
@@ -196,38 +203,25 @@ class MegatronStrategy(FSDPStrategy):
             replicas, shards = replicas * shards, 1
         return MeshShape(pp=self.pp, dp_replicate=replicas, dp_shard=shards, cp=split, tp=self.tp)
 
-    def _nearest(self, world: int) -> list[str]:
-        """Return the sizes of the two meshes of `world` ranks that are most similar to this one."""
-        given = (self.pp, self.tp, self.cp * self.sp, self.dp_replicate, self.dp_shard or 1)
-        divisors = [size for size in range(1, world + 1) if world % size == 0]
-        splits = divisors if given[2] > 1 else [1]
-        meshes = [
-            (*sizes, world // math.prod(sizes))
-            for sizes in itertools.product(divisors, divisors, splits, divisors)
-            if world % math.prod(sizes) == 0
-        ]
-
-        def difference(mesh: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
-            changes = [abs(math.log2(new / old)) for new, old in zip(mesh, given, strict=True)]
-            return 4 * sum(changes[:-1]) + changes[-1], mesh  # shards are changed before the other sizes
-
-        names = ("pp", "tp", "sp" if self.sp > 1 else "cp", "dp_replicate", "dp_shard")
-        return [
-            ", ".join(f"{name}={size}" for name, size in zip(names, mesh, strict=True) if size > 1) or "pp=1"
-            for mesh in sorted(meshes, key=difference)[:2]
-        ]
-
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
+        if self.library != "torch":
+            check_options(self, self._given, settings)
         if self.pp > 1 and settings.compile_options is not None:
             raise ConfigurationError("compile=True is not supported with pp > 1. Remove compile, or use pp=1.")
 
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
+        if self.library != "torch":
+            if not overrides(task, "configure_model", TaskModule):
+                shape_of(find_model(task), self.tp)
+            return
         super().check_task(task, settings)
         if self.pp > 1 and not overrides(task, "configure_model", TaskModule):
             find_stages(task, self.pp * self.virtual_stages, self.split_points)
 
     def engine(self, settings: EngineSettings) -> Engine:
+        if self.library != "torch":
+            return MegatronCoreEngine(self, settings, shape=self.mesh_shape(settings), recompute=self.recompute)
         return (PipelineEngine if self.pp > 1 else FSDPEngine)(self, settings)
 
 

@@ -17,17 +17,25 @@ import torch.distributed as dist
 VOCAB, WIDTH, LENGTH = 64, 32, 16
 
 
-def _patch() -> None:
+def patch_cuda() -> None:
     """Replace the functions of CUDA that megatron-core calls without a check."""
+    from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
+    tensor_parallel.model_parallel_cuda_manual_seed = lambda seed: None
     CudaRNGStatesTracker.fork = lambda self, *args: nullcontext()
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
+    kind = torch.Tensor.type
+    tensor.type = lambda self, *args: kind(self, *args) if args else kind(self).replace("torch.", "torch.cuda.", 1)
     cuda.set_device = lambda *args: None
     cuda.synchronize = lambda *args: None  # dynamo refuses one function under two names
+    make = torch.tensor
+    torch.tensor = lambda *args, device=None, **kwargs: make(  # type: ignore[assignment]  # a constructor
+        *args, device="cpu" if device == "cuda" else device, **kwargs
+    )
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
 
 
@@ -85,7 +93,7 @@ def main(kind: str, action: str, folder: Path, tp: int, pp: int, rank: int, stor
     """Run one rank."""
     from megatron.core import dist_checkpointing, parallel_state
 
-    _patch()
+    patch_cuda()
     dist.init_process_group("gloo", rank=rank, world_size=tp * pp, init_method=f"file://{store}")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     torch.manual_seed(0)

@@ -1,0 +1,359 @@
+"""Training with megatron-core: its GPTModel, and its distributed optimizer in place of the task's AdamW."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError
+from trainwright.core.process import Topology
+from trainwright.core.state import Group
+from trainwright.core.task import TaskModule
+from trainwright.strategies.engine import MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.megatron.core_model import (
+    WeightMap,
+    check_cuda,
+    core,
+    find_model,
+    forward_through,
+    make_gpt,
+    shape_of,
+)
+from trainwright.strategies.mesh import MeshShape
+from trainwright.strategies.state import FullState
+from trainwright.strategies.steps.gradients import GradientClip, Gradients, clip_shards
+from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
+from trainwright.strategies.steps.transfer import move_task
+from trainwright.strategies.strategy import DataParallel, ParallelEngine
+
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+_OFF = ("amsgrad", "maximize", "capturable", "differentiable")
+_OPTIONS = ("tp", "dp_shard", "recompute", "weights_after_stage", "timeout", "hang_timeout", "process_group_backend")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class MegatronCoreEngine(ParallelEngine):
+    """Trains a GPTModel of megatron-core in place of a causal language model of transformers.
+
+    The task keeps transformers' model, whose forward runs the GPTModel. Its weights stay on the host and have their
+    values of the start of the run until a checkpoint or the end of the stage updates them.
+
+    Args:
+        strategy, settings: See `Engine`.
+        shape: Mesh of the run, with `tp` and `dp_shard`.
+        recompute: Megatron-core's `recompute_granularity`.
+    """
+
+    autocasts = False
+
+    def __init__(
+        self, strategy: DataParallel, settings: EngineSettings, *, shape: MeshShape, recompute: str | None
+    ) -> None:
+        super().__init__(strategy, settings)
+        self._shape, self._recompute = shape, recompute
+        self.trained: DistributedAdamW | None = None
+        self._model: Any = None
+
+    def start(self, topology: Topology) -> None:
+        super().start(topology)
+        groups = core(".parallel_state")
+        groups.initialize_model_parallel(tensor_model_parallel_size=self._shape.tp, create_gloo_process_groups=False)
+        apart = 1 < self._shape.dp_shard < self._shape.size
+        self.data_ranks = self._shape.data_ranks(self.processes, groups.get_data_parallel_group() if apart else None)
+        with torch.random.fork_rng([] if self.device.type == "cpu" else [self.device]):
+            core(".tensor_parallel").model_parallel_cuda_manual_seed(0)  # without dropout, only required by fork()
+
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
+        optimizers = super().prepare(task, make_optimizers, plan)
+        self._context = None  # the GPTModel computes in its own dtype
+        if make_optimizers is not None:
+            check_optimizers(optimizers)
+            self.trained = DistributedAdamW(optimizers[0], self._gpt, self._config, self._weights)
+            self.gradients = CoreGradients(self.device, self.trained)
+        for own, part in self._weights.divide(self._from_main):
+            self._write(own, part)
+        self.state = CoreState(task, optimizers, self.device, is_main=self.is_main, engine=self)
+        return optimizers
+
+    def _place(self, task: TaskModule) -> None:
+        self._model = model = find_model(task).cpu()
+        places = [(owner, key) for owner in task.modules() for key, one in owner.named_children() if one is model]
+        for owner, key in places:
+            owner._modules[key] = None
+        move_task(task, self.device)
+        for owner, key in places:
+            owner._modules[key] = model
+        shape, tp = shape_of(model, self._shape.tp), self._shape.tp
+        dtype = self.precision.autocast_dtype or torch.float32
+        gpt, self._config = make_gpt(model, shape, tp, self._recompute, dtype)
+        self._gpt = gpt.to(self.device)
+        self._weights = WeightMap(model, self._gpt, shape, tp)
+        model.forward = forward_through(self._gpt, model)
+
+    def _from_main(self, parameter: nn.Parameter) -> torch.Tensor:
+        value = parameter.detach().to(self.device)
+        if self.processes.world_size > 1:
+            dist.broadcast(value, src=0)
+        return value
+
+    def _write(self, own: nn.Parameter, part: torch.Tensor) -> None:
+        own.data.copy_(part)
+        shard = None if self.trained is None else self.trained.shard(own)
+        if shard is not None:
+            shard[0]["param"].data.copy_(part.reshape(-1)[shard[1]])
+
+    def to_gpt(self) -> None:
+        """Copy the values of transformers' model to the GPTModel. Not collective."""
+        for own, part in self._weights.divide(lambda parameter: parameter):
+            self._write(own, part)
+
+    def from_gpt(self) -> None:
+        """Copy the trained values of the GPTModel to transformers' model. Collective."""
+        if self.trained is not None:
+            for parameter, full in self._weights.gather(partial(self.trained.full, key="param")):
+                parameter.data.copy_(full)
+
+    def make_step(self, parts: StepParts) -> Step:
+        return AutomaticStep(parts) if self.trained is None else CoreStep(parts, self.trained)
+
+    def prepare_models(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
+    ) -> list[Callable[..., Any]]:
+        raise ConfigurationError("engine='megatron-core' trains tasks of a Trainer. Use engine='torch' in own loops.")
+
+    def unshard(self) -> None:
+        self.from_gpt()
+        trained, self.trained = self.trained, None
+        if trained is not None:
+            trained.handle.remove()
+            trained.fill()
+
+    def close(self) -> None:
+        if self._model is not None:
+            vars(self._model).pop("forward", None)
+            core(".parallel_state").destroy_model_parallel()
+        if self.trained is not None:
+            self.trained.handle.remove()
+        self.trained, self._model, self.gradients = None, None, Gradients(self.device)
+        for name in ("_gpt", "_weights"):
+            vars(self).pop(name, None)
+        super().close()
+
+
+def check_options(strategy: DataParallel, given: Mapping[str, Any], settings: EngineSettings) -> None:
+    """Raise a `ConfigurationError` for options that megatron-core does not support here."""
+    defaults = inspect.signature(type(strategy).__init__).parameters
+    refused = [f"{key}={value!r}" for key, value in given.items() if key not in (*_OPTIONS, "engine")]
+    refused = [text for text in refused if text not in {f"{key}={one.default!r}" for key, one in defaults.items()}]
+    refused += ["compile"] if settings.compile_options is not None else []
+    if settings.precision.name not in ("32-true", "bf16-mixed"):
+        refused.append(f"precision={settings.precision.name!r}")
+    if refused:
+        raise ConfigurationError(
+            f"engine='megatron-core' does not support {', '.join(refused)}, only {', '.join(_OPTIONS)} and "
+            "precision='32-true' or 'bf16-mixed'. Remove them, or use engine='torch'."
+        )
+    check_cuda(settings.device_type)
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Raise a `ConfigurationError` for optimizers other than one plain AdamW."""
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    used = sorted({name for group in groups for name in _OFF if group.get(name)})
+    if [type(optimizer) for optimizer in optimizers] != [AdamW] or used:
+        raise ConfigurationError(
+            f"engine='megatron-core' trains with one torch.optim.AdamW, and configure_optimizers returned "
+            f"{', '.join(kinds)}{' with ' + ', '.join(used) if used else ''}. Return AdamW, or use engine='torch'."
+        )
+
+
+class DistributedAdamW:
+    """Megatron-core's distributed optimizer with the parameter groups of a task's AdamW, whose step runs it.
+
+    Args:
+        optimizer: The task's optimizer of transformers' parameters. They have no gradients, so its own step is empty.
+        gpt, config: The GPTModel and its config.
+        weights: Maps its weights.
+    """
+
+    def __init__(self, optimizer: Optimizer, gpt: nn.Module, config: Any, weights: WeightMap) -> None:
+        self.optimizer, self.weights, self.num_steps = optimizer, weights, 0
+        parallel, library = core(".distributed"), core(".optimizer")
+        options = parallel.DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        self.replica = parallel.DistributedDataParallel(config, options, gpt)
+        names = {parameter: name for name, parameter in self.replica.named_parameters()}
+        index = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        groups: dict[int, list[str]] = {}
+        for weight, own, originals in weights.rows:
+            found = {index.get(parameter) for parameter in originals}
+            if len(found) > 1 or None in found:
+                raise ConfigurationError(
+                    f"The optimizer has {', '.join(weight.names)} in different parameter groups or not at all, and "
+                    "engine='megatron-core' trains them as one tensor. Put them in one group."
+                )
+            groups.setdefault(found.pop() or 0, []).append(names[own])
+        key = core(".optimizer.optimizer_config").ParamKey
+        chained = library.get_megatron_optimizer(
+            library.OptimizerConfig(
+                optimizer="adam", lr=0.0, use_distributed_optimizer=True, bf16=config.bf16, clip_grad=0.0
+            ),
+            [self.replica],
+            config_overrides={key(name=tuple(one)): {"task_group": i} for i, one in groups.items()},
+            use_gloo_process_groups=False,
+        )
+        self.library = chained.chained_optimizers[0]
+        self._ranks = core(".parallel_state").get_data_parallel_group()
+        self.handle = optimizer.register_step_post_hook(self._step)
+
+    def _step(self, *_: object) -> None:
+        for group in self.library.param_groups:
+            given = self.optimizer.param_groups[group["task_group"]]
+            group.update({name: given[name] for name in _HYPERPARAMETERS})
+        self.library.step()
+        self.num_steps += 1
+        self.zero()
+
+    def zero(self) -> None:
+        """Zero the gradients."""
+        self.replica.zero_grad_buffer()
+        self.library.zero_grad()
+
+    def shard(self, own: nn.Parameter) -> tuple[dict[str, torch.Tensor], slice] | None:
+        """Return the values and moments that this rank steps of a parameter, and their elements. None: no elements."""
+        if own not in self.library.model_param_gbuf_map:
+            return None
+        found = self.library._get_model_param_range_map(own)["param"]
+        return self.library._get_main_param_and_optimizer_states(own), slice(found.start, found.end)
+
+    def full(self, own: nn.Parameter, key: str) -> torch.Tensor:
+        """Return the float32 values (`"param"`) or a moment of a parameter of the GPTModel. Collective."""
+        flat = torch.zeros(own.numel(), device=own.device)
+        if (shard := self.shard(own)) is not None:
+            flat[shard[1]] = shard[0][key]
+        dist.all_reduce(flat, group=self._ranks)
+        return flat.view_as(own)
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield parameters with this rank's shards of their gradients. Not collective."""
+        for _, own, _ in self.weights.rows:
+            if (shard := self.shard(own)) is not None:
+                yield own, own.main_grad.view(-1)[shard[1]]  # type: ignore[attr-defined]  # megatron-core's
+
+    def fill(self) -> None:
+        """Set the state of the task's optimizer. Collective."""
+        self.optimizer.state.clear()
+        for key in _MOMENTS if self.num_steps else ():
+            for parameter, full in self.weights.gather(partial(self.full, key=key)):
+                state = self.optimizer.state[parameter]
+                state.setdefault("step", torch.tensor(float(self.num_steps)))
+                state[key] = full.contiguous()
+
+    def load(self) -> None:
+        """Receive the state of the task's optimizer, and clear it there. Not collective."""
+        check_optimizers([self.optimizer])
+        given, own_state = self.optimizer.state, self.library.optimizer.state
+        steps = {int(state["step"]) for state in given.values()}
+        if len(steps) > 1:
+            raise CheckpointError("engine='megatron-core' steps all parameters together, and the steps differ.")
+        own_state.clear()
+        self.num_steps = max(steps, default=0)
+        for key in _MOMENTS if steps else ():
+            values = {parameter: state[key] for parameter, state in given.items()}
+            for own, part in self.weights.divide(values.__getitem__):
+                if (shard := self.shard(own)) is not None:
+                    main = shard[0]["param"]
+                    own_state[main][key] = part.reshape(-1)[shard[1]].to(main.device, copy=True)
+        for state in own_state.values():  # torch's AdamW reads the steps here, Transformer Engine's in the groups
+            state["step"] = torch.tensor(float(self.num_steps))
+        for group in self.library.param_groups:
+            group["step"] = self.num_steps
+        given.clear()
+
+
+class CoreGradients(Gradients):
+    """Gradients in megatron-core's buffers."""
+
+    def __init__(self, device: torch.device, trained: DistributedAdamW) -> None:
+        super().__init__(device)
+        self._trained = trained
+
+    def complete(self) -> None:
+        core(".distributed").finalize_model_grads([self._trained.replica])
+
+    def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
+        counts = {
+            own: weight.layout != "same" or not self._trained.weights.rank
+            for weight, own, _ in self._trained.weights.rows
+        }
+        shards = [(gradient, counts[own]) for own, gradient in self._trained.gradients()]
+        with torch.no_grad():
+            return clip_shards(shards, clip, self.device)
+
+    def free(self, parameters: Iterable[torch.Tensor]) -> bool:
+        self._trained.zero()
+        return True
+
+
+class CoreStep(AutomaticStep):
+    """A step whose gradients are in megatron-core's buffers."""
+
+    def __init__(self, parts: StepParts, trained: DistributedAdamW) -> None:
+        super().__init__(parts)
+        self._trained = trained
+
+    def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return self._trained.gradients()
+
+    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+        raise TaskError(f"{type(self.task).__name__}.training_step returned None. Return a loss for every micro-batch.")
+
+
+class CoreState(FullState):
+    """The state of a GPTModel by the names of transformers' model."""
+
+    def __init__(
+        self,
+        task: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        *,
+        is_main: bool,
+        engine: MegatronCoreEngine,
+    ) -> None:
+        super().__init__(task, optimizers, device, is_main=is_main)
+        self._engine = engine
+
+    def model_state(self) -> dict[str, Any]:
+        self._engine.from_gpt()
+        return super().model_state()
+
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+        found = super().load_model_state(state, strict)
+        self._engine.to_gpt()
+        return found
+
+    def full_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
+        self._engine.from_gpt()
+        return super().full_parameters(keep=keep)
+
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        if self._engine.trained is None:
+            return super().optimizer_states()
+        self._engine.trained.fill()
+        found = super().optimizer_states()
+        self._optimizers[0].state.clear()
+        return found
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        super().load_optimizer_state(optimizer, state)
+        if self._engine.trained is not None:
+            self._engine.trained.load()

@@ -1,0 +1,230 @@
+"""A GPTModel of megatron-core that computes in place of a causal language model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import gelu, pad, silu
+
+from trainwright.checkpoint.interop.megatron_names import LLAMA_LIKE, ModelShape, ModelWeight, joined_norms
+from trainwright.core.errors import CheckpointError, ConfigurationError, require_package
+from trainwright.core.task import TaskModule
+
+_CLASSES = (*LLAMA_LIKE.values(), "GPT2LMHeadModel")
+_ZEROS = dict.fromkeys(("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+_SUPPORTED = {"hidden_act": "silu", "activation_function": "gelu_new", "scale_attn_weights": True, **_ZEROS}
+_SUPPORTED |= dict.fromkeys(("attention_bias", "mlp_bias", "scale_attn_by_inverse_layer_idx"), False)
+_SUPPORTED |= {"sliding_window": None, "add_cross_attention": False}
+
+
+def core(name: str = "") -> Any:
+    """Import megatron-core, or one of its modules."""
+    purpose = "MegatronStrategy(engine='megatron-core')"
+    return require_package(f"megatron.core{name}", purpose=purpose, install="'trainwright[megatron]'")
+
+
+def check_cuda(device_type: str) -> None:
+    """Raise an error if megatron-core is not installed or does not run on a device type."""
+    if device_type != "cuda":
+        raise ConfigurationError(
+            f"engine='megatron-core' needs CUDA devices, and Transformer Engine for fused attention; accelerator="
+            f"{device_type!r}. Use MegatronStrategy(engine='torch')."
+        )
+    core()
+
+
+def find_model(task: TaskModule) -> Any:
+    """Return the causal language model of a task.
+
+    Raises:
+        ConfigurationError: Megatron-core does not compute the task's model, or parameters are not trained.
+    """
+    models = [module for module in task.modules() if type(module).__name__ in _CLASSES]
+    if len(models) != 1:
+        raise ConfigurationError(
+            f"{type(task).__name__} has {len(models)} models of the classes {', '.join(_CLASSES)}, and "
+            "engine='megatron-core' trains one. Use engine='torch'."
+        )
+    model: Any = models[0]
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if others := [name for name, parameter in task.named_parameters() if id(parameter) not in own]:
+        raise ConfigurationError(
+            f"{others[0]!r} and {len(others) - 1} others are frozen or not in {type(model).__name__}, and "
+            "engine='megatron-core' trains all parameters of one model. Use engine='torch'."
+        )
+    config = model.config.to_dict()
+    rope = (config.get("rope_parameters") or {}).get("rope_type", "default")
+    bad = {name: config[name] for name, only in _SUPPORTED.items() if config.get(name, only) != only}
+    if bad or rope != "default":
+        given = ", ".join(f"{name}={value!r}" for name, value in (bad or {"rope_type": rope}).items())
+        raise ConfigurationError(f"engine='megatron-core' does not support {given}. Change it, or use engine='torch'.")
+    if any(vars(module).get("gradient_checkpointing") for module in model.modules()):
+        raise ConfigurationError(
+            "engine='megatron-core' does not use transformers' gradient checkpointing. Use recompute='full'."
+        )
+    return model
+
+
+def shape_of(model: Any, tp: int) -> ModelShape:
+    """Return the sizes of a model, after checking that `tp` divides them."""
+    name = type(model).__name__
+    try:
+        shape = ModelShape.of(model.config.to_dict(), name)
+    except CheckpointError as error:
+        raise ConfigurationError(str(error)) from error
+    if shape.vocabulary % tp:
+        raise ConfigurationError(
+            f"tp={tp} does not divide the vocabulary ({shape.vocabulary}) of {name}. Call "
+            f"resize_token_embeddings(pad_to_multiple_of={tp})."
+        )
+    shape.check_parallel(tp, 1, shape.vocabulary)
+    return shape
+
+
+def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return an uninitialized GPTModel and its config. Uses the layers of Transformer Engine if it is installed."""
+    gpt2, given = shape.kind == "gpt2", model.config
+    epsilon = given.layer_norm_epsilon if gpt2 else given.rms_norm_eps
+    rope = {} if gpt2 else (given.to_dict().get("rope_parameters") or given.to_dict())
+    norm = "LayerNorm" if gpt2 else "RMSNorm"
+    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
+    config = core(".transformer.transformer_config").TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        kv_channels=shape.head,
+        ffn_hidden_size=shape.mlp,
+        perform_initialization=False,
+        add_bias_linear=gpt2,
+        add_qkv_bias=shape.kind == "qwen2",
+        qk_layernorm=shape.kind == "qwen3",
+        gated_linear_unit=not gpt2,
+        activation_func=partial(gelu, approximate="tanh") if gpt2 else silu,
+        normalization=norm,
+        layernorm_epsilon=epsilon,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        tensor_model_parallel_size=tp,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        recompute_granularity=recompute,
+        **full,
+    )
+    specs, qk = core(".models.gpt.gpt_layer_specs"), shape.kind == "qwen3"
+    if core(".extensions.transformer_engine").HAVE_TE:
+        layers = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk)
+    else:
+        layers = specs.get_gpt_layer_local_spec(qk_layernorm=qk, normalization=norm)
+    gpt = core(".models.gpt").GPTModel(
+        config,
+        layers,
+        vocab_size=shape.vocabulary,
+        max_sequence_length=shape.positions,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="learned_absolute" if gpt2 else "rope",
+        rotary_base=rope.get("rope_theta", 10000),
+        parallel_output=True,
+    )
+    return gpt, config
+
+
+class WeightMap:
+    """The weights of a GPTModel and those of transformers' model, whose values are on the host.
+
+    Args:
+        model: The model of transformers.
+        gpt: This rank's part of the GPTModel.
+        shape: Sizes of the model.
+        tp: Number of tensor-parallel ranks.
+    """
+
+    def __init__(self, model: nn.Module, gpt: nn.Module, shape: ModelShape, tp: int) -> None:
+        self._group, self._tp = core(".parallel_state").get_tensor_model_parallel_group(), tp
+        self.rank = self._group.rank()
+        base = "transformer." if shape.kind == "gpt2" else "model."
+        theirs, ours = dict(model.named_parameters()), dict(gpt.named_parameters())
+        self.rows: list[tuple[ModelWeight, nn.Parameter, list[nn.Parameter]]] = []
+        for weight in shape.weights():
+            name = weight.name if weight.name in ours else joined_norms(weight.name)
+            found = [theirs[one if one.startswith("lm_head.") else base + one] for one in weight.names]
+            self.rows.append((weight, ours[name], found))
+
+    @torch.no_grad()
+    def divide(self, value: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield each parameter of the GPTModel with this rank's part of full values. Not collective."""
+        for weight, own, originals in self.rows:
+            full = weight.join([value(parameter) for parameter in originals])
+            yield own, weight.divide(full, self._tp)[self.rank]
+
+    @torch.no_grad()
+    def gather(self, value: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield each parameter of transformers' model with the full value, on the host. Collective."""
+        for weight, own, originals in self.rows:
+            part = value(own).contiguous()
+            parts = [torch.empty_like(part) for _ in range(self._tp)]
+            dist.all_gather(parts, part, group=self._group)
+            full = weight.separate(weight.undivide(parts))
+            for parameter, name in zip(originals, weight.names, strict=True):
+                yield parameter, full[name].to("cpu")
+
+
+@dataclass(frozen=True)
+class CausalOutput:
+    """Output of a call with the fields of transformers. Training with labels computes no logits."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+
+def forward_through(gpt: nn.Module, model: nn.Module) -> Callable[..., Any]:
+    """Return a function with the calling convention of transformers' model that runs a GPTModel."""
+    parallel = core(".tensor_parallel")
+
+    def forward(
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        use_cache: bool | None = False,
+        **options: Any,
+    ) -> Any:
+        given = [name for name, value in options.items() if value is not None] + ["use_cache"] * bool(use_cache)
+        if given:
+            raise ConfigurationError(
+                f"engine='megatron-core' does not support {', '.join(given)} in a call of a model."
+            )
+        length = input_ids.shape[1]
+        arange = torch.arange(length, device=input_ids.device).expand_as(input_ids)
+        if attention_mask is not None and not bool((attention_mask.diff(dim=1) <= 0).all()):
+            raise ConfigurationError("engine='megatron-core' does not support padding on the left. Pad on the right.")
+        if position_ids is not None and not bool((position_ids == arange).all()):
+            raise ConfigurationError("engine='megatron-core' does not support packed sequences or other position_ids.")
+        gpt.train(model.training)
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=input_ids.device).triu(1)
+        logits = gpt(input_ids, arange, mask).float()
+        targets = (
+            pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None and labels is not None else shift_labels
+        )
+        if targets is None:
+            return CausalOutput(logits=parallel.gather_from_tensor_model_parallel_region(logits))
+        full = None if model.training else parallel.gather_from_tensor_model_parallel_region(logits).clone()
+        counted = targets != -100
+        losses = parallel.vocab_parallel_cross_entropy(logits, targets.masked_fill(~counted, 0).contiguous())
+        total = (losses * counted).sum()
+        return CausalOutput(
+            loss=total / (counted.sum() if num_items_in_batch is None else num_items_in_batch), logits=full
+        )
+
+    return forward
