@@ -390,7 +390,7 @@ class MetricBuffer:
             flushed.prog_bar.update(of_epoch.prog_bar)
         return flushed
 
-    def flush_step(self, exchange: Exchange | None = None) -> Flushed:
+    def flush_step(self, exchange: Exchange | None = None, grad_norm: Tensor | None = None) -> Flushed:
         """Return the latest value of everything that was logged on_step since the last flush.
 
         Waits for each device once. Collective when `exchange` is given: every rank calls it at the same step.
@@ -398,28 +398,34 @@ class MetricBuffer:
         Args:
             exchange: all-gather of a small picklable dict, in the order of the ranks; called exactly once, even if
                 nothing was logged. None: one process. Default: None.
+            grad_norm: 0-dim tensor to read with the values, for `Flushed.grad_norm`. Default: None.
         """
-        waiting: list[tuple[MetricSlot, tuple[Entry, float | Tensor]]] = []
+        waiting: list[tuple[tuple[MetricSlot, Entry] | None, float | Tensor]] = []
         for slot in self._by_slots():
             if slot.last is not None:
-                waiting += [(slot, pair) for pair in step_values(slot)]
+                waiting += [((slot, entry), value) for entry, value in step_values(slot)]
                 slot.last = None
             self._new.steps.pop(slot, None)
         flushed = Flushed()
         shared: dict[str, Entry] = {}
         reductions: dict[str, Reduction] = {}
-        read = read_values([pair for _, pair in waiting])
-        for (slot, _), (entry, value) in zip(waiting, read, strict=True):
+        if grad_norm is not None:
+            waiting.append((None, grad_norm))
+        for key, value in read_values(waiting):
+            if key is None:
+                flushed.grad_norm = value
+                continue
+            slot, entry = key
             if exchange is not None and (slot.settings.sync_dist is True or entry.main_only):
-                key = entry.name + entry.suffix
+                name = entry.name + entry.suffix
                 weight = slot.last_weight if entry.kind == "mean" else 1.0
                 total = value * weight if entry.kind == "mean" else value
-                shared[key] = entry._replace(total=total, weight=weight, values=(value,))
-                reductions[key] = slot.settings.reduction
+                shared[name] = entry._replace(total=total, weight=weight, values=(value,))
+                reductions[name] = slot.settings.reduction
             else:
                 flushed.put(entry, value, "step")
         if exchange is not None:
-            gathered = exchange({"metrics": {key: tuple(entry) for key, entry in shared.items()}})
+            gathered = exchange({"metrics": {name: tuple(entry) for name, entry in shared.items()}})
             put_combined(flushed, gather_entries(gathered), reductions, "step")
         return flushed
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -184,12 +184,12 @@ def read_into(flushed: Flushed, values: list[tuple[Entry, float | Tensor]], when
         flushed.put(entry, value, when)
 
 
-def read_values(values: list[tuple[Entry, float | Tensor]]) -> list[tuple[Entry, float]]:
-    """Read values from their devices, with one copy each."""
+def read_values(values: list[tuple[Key, float | Tensor]]) -> list[tuple[Key, float]]:
+    """Read values from their devices, with one copy for each device."""
     reads = HostReads()
-    waiting = [(entry, reads.add(value) if isinstance(value, Tensor) else float(value)) for entry, value in values]
+    waiting = [(key, reads.add(value) if isinstance(value, Tensor) else float(value)) for key, value in values]
     read = reads.read()
-    return [(entry, at if isinstance(at, float) else read[at][0]) for entry, at in waiting]
+    return [(key, at if isinstance(at, float) else read[at][0]) for key, at in waiting]
 
 
 def _copy(slot: MetricSlot) -> MetricSlot:
@@ -199,6 +199,7 @@ def _copy(slot: MetricSlot) -> MetricSlot:
     return copied
 
 
+Key = TypeVar("Key")
 Exchange = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Hands this rank's dict to every rank and returns all of them in the order of the ranks. Collective."""
 
@@ -213,6 +214,7 @@ class Flushed:
         prog_bar: those for the progress bar.
         loaders: key → the one of several evaluation loaders that it is about.
         aliases: the plain names of values that `callback` also has under their full names.
+        grad_norm: the gradient norm that was read with them.
     """
 
     logged: dict[str, float] = field(default_factory=dict)
@@ -220,6 +222,7 @@ class Flushed:
     prog_bar: dict[str, float] = field(default_factory=dict)
     loaders: dict[str, int] = field(default_factory=dict)
     aliases: set[str] = field(default_factory=set)
+    grad_norm: float | None = None
 
     def put(self, entry: Entry, value: float, when: Literal["step", "epoch"]) -> None:
         """Enter one value under the names that its options ask for."""

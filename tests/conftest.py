@@ -8,6 +8,7 @@ import importlib.util
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -66,12 +67,14 @@ def _requirement(what: str, reason: str) -> tuple[str, str]:
 
 
 def is_present(what: str) -> bool:
-    """Say whether this machine has `what`: "cuda", "cuda:2" (so many devices), "torch>=2.10", or a package that can be
-    imported."""
+    """Say whether this machine has `what`: "cuda", "cuda:2" (so many devices), "torch>=2.10", "program:chromium", or a
+    package that can be imported."""
     package, _, oldest = what.partition(">=")
     if oldest:
         return Version(importlib.metadata.version(package)).release >= Version(oldest).release
     kind, _, number = what.partition(":")
+    if kind == "program":
+        return shutil.which(number) is not None
     if kind == "cuda":
         return torch.cuda.is_available() and torch.cuda.device_count() >= int(number or 1)
     return importlib.util.find_spec(what) is not None

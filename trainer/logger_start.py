@@ -1,13 +1,19 @@
-"""Start a stage's loggers and log hyper-parameters and the task's graph."""
+"""Start a stage's loggers, log hyper-parameters and the task's graph, and record the start of the stage."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import os
+import platform
+import sys
+from pathlib import Path
 from typing import Any
 
 from trainwright.core.hyperparameters import kept_and_left_out
 from trainwright.core.run import Stage
 from trainwright.loggers.logger import RunInfo
+from trainwright.loggers.run_record import code_version, package_versions
 from trainwright.trainer.run import StageRun
 
 
@@ -15,6 +21,41 @@ def start_loggers(run: StageRun, stage: Stage) -> None:
     """Start the loggers, except for predictions. Restore a checkpoint first, so that they continue its run."""
     if stage != "predict" and run.logging is not None:
         run.logging.start(RunInfo(run.settings.root))
+        if run.logging.record_folder is not None:
+            run.note(stage, **_facts(run, run.logging.record_folder))
+
+
+def _facts(run: StageRun, folder: Path) -> dict[str, Any]:
+    """Return the code, environment, settings and folders of a run. Paths are relative to the folder of its record."""
+    arguments, selection = run.arguments, run.settings.selection
+    names = {field.name for field in dataclasses.fields(arguments)} - {"logger", "callbacks"}
+    logs = [logger.log_dir for logger in run.loggers if logger.log_dir is not None]
+    script = Path(sys.argv[0] or ".").absolute()
+    return {
+        "run_id": run.history.run_id,
+        "resumed_from": None if run.origin is None else str(run.origin),
+        "task": type(run.task).__qualname__,
+        "parameters": sum(parameter.numel() for parameter in run.task.parameters()),
+        "settings": {name: getattr(arguments, name) for name in sorted(names)},
+        "hyperparameters": kept_and_left_out(run.task.hparams)[0],
+        "strategy": str(selection.strategy),
+        "precision": str(arguments.precision or "32-true"),
+        "device": str(run.engine.device),
+        "processes": run.world_size,
+        "seed": run.history.seed,
+        "callbacks": [type(callback).__name__ for callback in run.callbacks],
+        "loggers": [type(logger).__name__ for logger in run.loggers],
+        "folders": {
+            "logs": [os.path.relpath(path, folder) for path in logs],
+            "checkpoints": os.path.relpath(run.checkpoint_dir, folder),
+        },
+        "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
+        "code": code_version(script.parent if script.is_file() else Path.cwd()),
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "packages": package_versions(),
+    }
 
 
 def begin_fit(run: StageRun) -> None:

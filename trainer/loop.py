@@ -271,6 +271,7 @@ class FitLoop:
         in_step, run.metrics.in_step = run.metrics.in_step, False
         data, device = run.data.evaluation("validate"), run.engine.device
         generators = rng_state(device)
+        began = time.perf_counter()
         try:
             watch = EvaluationWatch(run.preemption, run.engine.processes, data)
             evaluation.evaluate(run, "validate", abandon=watch, taken=partial(run.loop.note_validation, run.state))
@@ -283,6 +284,7 @@ class FitLoop:
             set_rng_state(generators)  # for a save after the error; not the device's, which may have failed
             raise
         run.metrics.in_step = in_step
+        run.note("validation", seconds=round(time.perf_counter() - began, 3))
 
     # When to stop
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
 from trainwright.core.state import Group, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import batch_size
+from trainwright.processes.devices import peak_memory
 from trainwright.strategies.engine import Engine
 from trainwright.trainer.schedule import Stop, ValidationSchedule
 
@@ -116,6 +118,22 @@ class LoopState:
         to_restore, self.to_restore = self.to_restore, []
         for restore in to_restore:
             restore()
+
+
+def progress_facts(state: TrainState, optimizers: Iterable[Optimizer], device: torch.device) -> dict[str, Any]:
+    """Return the progress of a fit for the run's record. Does not wait for the device.
+
+    `memory` is the peak of the main process in bytes: of the device's allocator, or of the host's memory on the CPU.
+    """
+    rates = (group["lr"] for optimizer in optimizers for group in optimizer.param_groups)
+    return {
+        "epoch": state.epoch,
+        "samples": state.samples,
+        "tokens": state.tokens,
+        "seconds": round(state.seconds, 3),
+        "lr": [rate for rate in rates if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"],
+        "memory": peak_memory(device),
+    }
 
 
 def count_samples(group: Group, engine: Engine, *, exact: bool) -> int:

@@ -40,7 +40,7 @@ from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.data import EvaluationKind, Sources, StageData
 from trainwright.trainer.fit_warnings import FitWarnings
 from trainwright.trainer.history import History
-from trainwright.trainer.loop_state import LoopState
+from trainwright.trainer.loop_state import LoopState, progress_facts
 from trainwright.trainer.optimization import ManualOptimizer, Schedules
 from trainwright.trainer.recovery.preemption import Preemption
 from trainwright.trainer.schedule import Stop
@@ -280,7 +280,18 @@ class StageRun:
 
     def flush_step(self, epoch: int | None = None) -> None:
         """Read the metrics of training steps from the device and pass them on. Collective."""
-        self.take_metrics(self.metrics.flush_step(self.exchange), "train", epoch)
+        records = self.logging is not None and self.logging.record_folder is not None
+        last = self.last_step if records else None
+        flushed = self.metrics.flush_step(self.exchange, None if last is None else last.grad_norm)
+        self.take_metrics(flushed, "train", epoch)
+        if records:
+            facts = progress_facts(self.state, self.optimizers, self.engine.device)
+            self.note("progress", **facts, grad_norm=flushed.grad_norm)
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Add an event to the run's record, if there is one. Not collective."""
+        if self.logging is not None:
+            self.logging.note(event, self.state.step, facts)
 
     # Processes
 

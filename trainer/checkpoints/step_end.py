@@ -19,6 +19,7 @@ from typing import Any
 
 from trainwright.checkpoint import Snapshot, remote, write_checkpoint
 from trainwright.checkpoint.disk.low_priority_thread import leaves_cores
+from trainwright.checkpoint.format.manifests import open_checkpoint
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.host.folders import alone_in, is_url
@@ -193,9 +194,17 @@ def report(run: StageRun) -> None:
     while published:
         path, aliases = published.popleft()
         if run.logging is not None:
+            _note_save(run, path, is_best="best" in aliases)
             run.logging.log_checkpoint(path, aliases=aliases, saver=run.saver)
     while complaints:
         warnings.warn(complaints.popleft(), TrainwrightWarning, stacklevel=2)
+
+
+def _note_save(run: StageRun, path: Path, *, is_best: bool) -> None:
+    with contextlib.suppress(CheckpointError, OSError):  # deleted since
+        found = open_checkpoint(path).manifest
+        num_bytes = sum(entry.size for part in found.parts.values() for entry in part.files.values())
+        run.note("save", name=path.name, of_step=found.step, bytes=num_bytes, metrics=found.metrics, is_best=is_best)
 
 
 def _folder(run: StageRun, request: SaveRequest) -> Path:

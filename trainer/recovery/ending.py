@@ -16,6 +16,8 @@ from trainwright.trainer.checkpoints import step_end
 from trainwright.trainer.recovery.failure import note_missing_weights, note_training_batch
 from trainwright.trainer.run import StageRun
 
+_MAX_TEXT = 2000  # characters of an error in the run's record
+
 
 def report_error(run: StageRun, error: BaseException) -> Exception | None:
     """Call `on_exception` of every callback and of the data module. An error of a hook becomes a warning.
@@ -30,6 +32,7 @@ def report_error(run: StageRun, error: BaseException) -> Exception | None:
     note_missing_weights(run, error)
     explained = run.engine.explain_error(error, run.task)
     reported = explained or error
+    run.note("error", type=type(reported).__name__, text=str(reported)[:_MAX_TEXT])
     hooks: list[Callable[[], Any]] = [partial(hook, run.trainer, run.task, reported) for hook in run.hooks.on_exception]
     if run.datamodule is not None:
         hooks.append(partial(run.datamodule.on_exception, reported))
@@ -56,6 +59,7 @@ def tear_down(run: StageRun, status: Status) -> None:
         last_first.callback(profiling.end, run)
         if run.logging is not None:
             last_first.callback(partial(run.logging.finish, status))
+            last_first.callback(partial(run.note, "end", stage=stage, status=status))
         if run.is_set_up:
             last_first.callback(run.task.teardown, stage)
             last_first.callback(run.fire, "teardown", stage)

@@ -30,6 +30,7 @@ def exit_on_signal(run: StageRun) -> NoReturn:
     done = _save(run)
     if run.arguments.auto_requeue and name == "SIGUSR1" and run.is_main:
         done += requeue_job()
+    run.note("preemption", signal=name, text=done)
     run.print(f"trainwright: rank {preemption.receiver} received {name} at step {run.state.step}: {done}")
     raise Preempted(name)
 

@@ -7,7 +7,7 @@ device. Otherwise it checks later, where the host waits for the device anyway an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -151,6 +151,7 @@ class GuardedStep:
             self._check_may_roll_back(found, group)
             path = find_checkpoint(run, run.state.step)
         run.history.skipped_batches.append(skipped)
+        run.note("skipped", **replace(skipped, sample_ids=None).to_dict())
         run.history.skipped_in_a_row += 1
         run.engine.step.discard_step()
         if path is not None:

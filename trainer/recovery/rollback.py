@@ -97,6 +97,7 @@ def roll_back(run: StageRun, request: RollbackRequest) -> None:
     run.saves.forget()
     run.metrics.in_step, run.metrics.batch = False, None
     run.metrics.flush_step()  # discards values of the abandoned steps
+    run.note("rollback", reason=request.reason, path=str(request.path))
     if run.logging is not None:
         run.logging.finish("interrupted")  # restarted below, where they remove entries after the checkpoint
     data.close()  # its workers have read past the checkpoint's position

@@ -40,6 +40,8 @@ COMMANDS: dict[str, Command] = {
     "test": Command("trainwright.cli.fit:test", "run the test of a configuration file"),
     "predict": Command("trainwright.cli.fit:predict", "run the prediction of a configuration file"),
     "profile": Command("trainwright.cli.profile:profile", "train a few steps, and show where their time goes"),
+    "report": Command("trainwright.cli.reports.report:report", "write the curves and events of a run as one HTML file"),
+    "diff": Command("trainwright.cli.reports.run_diff:diff", "show what differs between two runs"),
     "data": Command("trainwright.cli.token_data:data", "tokenize texts for language models"),
     "migrate": Command("trainwright.cli.migration.migrate:migrate", "rewrite programs of Lightning and Accelerate"),
     "parity": Command("trainwright.cli.parity:parity", "compare strategies, step by step, on your task"),

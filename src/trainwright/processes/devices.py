@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -15,6 +16,9 @@ from trainwright.core.errors import ConfigurationError, MissingPackageError, unk
 from trainwright.core.host.device_types import DEVICE_TYPES, NAMED, advice, properties
 from trainwright.core.process import variable
 from trainwright.processes.launcher import set_variable
+
+if sys.platform != "win32":
+    import resource
 
 _TPUS = ("/dev/accel0", "/dev/vfio/0")
 ONECCL = "oneccl_bindings_for_pytorch"  # registers the backend "ccl" on import
@@ -146,6 +150,21 @@ def kernel_choice(
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         if benchmark is not None or deterministic:
             torch.backends.cudnn.benchmark = timed_before
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the largest amount of memory that this process has used, in bytes. Does not wait for the device.
+
+    On an accelerator it is what the allocator has given to tensors, on the CPU the resident memory of the process. None
+    if the device or the system does not count it.
+    """
+    if device.type == "cpu":
+        if sys.platform == "win32":
+            return None
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    counters = getattr(getattr(torch, device.type, None), "memory_stats", None)
+    return None if counters is None else counters(device).get("allocated_bytes.all.peak")
 
 
 class DistributedType(str, Enum):  # noqa: UP042 -- as text a member shows its class, as Accelerate's does

@@ -1,0 +1,233 @@
+"""Read the folder of a run: its record, curves and hyper-parameters.
+
+Curves come from files of the loggers: `metrics.csv`, `metrics.jsonl` or TensorBoard's event files. Folders without a
+record, such as Lightning's `lightning_logs/version_0`, have curves only.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainwright.core.errors import ConfigurationError, TrainwrightError, require_package
+from trainwright.loggers.run_record import RECORD_FILE
+
+STAGES = ("fit", "validate", "test", "predict")
+_EVENT_FILES = "events.out.tfevents.*"
+_OWN = frozenset({"step", "time", "epoch", "hp_metric"})  # the last is TensorBoard's placeholder
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class RunFileError(TrainwrightError):
+    """Raised for a file of a run that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Values of one metric, sorted by step.
+
+    Attributes:
+        steps: int64, shape [n].
+        values: float64, shape [n]; may contain NaN.
+    """
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class RunFiles:
+    """What the files of a run contain.
+
+    Attributes:
+        folder: folder of the record or, without one, of the curves.
+        curves: by metric name.
+        events: lines of the record in order, without those of `progress`.
+        progress: measurements at the log steps that the final weights come from, in order.
+        sources: files that were read.
+    """
+
+    folder: Path
+    curves: dict[str, Curve] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    progress: list[dict[str, Any]] = field(default_factory=list)
+    sources: list[Path] = field(default_factory=list)
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """The line of the last `fit`, or of the last stage if there is no fit; empty without a record."""
+        starts = [event for event in self.events if event["event"] in STAGES]
+        fits = [event for event in starts if event["event"] == "fit"]
+        return next(reversed(fits or starts), {})
+
+
+def read_run(path: str | Path) -> RunFiles:
+    """Read a run.
+
+    Args:
+        path: folder of a run, a folder above it (the newest run in it is read), or a file in the run's folder.
+
+    Raises:
+        ConfigurationError: `path` does not exist, or contains no run.
+        RunFileError: a file is damaged.
+    """
+    given = Path(path)
+    if not given.exists():
+        raise ConfigurationError(f"{given} does not exist. Pass the folder of a run, such as runs/version_0.")
+    top = given if given.is_dir() else given.parent
+    record = _newest(top, RECORD_FILE)
+    found = RunFiles(top if record is None else record.parent)
+    if record is not None:
+        _read_record(record, found)
+    folders = [found.folder / name for name in found.start.get("folders", {}).get("logs", [])]
+    for folder in dict.fromkeys(each.resolve() for each in (*folders, found.folder)):
+        if not found.curves:
+            _read_curves(folder, found)
+    if record is None and not found.curves:
+        below = [file for pattern in _READERS if (file := _newest(top, pattern)) is not None]
+        if not below:
+            raise ConfigurationError(
+                f"{given} is not the folder of a run, and has none below it: there is no {RECORD_FILE}, metrics.csv, "
+                "metrics.jsonl or event file of TensorBoard."
+            )
+        found.folder = max(below, key=lambda file: file.stat().st_mtime).parent
+        _read_curves(found.folder, found)
+    return found
+
+
+def _newest(top: Path, pattern: str) -> Path | None:
+    """Return the newest file of a name in a folder, or else in the folders below it."""
+    here = [*top.glob(pattern)] or [*top.rglob(pattern)]
+    return max(here, key=lambda file: (file.stat().st_mtime, file.name), default=None)
+
+
+def _read_record(path: Path, found: RunFiles) -> None:
+    found.sources.append(path)
+    for number, line in _json_lines(path):
+        if not isinstance(line, dict) or not {"event", "step", "time"} <= line.keys():
+            raise RunFileError(f"{path}, line {number}: not an event of a run's record.")
+        if line["event"] == "progress":
+            found.progress.append(line)
+            continue
+        if line["event"] == "fit":  # the steps from here on are run again
+            found.progress = [each for each in found.progress if each["step"] <= line["step"]]
+        found.events.append(line)
+
+
+def _read_curves(folder: Path, found: RunFiles) -> None:
+    """Read the curves in a folder, from the first kind of file that is there."""
+    for pattern, read in _READERS.items():
+        files = sorted(folder.glob(pattern))
+        points: dict[str, list[tuple[int, float]]] = {}
+        for file in files:
+            read(file, points)
+        if points:
+            found.sources += files
+            found.curves = {name: _curve(values) for name, values in sorted(points.items())}
+            return
+
+
+def _curve(points: list[tuple[int, float]]) -> Curve:
+    table = np.array(points, dtype=np.float64).reshape(-1, 2)
+    order = np.argsort(table[:, 0], kind="stable")
+    return Curve(table[order, 0].astype(np.int64), table[order, 1])
+
+
+def _read_csv(path: Path, points: dict[str, list[tuple[int, float]]]) -> None:
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = csv.reader(line for line in file if line.endswith("\n"))
+        names = next(rows, [])
+        if "step" not in names:
+            raise RunFileError(f"{path}: the first line has no column 'step', so this is not a log of a run.")
+        at = names.index("step")
+        wanted = [(i, points.setdefault(name, [])) for i, name in enumerate(names) if name not in _OWN]
+        for number, row in enumerate(rows, start=2):
+            try:
+                step = int(float(row[at]))
+                for i, values in wanted:
+                    if i < len(row) and row[i]:
+                        values.append((step, float(row[i])))
+            except (ValueError, IndexError) as error:
+                raise RunFileError(f"{path}, line {number}: {error}. The file is damaged.") from None
+
+
+def _read_jsonl(path: Path, points: dict[str, list[tuple[int, float]]]) -> None:
+    for number, line in _json_lines(path):
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise RunFileError(f"{path}, line {number}: expected an object with the key 'step'.")
+        for name, value in line.items():
+            value = _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+            if name not in _OWN and isinstance(value, (int, float)):
+                points.setdefault(name, []).append((line["step"], float(value)))
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each line; a last line without its end was truncated by a crash."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith("\n"):
+                try:
+                    yield number, json.loads(line)
+                except ValueError as error:
+                    raise RunFileError(f"{path}, line {number}: {error}. The file is damaged.") from None
+
+
+def _read_events(path: Path, points: dict[str, list[tuple[int, float]]]) -> None:
+    """Read the scalars of an event file. A restart mark removes what was logged from its step on."""
+    protos = require_package("tensorboard.compat.proto.event_pb2", purpose="reading event files", install="tensorboard")
+    for event in _records(path, protos.Event):
+        if event.session_log.status == protos.SessionLog.START and event.HasField("session_log"):
+            for name, values in points.items():
+                points[name] = [point for point in values if point[0] < event.step]
+        for value in event.summary.value:
+            if value.tag in _OWN:
+                continue
+            if value.HasField("simple_value"):
+                points.setdefault(value.tag, []).append((event.step, value.simple_value))
+            elif value.HasField("tensor") and len(value.tensor.float_val) == 1:
+                points.setdefault(value.tag, []).append((event.step, value.tensor.float_val[0]))
+
+
+def _records(path: Path, kind: Any) -> Iterator[Any]:
+    """Yield the events of a file in TensorFlow's record format, up to one that a crash has truncated.
+
+    Format: `tensorflow/core/lib/io/record_writer.h`: length (uint64), its checksum (uint32), data, their checksum.
+    """
+    checksums = require_package(
+        "tensorboard.compat.tensorflow_stub.pywrap_tensorflow", purpose="reading event files", install="tensorboard"
+    )
+    with open(path, "rb") as file:
+        while len(header := file.read(12)) == 12:
+            length, checksum = struct.unpack("<QI", header)
+            if checksum != checksums.masked_crc32c(header[:8]):
+                raise RunFileError(f"{path}, byte {file.tell() - 12}: a checksum does not match. The file is damaged.")
+            data = file.read(length + 4)
+            if len(data) < length + 4:
+                return
+            try:
+                yield kind.FromString(data[:-4])
+            except Exception as error:  # noqa: BLE001  # DecodeError of protobuf, which may have several versions
+                raise RunFileError(f"{path}, byte {file.tell()}: {error}. The file is damaged.") from None
+
+
+_READERS = {"metrics.csv": _read_csv, "metrics.jsonl": _read_jsonl, _EVENT_FILES: _read_events}
+
+
+def times_of(run: RunFiles) -> tuple[list[int], list[float]]:
+    """Return steps and their times in seconds since the first event, both increasing; empty without a record."""
+    points: dict[int, float] = {}
+    lines: list[Mapping[str, Any]] = [*(event for event in run.events if event["event"] == "fit"), *run.progress]
+    for line in lines:
+        points[line["step"]] = max(line["time"], points.get(line["step"], 0.0))
+    first = min(points.values(), default=0.0)
+    steps = sorted(points)
+    return steps, [points[step] - first for step in steps]

@@ -1,0 +1,197 @@
+"""`trainwright report`: a run as one HTML file."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks import ModelCheckpoint
+from trainwright.cli.main import main
+from trainwright.cli.reports.report import page
+from trainwright.cli.reports.run_files import RunFileError, read_run
+from trainwright.loggers.csv_logger import CSVLogger
+from trainwright.loggers.jsonl_logger import JSONLinesLogger
+from trainwright.loggers.tensorboard_logger import TensorBoardLogger
+
+
+def _train(root: Path, logger: Any) -> None:
+    trainer = quiet_trainer(
+        max_epochs=2,
+        log_every_n_steps=1,
+        logger=logger,
+        default_root_dir=root,
+        callbacks=[ModelCheckpoint(monitor="val_loss")],
+    )
+    trainer.fit(RegressionTask(), regression_loader(8, 2), regression_loader(4, 2))
+
+
+def _content(html: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found is not None
+    content: dict[str, Any] = json.loads(found[1])
+    return content
+
+
+def _unpacked(text: str, dtype: str) -> np.ndarray[Any, Any]:
+    shuffled = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
+    values = shuffled.reshape(4, -1).T.copy().view(dtype).ravel()
+    return values.cumsum() if dtype == "<i4" else values
+
+
+@pytest.mark.parametrize("logger_class", [CSVLogger, JSONLinesLogger, TensorBoardLogger])
+def test_the_curves_of_each_logger_are_read(tmp_path: Path, logger_class: type[Any]) -> None:
+    _train(tmp_path, [logger_class(tmp_path, version=0)])
+    run = read_run(tmp_path)
+    assert sorted(run.curves) == ["train_loss", "val_loss"]
+    assert run.curves["train_loss"].steps.tolist() == list(range(8))
+    assert run.curves["val_loss"].steps.tolist() == [3, 7]
+    assert np.isfinite(run.curves["train_loss"].values).all()
+    assert [line["step"] for line in run.progress] == list(range(1, 9))
+    assert run.start["strategy"] == "SingleDeviceStrategy()"
+
+
+def test_a_report_is_one_file_with_the_curves_events_checkpoints_and_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _train(tmp_path, [CSVLogger(tmp_path, version=0)])
+    assert main(["report", str(tmp_path)]) == 0
+    file = Path(capsys.readouterr().out.strip())
+    assert file == tmp_path / "trainwright_logs/version_0/report.html"
+    html = file.read_text()
+    assert not re.search(r'(src|href)="', html)  # needs no network
+    content = _content(html)
+    loss = content["charts"][0]
+    assert loss["title"] == "loss"
+    assert [series["name"] for series in loss["series"]] == ["train_loss", "val_loss"]
+    expected = read_run(tmp_path).curves["train_loss"]
+    assert _unpacked(loss["series"][0]["steps"], "<i4").tolist() == expected.steps.tolist()
+    np.testing.assert_allclose(_unpacked(loss["series"][0]["values"], "<f4"), expected.values, rtol=1e-4)
+    titles = [chart["title"] for chart in content["charts"]]
+    assert titles[1:] == [
+        "Learning rate",
+        "Peak memory of the main process in GiB",
+        "Throughput in samples per second",
+    ]
+    kinds = {event["kind"] for event in content["events"]}
+    assert kinds == {"fit", "validation", "save", "end"}
+    tables = {table["title"]: table["rows"] for table in content["tables"]}
+    assert [row[1:] for row in tables["Checkpoints"]][-1][-1] == "yes"
+    assert any(row[0].endswith("(best)") for row in tables["Checkpoints"])
+    assert ["max_epochs", "2"] in tables["Settings other than the defaults"]
+    assert not any(row[0] == "seed" for row in tables["Settings other than the defaults"])
+
+
+def test_a_name_cannot_end_the_data_of_the_page(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,</script><b>\n0,1\n1,2\n")
+    content = _content(page(read_run(tmp_path)))
+    assert content["charts"][0]["title"] == "</script><b>"
+
+
+def test_values_that_are_not_finite_are_events(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,loss\n0,1\n1,nan\n2,inf\n3,2\n")
+    content = _content(page(read_run(tmp_path)))
+    assert [(event["kind"], event["step"]) for event in content["events"]] == [("not finite", 1), ("not finite", 2)]
+
+
+def test_a_restart_mark_of_tensorboard_removes_later_values(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, version=0)
+    for step in range(4):
+        logger.log_metrics({"loss": float(step)}, step)
+    logger.remove_from(2)
+    logger.log_metrics({"loss": 10.0}, 2)
+    logger.finish("success")
+    assert read_run(tmp_path).curves["loss"].values.tolist() == [0.0, 1.0, 10.0]
+
+
+def test_the_newest_run_in_a_folder_is_read(tmp_path: Path) -> None:
+    for version in range(2):
+        _train(tmp_path, [CSVLogger(tmp_path, version=version)])
+    assert read_run(tmp_path).folder.name == "version_1"
+
+
+def test_the_progress_of_abandoned_steps_is_left_out(tmp_path: Path) -> None:
+    lines = [("fit", 0), ("progress", 2), ("progress", 4), ("fit", 3), ("progress", 5)]
+    text = "".join(json.dumps({"event": event, "step": step, "time": 1.0}) + "\n" for event, step in lines)
+    (tmp_path / "run.jsonl").write_text(text)
+    assert [line["step"] for line in read_run(tmp_path).progress] == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("metrics.csv", "step,loss\n0,1\n1,x\n", r"metrics.csv, line 3: .*'x'"),
+        ("metrics.csv", "a,b\n0,1\n", "no column 'step'"),
+        ("metrics.jsonl", '{"step": 0, "loss": 1}\n{"step"\n', r"metrics.jsonl, line 2"),
+        ("run.jsonl", '{"event": "fit"}\n', r"run.jsonl, line 1: not an event"),
+        ("events.out.tfevents.1", "x" * 40, r"events.out.tfevents.1, byte 0: a checksum"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RunFileError, match=message):
+        read_run(tmp_path)
+
+
+def test_a_folder_without_a_run_is_an_error_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "has none below it" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "absent")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.requires("program:chromium", reason="a real browser")
+@pytest.mark.requires("playwright", reason="it drives the browser")
+def test_a_report_of_a_million_points_opens_and_pans_in_a_browser(tmp_path: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    values = np.random.default_rng(0).normal(size=(100_000, 10))
+    names = ",".join(f"train_{i}" for i in range(10))
+    np.savetxt(
+        tmp_path / "metrics.csv",
+        np.column_stack([np.arange(len(values)), values]),
+        fmt="%.8g",
+        delimiter=",",
+        header=f"step,{names}",
+        comments="",
+    )
+    assert main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").stat().st_size <= 5 * 10**6
+    errors: list[str] = []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            tab = browser.new_page(color_scheme=scheme, viewport={"width": 1360, "height": 1000})
+            tab.on("pageerror", lambda error: errors.append(str(error)))
+            tab.goto(f"file://{tmp_path / 'report.html'}")
+            tab.wait_for_selector(".uplot", timeout=20_000)
+            assert tab.evaluate("document.documentElement.classList.contains('dark')") == (scheme == "dark")
+            box = tab.locator(".u-over").first.bounding_box()
+            assert box is not None
+            tab.keyboard.down("Control")
+            tab.mouse.move(box["x"] + 200, box["y"] + 50)
+            tab.mouse.wheel(0, -400)
+            tab.keyboard.up("Control")
+            low, high = tab.evaluate("bounds")
+            assert 0 < low < high < 99_999
+            tab.keyboard.down("Shift")
+            tab.mouse.down()
+            tab.mouse.move(box["x"] + 260, box["y"] + 50)
+            tab.mouse.up()
+            moved = tab.evaluate("bounds")
+            assert moved[0] < low
+            assert moved[1] - moved[0] == pytest.approx(high - low)
+        browser.close()
+    assert not errors

@@ -1,0 +1,130 @@
+"""The record of a run: its events in `run.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from trainwright.callbacks import ModelCheckpoint
+from trainwright.core.errors import TrainwrightWarning
+from trainwright.loggers.csv_logger import CSVLogger
+from trainwright.loggers.run_record import RunRecord, code_version
+
+
+def _trainer(root: Path, **options: Any) -> Any:
+    given = {"logger": CSVLogger(root, version=0), "default_root_dir": root, "log_every_n_steps": 2, **options}
+    return quiet_trainer(**given)
+
+
+def _events(root: Path) -> list[dict[str, Any]]:
+    text = (root / "trainwright_logs/version_0/run.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_fit_records_its_start_progress_validations_saves_and_end(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(monitor="val_loss", save_top_k=-1)
+    trainer = _trainer(tmp_path, max_epochs=2, gradient_clip_val=1.0, callbacks=[saver], async_save=False)
+    trainer.fit(RegressionTask(lr=0.1), regression_loader(8, 2), regression_loader(4, 2))
+    events = _events(tmp_path)
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("fit", 0),
+        ("progress", 2),
+        ("validation", 4),
+        ("progress", 4),
+        ("save", 4),
+        ("progress", 6),
+        ("validation", 8),
+        ("progress", 8),
+        ("save", 8),
+        ("end", 8),
+    ]
+    start, progress = events[0], events[1]
+    assert start["task"] == "RegressionTask"
+    assert start["parameters"] == 49
+    assert start["settings"]["max_epochs"] == 2
+    assert start["folders"] == {"logs": ["."], "checkpoints": "../../checkpoints"}
+    assert progress["lr"] == [0.1]
+    assert progress["samples"] == 4
+    assert progress["grad_norm"] > 0
+    assert progress["memory"] > 2**20
+    saves = [event for event in events if event["event"] == "save"]
+    assert [save["of_step"] for save in saves] == [4, 8]
+    folder = tmp_path / "checkpoints" / saves[-1]["name"]
+    on_disk = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and file.name != "manifest.json")
+    assert saves[-1]["bytes"] == on_disk
+    assert events[-1]["status"] == "success"
+
+
+class _Spoilt(RegressionTask):
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch) * (float("nan") if batch_idx == 1 else 1.0)
+
+
+def test_a_skipped_step_is_recorded(tmp_path: Path) -> None:
+    with pytest.warns(TrainwrightWarning, match="it is skipped"):
+        _trainer(tmp_path, max_epochs=1, on_nonfinite="skip").fit(_Spoilt(), regression_loader(4))
+    (skipped,) = [event for event in _events(tmp_path) if event["event"] == "skipped"]
+    assert (skipped["step"], skipped["first_batch"]) == (1, 1)
+    assert "NaN" in skipped["reason"] or "nan" in skipped["reason"]
+
+
+def test_an_error_is_recorded(tmp_path: Path) -> None:
+    class Broken(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            raise ValueError("no such batch")
+
+    with pytest.raises(ValueError, match="no such batch"):
+        _trainer(tmp_path, max_epochs=1).fit(Broken(), regression_loader(4))
+    events = _events(tmp_path)
+    assert [(event["event"], event.get("type"), event.get("status")) for event in events[1:]] == [
+        ("error", "ValueError", None),
+        ("end", None, "failed"),
+    ]
+
+
+def test_a_resumed_run_continues_the_record(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(save_last=True)
+    _trainer(tmp_path, max_steps=2, callbacks=[saver]).fit(RegressionTask(), regression_loader(8))
+    trainer = _trainer(tmp_path, max_steps=4, callbacks=[ModelCheckpoint(save_last=True)])
+    trainer.fit(RegressionTask(), regression_loader(8), ckpt_path="last")
+    starts = [event for event in _events(tmp_path) if event["event"] == "fit"]
+    assert [start["step"] for start in starts] == [0, 2]
+    assert starts[0]["resumed_from"] is None
+    assert Path(starts[1]["resumed_from"]).parent.name == "checkpoints"
+    assert starts[0]["run_id"] == starts[1]["run_id"]
+
+
+def test_without_a_logger_nothing_is_recorded(tmp_path: Path) -> None:
+    _trainer(tmp_path, max_steps=2, logger=False).fit(RegressionTask(), regression_loader(8))
+    assert not list(tmp_path.rglob("run.jsonl"))
+
+
+def test_an_error_of_the_disk_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.warns(TrainwrightWarning, match="cannot be written"):
+        RunRecord(tmp_path / "file").add("fit", 0, {})
+
+
+def test_a_code_version_is_the_commit_and_a_hash_of_the_changes(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "task.py").write_text("a = 1\n")
+    git("add", "task.py")
+    git("commit", "-q", "-m", "first")
+    assert code_version(tmp_path) == {"commit": git("rev-parse", "HEAD")}
+    code_version.cache_clear()
+    (tmp_path / "task.py").write_text("a = 2\n")
+    changed = code_version(tmp_path)
+    assert changed is not None
+    assert len(changed["changes"]) == 16
+    assert code_version(Path("/")) is None
