@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "validate": Command("trainwright.cli.fit:validate", "run the validation of a configuration file"),
     "test": Command("trainwright.cli.fit:test", "run the test of a configuration file"),
     "predict": Command("trainwright.cli.fit:predict", "run the prediction of a configuration file"),
+    "plan": Command("trainwright.cli.plan:plan", "show what fit will do, without training"),
     "profile": Command("trainwright.cli.profile:profile", "train a few steps, and show where their time goes"),
     "data": Command("trainwright.cli.token_data:data", "tokenize texts for language models"),
     "migrate": Command("trainwright.cli.migration.migrate:migrate", "rewrite programs of Lightning and Accelerate"),
