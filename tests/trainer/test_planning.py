@@ -76,11 +76,12 @@ def test_a_plan_of_ddp_with_two_processes() -> None:
 
 
 def test_a_plan_of_fsdp_with_two_processes() -> None:
-    trainer = quiet_trainer(devices=2, strategy=FSDPStrategy(auto_wrap_policy={Block}), precision="bf16-mixed")
-    plan = trainer.plan(Blocks(), batches(2))
+    strategy = FSDPStrategy(auto_wrap_policy={Block}, weights_after_stage="all")
+    task = Blocks().requires_grad_(True)
+    plan = quiet_trainer(devices=2, strategy=strategy, precision="bf16-mixed").plan(task, batches(2))
     assert plan.processes["mesh"] == {"dp_shard": 2}
-    assert plan.strategy["options"] == {"auto_wrap_policy": ["Block"]}
-    assert (plan.strategy["units"], plan.strategy["unit_classes"]) == (2, ["Block"])
+    assert plan.strategy["options"] == {"auto_wrap_policy": ["Block"], "weights_after_stage": "all"}
+    assert (plan.strategy["units"], plan.strategy["unit_classes"]) == (3, ["Block"])
     names = ("parameters", "computation", "reduction", "optimizer_state")
     assert [plan.precision[name] for name in names] == ["float32", "bfloat16", "float32", "float32"]
     assert isinstance(plan.memory["forecast_bytes"], int)
