@@ -54,12 +54,20 @@ def test_a_plan_of_one_process() -> None:
     plan = quiet_trainer(max_epochs=3, max_steps=20).plan(RegressionTask(), regression_loader(18, 4))
     assert (plan.strategy["name"], plan.processes["count"], plan.processes["mesh"]) == ("SingleDeviceStrategy", 1, {})
     assert plan.parameters == {
-        **{"total": 49, "trainable": 49, "frozen": 0},
-        **{"total_per_device": 49, "trainable_per_device": 49, "frozen_per_device": 0},
+        "total": 49,
+        "trainable": 49,
+        "frozen": 0,
+        "total_per_device": 49,
+        "trainable_per_device": 49,
+        "frozen_per_device": 0,
     }
     assert plan.data == {
-        **{"micro_batch": 4, "accumulate_grad_batches": 1, "global_batch": 4},
-        **{"steps_per_epoch": 5, "total_steps": 15, "other_limits": []},
+        "micro_batch": 4,
+        "accumulate_grad_batches": 1,
+        "global_batch": 4,
+        "steps_per_epoch": 5,
+        "total_steps": 15,
+        "other_limits": [],
     }
     assert plan.precision["reduction"] == "none"
     assert plan.memory["forecast_bytes"] == 4 * (49 + 2 * 49 + 49 + 2 * 32)  # two temporary copies of the largest
