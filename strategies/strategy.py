@@ -6,7 +6,11 @@ import contextlib
 import copy
 import datetime
 import inspect
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import nn
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
@@ -17,6 +21,31 @@ from trainwright.processes.process_group import DEFAULT_TIMEOUT, Processes, Proc
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.mesh import MeshShape
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The distribution of a model over the ranks of a run, as far as it is known before the run.
+
+    Attributes:
+        mesh: Number of ranks along each axis.
+        units: Modules that are sharded or offloaded separately.
+        shards: Number of ranks over which each parameter is divided along its first dimension. 1: every rank holds full
+            parameters. None: parameters are placed in another way.
+        param_dtype: Data type of gathered parameters. None: that of the stored parameters.
+        reduce_dtype: Data type in which gradients are averaged. None: that of the gradients.
+        reduces: False if the data type of the average is not known.
+        peak: The strategy's name in `rank_peaks`. None: there is no estimate.
+    """
+
+    mesh: MeshShape
+    units: tuple[nn.Module, ...] = ()
+    shards: int | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reduces: bool = False
+    peak: str | None = None
 
 
 class Strategy:
@@ -82,6 +111,19 @@ class Strategy:
             ConfigurationError: The engine cannot train it.
         """
 
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+        """Return how a run distributes a built task, on any device. None leaves out the units.
+
+        Raises:
+            ConfigurationError: The engine cannot train it.
+        """
+        return Outline(MeshShape(dp_replicate=settings.num_processes))
+
+    @property
+    def passed_arguments(self) -> dict[str, Any]:
+        """The arguments that were passed to the constructor."""
+        return dict(self._given)
+
     def engine(self, settings: EngineSettings) -> Engine:
         """Create an engine with these settings. It uses devices and processes only after `Engine.start`."""
         return Engine(self, settings)
@@ -124,6 +166,9 @@ class Strategy:
 
 class SingleDeviceStrategy(Strategy):
     """Trains in this process on one device."""
+
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+        return replace(super().outline(task, settings), shards=1, peak="single")
 
 
 class DataParallel(Strategy):

@@ -1,7 +1,7 @@
 """Trainer: its arguments, the verbs, and what callbacks ask of it that is done at once.
 
 Each verb makes a `StageRun` (run.py). stage.py sets it up and tears it down, loop.py trains, evaluation.py evaluates.
-lightning_names.py has what can be read from a Trainer.
+lightning_names.py has what can be read from a Trainer, and planning/ the method `plan`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from trainwright.trainer.evaluation import Evaluation, Prediction
 from trainwright.trainer.history import History
 from trainwright.trainer.lightning_names import LightningNames
 from trainwright.trainer.loop import FitLoop
+from trainwright.trainer.planning.planner import Planner
 from trainwright.trainer.recovery import rollback
 from trainwright.trainer.recovery.preemption import listen
 from trainwright.trainer.run import StageRun
@@ -58,7 +59,7 @@ class Loop(Protocol):
 MakeLoop = Callable[[StageRun], Loop]
 
 
-class Trainer(LightningNames):
+class Trainer(Planner, LightningNames):
     """Trains, evaluates and predicts with a task. `trainwright launch` sets the defaults of `strategy`,
     `precision`, `accumulate_grad_batches` and `compile`.
 
@@ -192,8 +193,6 @@ class Trainer(LightningNames):
         self.run = StageRun(self, settings, self.history)
         if settings.preemption_grace_s is not None:
             listen(is_main=settings.selection.topology.rank == 0, requeue=settings.arguments.auto_requeue)
-
-    # The four stages
 
     @known_arguments(partial(refuse_of_verb, "fit"))
     def fit(

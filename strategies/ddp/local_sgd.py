@@ -32,7 +32,7 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.gradients import GradientClip, parameters_of, weights_of_one_rank, without_loss
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
-from trainwright.strategies.strategy import DataParallel, ParallelEngine
+from trainwright.strategies.strategy import DataParallel, Outline, ParallelEngine
 
 
 class LocalSGDStrategy(DataParallel):
@@ -77,6 +77,9 @@ class LocalSGDStrategy(DataParallel):
                 f"precision={settings.precision.name!r} skips steps whose gradients overflow, which would differ "
                 "between the ranks of LocalSGDStrategy. Use precision='bf16-mixed', or strategy='ddp'."
             )
+
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+        return replace(super().outline(task, settings), shards=1)
 
     def engine(self, settings: EngineSettings) -> Engine:
         return LocalSGDEngine(self, settings)

@@ -42,7 +42,7 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
-from trainwright.strategies.strategy import DataParallel, ParallelEngine
+from trainwright.strategies.strategy import DataParallel, Outline, ParallelEngine
 
 _REMOVED = {
     **OF_LIGHTNING,
@@ -123,6 +123,10 @@ class DDPStrategy(DataParallel):
                 "sync_batchnorm=True, but torch's SyncBatchNorm does not run on the CPU. Remove it, or use "
                 "GroupNorm or LayerNorm."
             )
+
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+        plain = self.comm_hook.hook in (None, "no") and self.comm_hook.wrapper in (None, "no")
+        return replace(super().outline(task, settings), shards=1, reduces=plain, peak="ddp")
 
     def engine(self, settings: EngineSettings) -> Engine:
         return DDPEngine(self, settings)

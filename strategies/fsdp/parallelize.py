@@ -108,6 +108,18 @@ def _example(unused: list[Any]) -> str:
     return ""
 
 
+def fsdp_precision(
+    precision: Precision, policy: MixedPrecisionPolicy | None, *, is_root: bool = False
+) -> MixedPrecisionPolicy:
+    """Return the policy of a unit or of the root: the user's `policy`, or else that of the precision."""
+    if policy is not None:
+        return policy
+    # The root does not cast inputs, so that targets keep their precision. Autocast casts where needed.
+    narrow = precision.autocast_dtype
+    wide = None if narrow is None else torch.float32
+    return MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide, cast_forward_inputs=not is_root)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
     """Options of `fully_shard` for units and for the root, which holds the other parameters.
@@ -144,12 +156,7 @@ class Sharding:
         ignored: Sequence[nn.Parameter] = (),
     ) -> None:
         """Shard the full parameters of a unit or of the root, except for those in `ignored`. Collective."""
-        policy = self.mixed_precision
-        if policy is None:
-            # The root does not cast inputs, so that targets keep their precision. Autocast casts where needed.
-            narrow = self.precision.autocast_dtype
-            wide = None if narrow is None else torch.float32
-            policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide, cast_forward_inputs=not is_root)
+        policy = fsdp_precision(self.precision, self.mixed_precision, is_root=is_root)
         offload: OffloadPolicy = OffloadPolicy()
         if self.cpu_offload:  # torch 2.13 pins memory only where an accelerator can read it
             offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")

@@ -62,7 +62,7 @@ from trainwright.strategies.fsdp.options import (
     recomputed_modules,
     sharding_strategy_name,
 )
-from trainwright.strategies.fsdp.parallelize import ParallelModel, Sharding, parallelize
+from trainwright.strategies.fsdp.parallelize import ParallelModel, Sharding, fsdp_precision, parallelize
 from trainwright.strategies.fsdp.recompute import Recomputed, SavePolicy
 from trainwright.strategies.fsdp.sharded_gradients import ShardedGradients
 from trainwright.strategies.fsdp.state import ShardedState, disable_foreach
@@ -71,7 +71,7 @@ from trainwright.strategies.shards import local_shard
 from trainwright.strategies.state import FullState, shard_like, state_dict_type_name
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import Step, StepParts
-from trainwright.strategies.strategy import DataParallel, ParallelEngine
+from trainwright.strategies.strategy import DataParallel, Outline, ParallelEngine
 from trainwright.strategies.units import (
     WrapPolicy,
     check_can_be_cut,
@@ -171,18 +171,10 @@ class FSDPStrategy(DataParallel):
     ) -> None:
         super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
         self.sharding_strategy = sharding_strategy_name(sharding_strategy)
-        check_arguments(
-            self.sharding_strategy,
-            device_mesh,
-            auto_wrap_policy,
-            min_num_params,
-            reshard_after_forward,
-            forward_prefetch,
-        )
-        self.device_mesh = device_mesh
-        self.auto_wrap_policy = auto_wrap_policy
-        self.min_num_params = min_num_params
-        self.reshard_after_forward = reshard_after_forward
+        wrapping = (auto_wrap_policy, min_num_params)
+        check_arguments(self.sharding_strategy, device_mesh, *wrapping, reshard_after_forward, forward_prefetch)
+        self.device_mesh, self.reshard_after_forward = device_mesh, reshard_after_forward
+        self.auto_wrap_policy, self.min_num_params = auto_wrap_policy, min_num_params
         self.mixed_precision = mixed_precision_policy(mixed_precision)
         self.cpu_offload = offload_flag(cpu_offload)
         self.activation_checkpointing = recomputed_modules(activation_checkpointing, activation_checkpointing_policy)
@@ -260,6 +252,15 @@ class FSDPStrategy(DataParallel):
             check_experts(task, self.ep, shape.dp_shard * shape.cp)
         if shape.tp > 1:
             check_plan(task, self.tensor_parallel_plan, shape.lengths)
+
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+        shape, policy = self.mesh_shape(settings), fsdp_precision(settings.precision, self.mixed_precision)
+        by_rows = shape.tp == shape.pp == self.ep == 1 and not self.cpu_offload
+        shards = shape.dp_shard * shape.cp if by_rows else None
+        by_unit = self.reshard_after_forward is None and self.sharding_strategy in RESHARDING
+        units = () if task is None else tuple(find_units(task, self.auto_wrap_policy, self.min_num_params))
+        peak = "fsdp" if by_rows and by_unit else None
+        return Outline(shape, units, shards, policy.param_dtype, policy.reduce_dtype, reduces=True, peak=peak)
 
     def engine(self, settings: EngineSettings) -> Engine:
         return FSDPEngine(self, settings)

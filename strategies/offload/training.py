@@ -6,6 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from trainwright.strategies.offload.host_storage import PLACES, HostStorage
 from trainwright.strategies.offload.step import OffloadStep, can_be_split, portions_of, step_in_portions
 from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.steps.step import Step, StepParts
-from trainwright.strategies.strategy import Strategy
+from trainwright.strategies.strategy import Outline, Strategy
 from trainwright.strategies.units import WrapPolicy, find_units
 
 _PARTS = 16  # by default, a unit has at least 1/16 of the parameters
@@ -102,6 +103,18 @@ class OffloadStrategy(Strategy):
             )
         super().check(settings)
 
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+        units = () if task is None else tuple(self.units(task))
+        return replace(super().outline(task, settings), units=units, peak="offload")
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules that are copied to the device one after the other."""
+        units = find_units(model, self.auto_wrap_policy, self.min_num_params)
+        if not units and self.auto_wrap_policy is None and self.min_num_params is None:
+            total = sum(parameter.numel() for parameter in model.parameters())
+            units = find_units(model, None, max(1, total // _PARTS))
+        return units
+
     def engine(self, settings: EngineSettings) -> Engine:
         return OffloadEngine(self, settings)
 
@@ -154,10 +167,7 @@ class OffloadEngine(Engine):
         )  # fmt: skip
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
-        units = find_units(model, self.strategy.auto_wrap_policy, self.strategy.min_num_params)
-        if not units and self.strategy.auto_wrap_policy is None and self.strategy.min_num_params is None:
-            total = sum(parameter.numel() for parameter in model.parameters())
-            units = find_units(model, None, max(1, total // _PARTS))
+        units = self.strategy.units(model)
         if not units:
             warnings.warn(
                 f"{type(model).__name__} has no units to stream, so that all of its parameters are on the device "

@@ -23,7 +23,7 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.step import Step, StepParts
-from trainwright.strategies.strategy import Strategy
+from trainwright.strategies.strategy import Outline, Strategy
 
 _WARM_UP = 2  # optimizer steps: the first one creates the optimizer's state
 _MOST_WARNINGS = 5
@@ -73,6 +73,9 @@ class XLAStrategy(Strategy):
                 f"precision={settings.precision.name!r} is not supported by {self!r}: XLA devices compute in bfloat16. "
                 "Use precision='bf16-mixed' or 'bf16-true'."
             )
+
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+        return replace(super().outline(task, settings), shards=1 if self.spmd is None else None)
 
     def engine(self, settings: EngineSettings) -> Engine:
         return XLAEngine(self, settings)

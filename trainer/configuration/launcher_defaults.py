@@ -6,12 +6,30 @@ import warnings
 from dataclasses import replace
 
 from trainwright.core.errors import TrainwrightWarning
-from trainwright.core.process import detect
+from trainwright.core.names.kwargs_handler import as_flag, read_variable
+from trainwright.core.process import detect, variable
 from trainwright.strategies.launched import TorchDynamoPlugin, read_launched
-from trainwright.strategies.select import choose_for_loop
+from trainwright.strategies.select import ENGINE_VARIABLES, choose_for_loop
 from trainwright.trainer.configuration.arguments import TrainerArguments
 
 _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
+
+_VARIABLES = {
+    "precision": "ACCELERATE_MIXED_PRECISION",
+    "accumulate_grad_batches": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "accelerator": "ACCELERATE_USE_CPU",
+    "compile": "ACCELERATE_DYNAMO_BACKEND",
+}
+
+
+def variable_of(name: str) -> str | None:
+    """Return the environment variable that sets the default of an argument, or None if there is none."""
+    engine = next((each for each in ENGINE_VARIABLES if read_variable(each, as_flag)), None)
+    own = _VARIABLES.get(name)
+    if own is not None and variable(own):
+        return own
+    # The configuration of an engine may set these, too.
+    return engine if name in ("strategy", "precision", "accumulate_grad_batches") else None
 
 
 def with_launched(arguments: TrainerArguments) -> TrainerArguments:

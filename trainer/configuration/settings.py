@@ -266,7 +266,8 @@ class Settings:
     """The checked settings of a Trainer.
 
     Attributes:
-        arguments: the arguments, with the values that `fast_dev_run` and `barebones` override.
+        given: the arguments, before environment variables, `fast_dev_run` and `barebones` change some of them.
+        arguments: the arguments, with the values that these set.
         selection: the strategy, its settings and its launcher.
         limits: limits of `fit`.
         clip: gradient clipping, or None.
@@ -282,6 +283,7 @@ class Settings:
         preemption_grace_s: seconds from a signal to the end of the process; None ignores signals.
     """
 
+    given: TrainerArguments
     arguments: TrainerArguments
     selection: Selection
     limits: Limits
@@ -311,6 +313,7 @@ def configure(arguments: TrainerArguments) -> Settings:
         ConfigurationError: an argument is invalid.
     """
     check_plain_arguments(arguments)
+    given = arguments
     arguments = with_launched(arguments)
     dev_batches = int(arguments.fast_dev_run)
     quiet = bool(dev_batches) or arguments.barebones
@@ -320,15 +323,7 @@ def configure(arguments: TrainerArguments) -> Settings:
         arguments = _with_barebones(arguments)
     clip = GradientClip.parse(arguments.gradient_clip_val, arguments.gradient_clip_algorithm)
     selection = _select(arguments, clip)
-    limits = parse_limits(
-        max_epochs=arguments.max_epochs,
-        max_steps=dev_batches * arguments.accumulate_grad_batches if dev_batches else arguments.max_steps,
-        max_time=arguments.max_time,
-        max_samples=arguments.max_samples,
-        max_tokens=arguments.max_tokens,
-        min_epochs=arguments.min_epochs,
-        min_steps=arguments.min_steps,
-    )
+    limits = limits_of(arguments)
     interval = parse_validation_interval(arguments.val_check_interval)
     overfit = arguments.overfit_batches
     limit_batches = {
@@ -343,6 +338,7 @@ def configure(arguments: TrainerArguments) -> Settings:
     loggers = resolve_loggers(arguments.logger if arguments.logger is not None else True, root)
     check_graphs(loggers, selection)
     return Settings(
+        given=given,
         arguments=arguments,
         selection=selection,
         limits=limits,
@@ -357,6 +353,20 @@ def configure(arguments: TrainerArguments) -> Settings:
         log_every_n_steps=arguments.log_every_n_steps or 50,
         num_sanity_val_steps=2 if arguments.num_sanity_val_steps is None else arguments.num_sanity_val_steps,
         preemption_grace_s=parse_grace(arguments.preemption_grace),
+    )
+
+
+def limits_of(arguments: TrainerArguments) -> Limits:
+    """Return the limits of a fit with these arguments."""
+    dev_batches = int(arguments.fast_dev_run)
+    return parse_limits(
+        max_epochs=arguments.max_epochs,
+        max_steps=dev_batches * arguments.accumulate_grad_batches if dev_batches else arguments.max_steps,
+        max_time=arguments.max_time,
+        max_samples=arguments.max_samples,
+        max_tokens=arguments.max_tokens,
+        min_epochs=arguments.min_epochs,
+        min_steps=arguments.min_steps,
     )
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainwright.core.run import Stage
 
 PREDICTIONS_NAME = "predictions.safetensors"
-_LOADING = ("on_damaged", "allow_missing", "strict", "load_weights_only")  # arguments of `Trainer.fit`
+LOADING = ("on_damaged", "allow_missing", "strict", "load_weights_only")  # arguments of `Trainer.fit`
 
 
 def run_stage(stage: Stage, argv: Sequence[str]) -> int:
@@ -43,7 +43,7 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
         0, or 130 if the run was ended by Ctrl-C.
     """
     parser, settings = read_settings(stage, read_command_line(argv))
-    _check_checkpoint(settings.ckpt_path)
+    check_checkpoint(settings.ckpt_path)
     if settings.seed_everything is not None:
         from trainwright.core.rng import seed_everything
 
@@ -55,7 +55,7 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
     if stage == "predict":
         _predict(built, settings)
     else:
-        loading = {name: settings[name] for name in _LOADING} if stage == "fit" else {}
+        loading = {name: settings[name] for name in LOADING} if stage == "fit" else {}
         getattr(trainer, stage)(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, **loading)
     return INTERRUPTED if trainer.interrupted else 0
 
@@ -73,10 +73,10 @@ def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any
         sys.path.insert(0, here)
     config = {**(defaults or {}), **read_configs(line.configs)}
     if stage != "fit":  # the same file serves every stage
-        for name in _LOADING:
+        for name in LOADING:
             config.pop(name, None)
     parser = build_parser(stage)
-    settings = parse(parser, config, line, known=("seed_everything", "trainer", "task", "data", "ckpt_path", *_LOADING))
+    settings = parse(parser, config, line, known=("seed_everything", "trainer", "task", "data", "ckpt_path", *LOADING))
     for key in ("task", "data"):
         if key not in settings:
             settings[key] = None
@@ -141,7 +141,8 @@ def _add_loading(parser: ArgumentParser) -> None:
     parser.add_argument("--load_weights_only", type=bool, default=False, help="start at step 0 from the weights alone")
 
 
-def _check_checkpoint(ckpt_path: str | None) -> None:
+def check_checkpoint(ckpt_path: str | None) -> None:
+    """Raise a ConfigurationError if the path of a checkpoint does not exist."""
     if ckpt_path is None or ckpt_path in ("best", "last") or is_url(ckpt_path):
         return
     if not Path(ckpt_path).exists():

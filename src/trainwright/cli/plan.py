@@ -1,0 +1,76 @@
+"""`trainwright plan config.yaml`: print what a fit will do, without training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainwright.cli.configs.overrides import CommandLine
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Print the plan of a fit; see `trainwright plan --help`."""
+    from trainwright.cli.configs.overrides import read_command_line
+    from trainwright.cli.configs.parsing import build
+    from trainwright.cli.fit import LOADING, check_checkpoint, read_settings
+    from trainwright.core.process import detect
+    from trainwright.core.rng import seed_everything
+
+    wanted, rest = _parser().parse_known_args(argv)
+    configs = [rest.pop(0)] if rest and not rest[0].startswith("-") and "=" not in rest[0] else []
+    line = read_command_line(rest)
+    line.configs[:0] = map(Path, configs)
+    with redirect_stdout(sys.stderr if wanted.json else sys.stdout):  # a reader of the JSON gets nothing else
+        parser, settings = read_settings("fit", line)
+        check_checkpoint(settings.ckpt_path)
+        if settings.seed_everything is not None:
+            seed_everything(settings.seed_everything)
+        built = build(parser, settings)
+        loading = {name: settings[name] for name in LOADING}
+        found = built.trainer.plan(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, **loading)
+    sources = _sources(line)
+    named = {
+        name: replace(each, source=sources[name])
+        if name in sources and each.source in ("default", "argument")
+        else each
+        for name, each in found.settings.items()
+    }
+    found = replace(found, settings=named)
+    if detect(settings.trainer.get("launcher") or "auto").rank == 0:
+        print(json.dumps(found.to_dict(), indent=2) if wanted.json else found)
+    return 0
+
+
+def _sources(line: CommandLine) -> dict[str, str]:
+    """Return the file or `"command line"` for each argument of the Trainer that is set in one of them."""
+    from trainwright.cli.configs.overrides import read_configs
+
+    found: dict[str, str] = {}
+    for path in line.configs:
+        if path.is_file():  # the output of a command can be read only once
+            found |= dict.fromkeys(read_configs([path]).get("trainer") or {}, str(path))
+    for key, _ in line.assignments:
+        section, _, name = key.partition(".")
+        if section == "trainer" and name:
+            found[name.partition(".")[0].rstrip("+")] = "command line"
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trainwright plan",
+        usage="trainwright plan CONFIG [--json] [KEY=VALUE …]",
+        description="Print what `trainwright fit` will do: settings and where they come from, processes, precision, "
+        "parameters, memory and steps. Nothing is trained or written.",
+        epilog="CONFIG, or --config CONFIG, and all other options are those of `trainwright fit`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return parser

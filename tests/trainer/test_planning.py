@@ -1,0 +1,199 @@
+"""`Trainer.plan`: it predicts a fit from the Trainer's arguments, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.strategies.fsdp.sharded import Block, Blocks, batches
+from trainwright import ConfigurationError, DataModule, FSDPStrategy, Trainer
+from trainwright.callbacks.callback import Callback
+from trainwright.trainer.planning.plan import Plan
+
+
+class _Late(RegressionTask):
+    """Builds its layers in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        self.net = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1))
+        self.net[0].bias.requires_grad_(False)
+
+
+class _NeedsValues(RegressionTask):
+    def configure_model(self) -> None:
+        nn.Linear(2, 2).weight.sum().item()
+
+
+class _WithSetup(DataModule):
+    def setup(self, stage: str) -> None:
+        raise AssertionError("a plan calls no setup")
+
+    def train_dataloader(self) -> Any:
+        raise AssertionError("a plan reads no data before its setup")
+
+
+def _source(plan: Plan, name: str) -> tuple[Any, str]:
+    return plan.settings[name].value, plan.settings[name].source
+
+
+def test_a_plan_of_one_process() -> None:
+    plan = quiet_trainer(max_epochs=3, max_steps=20).plan(RegressionTask(), regression_loader(18, 4))
+    assert (plan.strategy["name"], plan.processes["count"], plan.processes["mesh"]) == ("SingleDeviceStrategy", 1, {})
+    assert plan.parameters == {
+        "total": 49,
+        "trainable": 49,
+        "frozen": 0,
+        "total_per_device": 49,
+        "trainable_per_device": 49,
+        "frozen_per_device": 0,
+    }
+    assert plan.data == {
+        "micro_batch": 4,
+        "accumulate_grad_batches": 1,
+        "global_batch": 4,
+        "steps_per_epoch": 5,
+        "total_steps": 15,
+        "other_limits": [],
+    }
+    assert plan.precision["reduction"] == "none"
+    assert plan.memory["forecast_bytes"] == 4 * (49 + 2 * 49 + 49 + 2 * 32)  # two temporary copies of the largest
+    assert "peak_bytes" not in plan.memory
+
+
+def test_a_plan_of_ddp_with_two_processes() -> None:
+    trainer = quiet_trainer(devices=2, strategy="ddp", accumulate_grad_batches=3, max_epochs=2)
+    plan = trainer.plan(RegressionTask(), regression_loader(32, 2))
+    assert (plan.processes["count"], plan.processes["started_by"]) == (2, "the Trainer")
+    assert (plan.processes["mesh"], plan.processes["data_ranks"]) == ({"dp_replicate": 2}, 2)
+    assert (plan.parameters["total"], plan.parameters["total_per_device"]) == (49, 49)
+    assert (plan.data["global_batch"], plan.data["steps_per_epoch"], plan.data["total_steps"]) == (12, 3, 6)
+
+
+def test_a_plan_of_fsdp_with_two_processes() -> None:
+    strategy = FSDPStrategy(auto_wrap_policy={Block}, weights_after_stage="all")
+    task = Blocks().requires_grad_(True)
+    plan = quiet_trainer(devices=2, strategy=strategy, precision="bf16-mixed").plan(task, batches(2))
+    assert plan.processes["mesh"] == {"dp_shard": 2}
+    assert plan.strategy["options"] == {"auto_wrap_policy": ["Block"], "weights_after_stage": "all"}
+    assert (plan.strategy["units"], plan.strategy["unit_classes"]) == (3, ["Block"])
+    names = ("parameters", "computation", "reduction", "optimizer_state")
+    assert [plan.precision[name] for name in names] == ["float32", "bfloat16", "float32", "float32"]
+    assert isinstance(plan.memory["forecast_bytes"], int)
+
+
+def _shard_sizes() -> tuple[int, int]:
+    """Return the numbers of parameters of rank 0's plan, and of this rank's shards in a fit."""
+    task, found = Blocks(), list[int]()
+
+    class Counts(Callback):
+        def on_train_start(self, trainer: Any, task: Any) -> None:
+            shards = [p.to_local() if isinstance(p, DTensor) else p for p in task.parameters()]
+            found.append(sum(shard.numel() for shard in shards))
+
+    trainer = quiet_trainer(devices="auto", strategy="fsdp", max_steps=1, callbacks=Counts())
+    plan = trainer.plan(task, batches(2))
+    trainer.fit(task, batches(2))
+    return plan.parameters["total_per_device"] or 0, found[0]
+
+
+@pytest.mark.distributed
+def test_the_parameters_of_a_device_are_those_of_a_run() -> None:
+    (planned, on_first), (_, on_second) = run_distributed(_shard_sizes, 2)
+    assert planned == on_first
+    assert on_first + on_second == sum(p.numel() for p in Blocks().parameters())
+
+
+def test_settings_name_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    trainer = quiet_trainer(min_steps=2)
+    trainer.max_epochs = 4
+    plan = trainer.plan(RegressionTask(), regression_loader())
+    assert _source(plan, "precision") == ("bf16-mixed", "ACCELERATE_MIXED_PRECISION")
+    assert _source(plan, "min_steps") == (2, "argument")
+    assert _source(plan, "max_epochs") == (4, "attribute")
+    assert _source(plan, "log_every_n_steps") == (50, "default")
+    plan = Trainer(accelerator="cpu", devices=1, fast_dev_run=2).plan(RegressionTask(), regression_loader())
+    assert _source(plan, "limit_train_batches") == (2, "fast_dev_run")
+    assert (plan.data["total_steps"], plan.loggers) == (2, [])
+
+
+def test_a_plan_is_data_for_json_without_secrets() -> None:
+    options = {"options": {"api_key": "s3cret", "mode": float("inf")}, "backend": "eager"}
+    trainer = quiet_trainer(compile=options)
+    plan = trainer.plan(RegressionTask(), regression_loader())
+    text = json.dumps(plan.to_dict(), allow_nan=False)
+    assert "s3cret" not in text
+    assert json.loads(text)["settings"]["compile"]["value"]["options"] == {"api_key": "hidden", "mode": "inf"}
+
+
+def test_the_text_has_a_table_for_each_part() -> None:
+    lines = str(quiet_trainer(max_epochs=2).plan(RegressionTask(), regression_loader())).splitlines()
+    titles = ["strategy:", "processes:", "precision:", "parameters:", "memory:", "data:", "callbacks:", "loggers:"]
+    assert [line for line in lines if line.endswith(":")] == [*titles, "settings:"]
+    assert ["max_epochs", "2", "argument"] in [line.split() for line in lines]
+
+
+def test_nothing_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    task, state = RegressionTask(), torch.get_rng_state()
+    before = weights_of(task)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="fsdp", max_epochs=1)
+    trainer.plan(task, regression_loader(8, 2, shuffle=True))
+    assert_equal_weights(weights_of(task), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not dist.is_initialized()
+    assert list(tmp_path.iterdir()) == []
+    assert task._run is None
+    assert trainer.state.step == 0
+
+
+def test_a_model_of_configure_model_is_built_as_a_copy() -> None:
+    task = _Late()
+    plan = quiet_trainer(devices=2, strategy="fsdp").plan(task, regression_loader())
+    assert list(task.parameters()) == []
+    assert (plan.parameters["total"], plan.parameters["trainable"], plan.parameters["frozen"]) == (43, 36, 7)
+    assert plan.parameters["total_per_device"] == 4 * 4 + 4 + 7 + 1  # the largest chunks of 7, 7, 1 and 1 rows
+    assert plan.memory["forecast_bytes"] is None
+    assert "forecast_bytes: there is no estimate for models with frozen parameters" in plan.notes
+
+
+def test_what_is_not_known_has_a_reason() -> None:
+    plan = quiet_trainer().plan(_NeedsValues(), datamodule=_WithSetup())
+    assert (plan.parameters["total"], plan.data["global_batch"], plan.data["total_steps"]) == (None, None, None)
+    assert "data: _WithSetup.setup runs only in the fit" in plan.notes
+    assert any("_NeedsValues.configure_model failed on the device 'meta'" in note for note in plan.notes)
+    assert ["total", "not", "known"] in [line.split() for line in str(plan).splitlines()]
+
+
+def test_errors_are_those_of_fit() -> None:
+    trainer = quiet_trainer(devices=2, strategy=FSDPStrategy(auto_wrap_policy="Blok"))
+    with pytest.raises(ConfigurationError) as of_fit:
+        trainer.fit(Blocks(), batches(2))
+    with pytest.raises(ConfigurationError) as of_plan:
+        trainer.plan(Blocks(), batches(2))
+    assert str(of_plan.value) == str(of_fit.value)
+    with pytest.raises(FileNotFoundError):
+        quiet_trainer().plan(RegressionTask(), regression_loader(), ckpt_path="missing")
+
+
+def test_after_a_fit_the_peak_is_measured() -> None:
+    task, trainer = RegressionTask(), quiet_trainer(max_steps=1)
+    trainer.fit(task, regression_loader())
+    plan = trainer.plan(task, regression_loader())
+    assert isinstance(plan.memory["peak_bytes"], int)
+    assert plan.memory["peak_bytes"] > 2**20
+    assert plan.memory["peak_of"] == "all host memory of this process since its start"

@@ -1,0 +1,1 @@
+"""Plans: what a fit will do, computed without training."""

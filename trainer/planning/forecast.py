@@ -1,0 +1,188 @@
+"""Numbers of parameters, memory and batches of a fit, computed before it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape
+from trainwright.bigmodels.weights.empty import init_empty_weights
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.signatures import overrides
+from trainwright.core.task import TaskModule
+from trainwright.data import DataModule, LoaderOptions, prepare_loader, resolve_limit
+from trainwright.strategies.precision import Precision
+from trainwright.strategies.strategy import Outline
+from trainwright.trainer.configuration.settings import Settings
+from trainwright.trainer.data import Sources
+
+
+def built_task(task: TaskModule, precision: Precision, notes: list[str]) -> TaskModule | None:
+    """Return the task with the result of `configure_model`: a copy on the device `meta`, if it defines this method.
+
+    Return None, and append a note, if the model cannot be built there.
+    """
+    name = type(task).__name__
+    if overrides(task, "setup", TaskModule):
+        notes.append(f"parameters: those that {name}.setup creates are not included")
+    if any(map(is_lazy, [*task.parameters(), *task.buffers()])):
+        notes.append("parameters: the shapes of lazy modules follow from the first batch")
+        return None
+    if not overrides(task, "configure_model", TaskModule):
+        return task
+    tensors = [*task.parameters(), *task.buffers()]
+    memo: dict[int, Any] = {id(each): each.detach().to("meta") for each in tensors}
+    memo |= {id(p): nn.Parameter(memo[id(p)], requires_grad=p.requires_grad) for p in task.parameters()}
+    for shared in (task._run, task._sink):
+        memo[id(shared)] = shared
+    try:
+        with init_empty_weights(), precision.default_dtype():
+            built = copy.deepcopy(task, memo)
+            built.configure_model()
+    except ConfigurationError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- a method that needs values or `setup` works in the fit
+        notes.append(f"parameters: {name}.configure_model failed on the device 'meta': {type(error).__name__}: {error}")
+        return None
+    return built
+
+
+def parameter_counts(task: nn.Module | None, shards: int | None) -> dict[str, int | None]:
+    """Return the numbers of all, trainable and frozen parameters, and those that the first rank stores."""
+    names = ("total", "trainable", "frozen")
+    found: dict[str, int | None] = dict.fromkeys((*names, *(f"{name}_per_device" for name in names)))
+    if task is None:
+        return found
+    parameters = list(task.parameters())
+    trainable = [p for p in parameters if p.requires_grad]
+    frozen = [p for p in parameters if not p.requires_grad]
+    for name, chosen in zip(names, (parameters, trainable, frozen), strict=True):
+        found[name] = sum(p.numel() for p in chosen)
+        if shards is not None:
+            found[f"{name}_per_device"] = sum(_of_first_rank(p, shards) for p in chosen)
+    return found
+
+
+def _of_first_rank(parameter: torch.Tensor, shards: int) -> int:
+    """Return the number of elements in the first of `shards` chunks of a tensor along its first dimension."""
+    if shards == 1 or not parameter.numel():
+        return parameter.numel()
+    rows = parameter.shape[0]
+    return math.ceil(rows / shards) * (parameter.numel() // rows)
+
+
+def data_types(
+    task: nn.Module | None, precision: Precision, outline: Outline | None, num_data_ranks: int
+) -> dict[str, str | None]:
+    """Return the data types of the parts of a training."""
+    stored = None if task is None else {p.dtype for p in task.parameters() if p.is_floating_point()}
+    if stored is not None and precision.param_dtype is not None:
+        stored = {precision.param_dtype}
+    names = None if stored is None else " and ".join(sorted(map(_name_of, stored))) or "none"
+    known = outline is not None and outline.shards is not None
+    computed = precision.autocast_dtype or (outline.param_dtype if outline is not None else None)
+    reduction = None
+    if num_data_ranks == 1:
+        reduction = "none"
+    elif outline is not None and outline.reduces:
+        reduction = names if outline.reduce_dtype is None else _name_of(outline.reduce_dtype)
+    computation = names if computed is None else _name_of(computed)
+    return {
+        "name": precision.name,
+        "parameters": names,
+        "computation": f"{precision.name} in converted layers" if precision.converts_layers else computation,
+        "reduction": reduction,
+        "optimizer_state": names if known else None,
+    }
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def forecast_bytes(task: nn.Module | None, precision: Precision, outline: Outline, notes: list[str]) -> int | None:
+    """Return the peak memory of a device in a step of Adam without activations, or append a note and return None."""
+    reason = None
+    if outline.peak is None:
+        reason = "there is no estimate for this strategy with these options"
+    elif task is None:
+        reason = "the model could not be built"
+    elif precision.converts_layers:
+        reason = f"there is no estimate for precision={precision.name!r}"
+    elif any(not parameter.requires_grad for parameter in task.parameters()):
+        reason = "there is no estimate for models with frozen parameters"
+    if reason is None and task is not None:
+        sizes = {parameter.element_size() for parameter in task.parameters()}
+        size = precision.param_dtype.itemsize if precision.param_dtype is not None else max(sizes, default=0)
+        if precision.param_dtype is not None or len(sizes) == 1:
+            ranks = outline.shards or 1
+            peaks = rank_peaks(training_shape(task), world_size=ranks, activation_bytes=0)
+            return peaks[str(outline.peak)] * size // torch.float32.itemsize
+        reason = "the parameters have different data types" if sizes else "the model has no parameters"
+    notes.append(f"forecast_bytes: {reason}")
+    return None
+
+
+def batch_counts(
+    settings: Settings, task: TaskModule, sources: Sources, num_readers: int, notes: list[str]
+) -> dict[str, Any]:
+    """Return the sizes of batches and the numbers of steps, as far as the data can be read without its setup."""
+    accumulate, limits = settings.accumulate_grad_batches, settings.limits
+    micro = num_batches = per_epoch = None
+    if (reason := _why_not_read(sources, task)) is None:
+        options = LoaderOptions(
+            world=num_readers,
+            seed=settings.arguments.seed or 0,
+            use_distributed_sampler=settings.arguments.use_distributed_sampler,
+            uneven=settings.arguments.uneven_batches,
+            per_sample_rng=settings.arguments.per_sample_rng,
+        )
+        overfit = settings.arguments.overfit_batches
+        limit = overfit or settings.limit_batches["train"]
+        name = "overfit_batches" if overfit else "limit_train_batches"
+        loader = prepare_loader(sources.make("train", task), options)
+        micro = loader.batch_size
+        num_batches = resolve_limit(limit, loader.num_batches, name)
+        loader.close()
+        if micro is None:
+            notes.append("micro_batch: the loader has no batch_size")
+        if num_batches is None:
+            notes.append("steps_per_epoch: the loader has no length")
+    else:
+        notes.append(f"data: {reason}")
+    if num_batches is not None:
+        per_epoch = math.ceil(num_batches / accumulate)
+    return {
+        "micro_batch": micro,
+        "accumulate_grad_batches": accumulate,
+        "global_batch": None if micro is None else micro * num_readers * accumulate,
+        "steps_per_epoch": per_epoch,
+        "total_steps": _total(per_epoch, limits.max_epochs, limits.max_steps),
+        "other_limits": [str(limit) for limit in limits.others],
+    }
+
+
+def _why_not_read(sources: Sources, task: TaskModule) -> str | None:
+    """Return the reason why the training data cannot be read before the fit, or None."""
+    if "train" in sources.given:
+        return None
+    data = sources.datamodule
+    from_data = data is not None and overrides(data, "train_dataloader", DataModule)
+    owner, base = (data, DataModule) if from_data else (task, TaskModule)
+    hook = next((name for name in ("prepare_data", "setup") if overrides(owner, name, base)), None)
+    return None if hook is None else f"{type(owner).__name__}.{hook} runs only in the fit"
+
+
+def _total(per_epoch: int | None, max_epochs: int | None, max_steps: int) -> int | str | None:
+    """Return the number of steps under both limits. None: not known."""
+    by_epochs = math.inf if max_epochs is None else None if per_epoch is None else per_epoch * max_epochs
+    by_steps = math.inf if max_steps == -1 else max_steps
+    if by_epochs is None:
+        return None
+    total = min(by_epochs, by_steps)
+    return "unlimited" if math.isinf(total) else int(total)

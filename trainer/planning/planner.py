@@ -1,0 +1,139 @@
+"""`Trainer.plan`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.checkpoint.run_folder import OnDamaged
+from trainwright.core.names.known_arguments import known_arguments
+from trainwright.core.rng import isolate_rng
+from trainwright.core.task import TaskModule
+from trainwright.data import DataModule
+from trainwright.strategies.strategy import Outline
+from trainwright.trainer.checkpoints.load_request import LoadRequest
+from trainwright.trainer.configuration.assembly import with_task_callbacks
+from trainwright.trainer.configuration.checks import check_callbacks, check_needs, one_task
+from trainwright.trainer.configuration.settings import Settings, refuse_of_verb
+from trainwright.trainer.data import Sources
+from trainwright.trainer.planning.forecast import (
+    batch_counts,
+    built_task,
+    data_types,
+    forecast_bytes,
+    parameter_counts,
+)
+from trainwright.trainer.planning.plan import Plan
+from trainwright.trainer.planning.setting_sources import as_data, planned_settings
+from trainwright.trainer.run import StageRun
+from trainwright.trainer.stage import check_stage
+
+
+class Planner:
+    """The part of a Trainer that plans a fit."""
+
+    settings: Settings
+    run: StageRun
+
+    @known_arguments(partial(refuse_of_verb, "plan"))
+    def plan(
+        self,
+        task: TaskModule | None = None,
+        train_dataloaders: object = None,
+        val_dataloaders: object = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        *,
+        model: TaskModule | None = None,
+        load_weights_only: bool = False,
+        strict: bool | None = None,
+        allow_missing: Iterable[str] = (),
+        on_damaged: OnDamaged | None = None,
+    ) -> Plan:
+        """Return what `fit` with the same arguments will do, without training. Not collective.
+
+        No process is started, no file is written, and the task is not changed: a task with `configure_model` is built
+        as a copy on the device `meta`. The methods `setup` and `prepare_data` of the task and the data module are not
+        called. If one of them is defined, the data is known only for loaders that are passed as arguments.
+
+        Raises:
+            ConfigurationError, FileNotFoundError, CheckpointError: as in `fit`, before devices are used.
+        """
+        task = one_task("fit", task, model)
+        sources = Sources.of("fit", datamodule, train=train_dataloaders, validate=val_dataloaders)
+        load = LoadRequest.checked(
+            ckpt_path, weights_only=load_weights_only, strict=strict, allow_missing=allow_missing, on_damaged=on_damaged
+        )
+        with isolate_rng():
+            check_stage(self.settings, "fit", task, sources, load)
+            return _plan(self, task, sources)
+
+
+def _plan(planner: Planner, task: TaskModule, sources: Sources) -> Plan:
+    from trainwright.trainer.trainer import Trainer
+
+    settings, notes = planner.settings, list[str]()
+    selection, engine = settings.selection, settings.selection.settings
+    callbacks = with_task_callbacks(settings.callbacks, task)
+    check_callbacks(callbacks, "fit")
+    check_needs(callbacks, selection)
+    built = built_task(task, engine.precision, notes)
+    outline = selection.strategy.outline(built, engine)
+    num_readers = outline.mesh.dp_replicate * outline.mesh.dp_shard
+    num_data_ranks = num_readers * outline.mesh.cp
+    starts = "this process" if selection.runs_alone else "the Trainer"
+    memory: dict[str, int | str | None] = {
+        "forecast_bytes": forecast_bytes(built, engine.precision, outline, notes),
+        "forecast_of": "weights, gradients and Adam's averages on one device, without activations",
+    }
+    return Plan(
+        settings=planned_settings(settings, Trainer.__init__),
+        strategy=_strategy_facts(settings, None if built is None else outline),
+        processes={
+            "count": engine.num_processes,
+            "started_by": starts if selection.topology.launcher == "none" else selection.topology.launcher,
+            "device": engine.device_type,
+            "data_ranks": num_readers,
+            "mesh": {name: length for name, length in outline.mesh.lengths.items() if length > 1},
+        },
+        precision=data_types(built, engine.precision, outline, num_data_ranks),
+        parameters=parameter_counts(built, outline.shards),
+        memory=memory | _peak(planner.run, task),
+        data=batch_counts(settings, task, sources, num_readers, notes),
+        callbacks=[type(each).__name__ for each in callbacks],
+        loggers=[type(each).__name__ for each in settings.loggers],
+        notes=notes,
+    )
+
+
+def _strategy_facts(settings: Settings, outline: Outline | None) -> dict[str, Any]:
+    strategy = settings.selection.strategy
+    units = None if outline is None else outline.units
+    return {
+        "name": type(strategy).__name__,
+        "options": as_data(strategy.passed_arguments),
+        "units": None if units is None else len(units),
+        "unit_classes": None if units is None else sorted({type(unit).__name__ for unit in units}),
+    }
+
+
+def _peak(run: StageRun, task: TaskModule) -> dict[str, int | str | None]:
+    """Return the peak memory of this process, if it has trained the task."""
+    if not run.trains or run.task is not task:
+        return {}
+    device, accelerator = run.engine.device, torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type == device.type:
+        peak = torch.accelerator.memory_stats(device).get("allocated_bytes.all.peak")
+        return {} if peak is None else {"peak_bytes": peak, "peak_of": f"tensors on {device} in this process"}
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return {}
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"peak_bytes": peak, "peak_of": "all host memory of this process since its start"}

@@ -1,0 +1,68 @@
+"""The settings of a Trainer as data, and where each comes from."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from trainwright.trainer.configuration.launcher_defaults import variable_of
+from trainwright.trainer.configuration.settings import Settings, limits_of
+from trainwright.trainer.planning.plan import PlannedSetting
+
+_CREDENTIALS = re.compile(r"(\w+://)[^/@\s]*@")
+_SECRET_KEYS = re.compile(r"key|token|secret|passw", re.IGNORECASE)
+
+
+def planned_settings(settings: Settings, constructor: Callable[..., Any]) -> dict[str, PlannedSetting]:
+    """Return the value and the source of each argument of the Trainer's `constructor`."""
+    defaults = {name: each.default for name, each in inspect.signature(constructor).parameters.items()}
+    arguments, given = settings.arguments, settings.given
+    resolved = {
+        "accelerator": settings.selection.settings.device_type,
+        "strategy": settings.selection.strategy,
+        "precision": settings.selection.settings.precision.name,
+        "logger": settings.loggers,
+        "callbacks": settings.callbacks,
+        "max_epochs": settings.limits.max_epochs,
+        "max_steps": settings.limits.max_steps,
+        "log_every_n_steps": settings.log_every_n_steps,
+        "num_sanity_val_steps": settings.num_sanity_val_steps,
+        "default_root_dir": str(settings.root),
+    }
+    limits = limits_of(arguments)
+    initial = {"max_epochs": limits.max_epochs, "max_steps": limits.max_steps}
+    found = {}
+    for name in (field.name for field in fields(arguments)):
+        value, passed = getattr(arguments, name), getattr(given, name)
+        if name in initial and initial[name] != resolved[name]:
+            source = "attribute"
+        elif not _is_same(value, passed):
+            source = variable_of(name) or ("fast_dev_run" if arguments.fast_dev_run else "barebones")
+        else:
+            source = "default" if _is_same(passed, defaults[name]) else "argument"
+        found[name] = PlannedSetting(as_data(resolved.get(name, value)), source)
+    return found
+
+
+def _is_same(value: object, other: object) -> bool:
+    return value is other or (type(value) is type(other) and bool(value == other))
+
+
+def as_data(value: object) -> Any:
+    """Return a value as data for JSON, without secrets. Objects are represented by the names of their classes."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return _CREDENTIALS.sub(r"\1", value)
+    if isinstance(value, Mapping):
+        hidden = {key for key, item in value.items() if isinstance(item, str) and _SECRET_KEYS.search(str(key))}
+        return {str(key): "hidden" if key in hidden else as_data(item) for key, item in value.items()}
+    if isinstance(value, Iterable):
+        return [as_data(item) for item in value]
+    return value.__name__ if isinstance(value, type) else type(value).__name__
