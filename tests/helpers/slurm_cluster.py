@@ -41,7 +41,6 @@ SlurmdLogFile={folder}/slurmd.log
 MpiDefault=none
 ReturnToService=2
 JobRequeue=1
-SchedulerParameters=requeue_delay=0
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} RealMemory=1000
 PartitionName=main Nodes={host} Default=YES State=UP OverSubscribe=FORCE:8
 """

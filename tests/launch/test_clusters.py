@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.slurm_cluster import needs_slurm, slurm_cluster
 from trainwright.core.errors import ConfigurationError, MissingPackageError
@@ -176,6 +178,31 @@ def test_a_file_of_accelerate_for_mpirun_is_read(tmp_path: Path, monkeypatch: py
     assert " -genv MASTER_ADDR 10.0.0.9 -genv MASTER_PORT 1234 -genv CCL_WORKER_COUNT 1 " in text
 
 
+# The commands of docs/clusters.md
+
+_PAGE = (Path(__file__).parents[2] / "docs/clusters.md").read_text(encoding="utf-8")
+_COMMANDS = [
+    re.sub(r"\s*\\\n\s*|\s+#[^\n]*$", " ", found).split()[2:]
+    for found in re.findall(r"^    (trainwright launch (?:[^\n]*\\\n)*[^\n]*)$", _PAGE, re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("words", _COMMANDS, ids=" ".join)
+def test_the_commands_of_our_page_are_right(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _mpirun("mpirun (Open MPI) 4.1.4", tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert launch([*(() if "--kubernetes" in words else ("--print",)), *words]) == 0
+    assert "train.py" in (capsys.readouterr().out + "".join(file.read_text() for file in tmp_path.glob("*.yaml")))
+
+
+def test_the_script_of_our_page_is_that_of_its_first_command() -> None:
+    (script,) = re.findall(r"```bash\n(.*?)```", _PAGE, re.DOTALL)
+    assert sbatch_script(read_command(_COMMANDS[0])).replace(sys.executable, "/venv/bin/python") == script
+
+
 # Real jobs
 
 _SCRIPT = """
@@ -221,14 +248,11 @@ def cluster() -> Iterator[dict[str, str]]:
         yield {"SLURM_CONF": variables["SLURM_CONF"]}
 
 
-def _wait(folder: Path, job: str, variables: dict[str, str], seconds: float = 90) -> str:
+def _wait(folder: Path, job: str, variables: dict[str, str]) -> str:
     """Wait until a job has left the queue, and return its output."""
-    deadline = time.monotonic() + seconds
-    while subprocess.run(
-        ["squeue", "-h", "-j", job], env={**os.environ, **variables}, capture_output=True, check=False
-    ).stdout.strip():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    command = ["squeue", "-h", "-j", job]
+    environment = {**os.environ, **variables}
+    _wait_until(lambda: not subprocess.run(command, env=environment, capture_output=True, check=False).stdout.strip())
     (file,) = folder.glob(f"*-{job}.out")
     return file.read_text()
 
@@ -254,3 +278,75 @@ def test_an_error_of_sbatch_is_shown(cluster: dict[str, str], tmp_path: Path) ->
     found = _launch(tmp_path, "--slurm", "--slurm_partition", "no-such", "train.py", **cluster)
     assert (found.returncode, found.stdout) == (1, "")
     assert "invalid partition specified: no-such" in found.stderr
+
+
+_RESTARTED = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainwright import Callback, TaskModule, Trainer, seed_everything
+
+
+class Noisy(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Slow(Callback):
+    def on_train_step_end(self, trainer, task, result):
+        if trainer.global_step == 5:
+            Path("started").touch()
+        if "slow" in sys.argv:
+            time.sleep(0.2)
+
+
+seed_everything(1)
+task = Noisy()
+data = DataLoader(TensorDataset(torch.randn(128, 4)), batch_size=4, shuffle=True)
+trainer = Trainer(max_epochs=3, logger=False, callbacks=Slow(), default_root_dir="runs", enable_progress_bar=False)
+trainer.fit(task, data)
+if trainer.global_rank == 0:
+    torch.save(task.state_dict(), "weights.pt")
+    print("end", trainer.global_step, os.environ.get("SLURM_RESTART_COUNT"), trainer.resumed, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@needs_slurm
+def test_a_job_that_is_signalled_is_requeued_and_gives_the_same_weights(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    variables = {**os.environ, **cluster}
+    jobs = {}
+    for name in ("slow", "fast"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(_RESTARTED)
+        words = ("--slurm", "--num_cpu_threads_per_process", "1", "train.py", name)
+        jobs[name] = _launch(tmp_path / name, *words, **cluster).stdout.split()[-1]
+        if name == "slow":
+            _wait_until(lambda: (tmp_path / "slow/started").exists())
+            subprocess.run(["scancel", "--signal=USR1", jobs[name]], env=variables, check=True)
+    show = ["squeue", "-h", "-o", "%r", "-j", jobs["slow"]]
+    _wait_until(lambda: b"BeginTime" in subprocess.run(show, env=variables, capture_output=True, check=True).stdout)
+    # Slurm waits two minutes before it starts a requeued job.
+    subprocess.run(["scontrol", "update", f"JobId={jobs['slow']}", "StartTime=now"], env=variables, check=True)
+    assert "end 48 None False" in _wait(tmp_path / "fast", jobs["fast"], cluster)
+    assert "end 48 1 True" in _wait(tmp_path / "slow", jobs["slow"], cluster)
+    found, expected = (torch.load(tmp_path / name / "weights.pt") for name in ("slow", "fast"))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
