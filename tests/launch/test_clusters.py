@@ -199,7 +199,7 @@ def test_the_commands_of_our_page_are_right(
 
 
 def test_the_script_of_our_page_is_that_of_its_first_command() -> None:
-    (script,) = re.findall(r"```bash\n(.*?)```", _PAGE, re.DOTALL)
+    (script,) = re.findall(r"```text\n(.*?)```", _PAGE, re.DOTALL)
     assert sbatch_script(read_command(_COMMANDS[0])).replace(sys.executable, "/venv/bin/python") == script
 
 
