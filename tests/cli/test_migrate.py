@@ -364,7 +364,7 @@ def test_commands_are_rewritten(before: str, after: str) -> None:
     ("text", "line", "says"),
     [
         ("accelerate launch \\\n --ipex t.py", 2, "--ipex is not supported: "),
-        ("accelerate launch --mpirun_hostfile h t.py", 1, "start the script by mpirun itself"),
+        ("accelerate launch --tpu_cluster t.py", 1, "start the script on each machine of a pod"),
         ("\naccelerate test\n", 2, "there is no such command"),
     ],
 )

@@ -135,7 +135,7 @@ def test_variables_are_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # a flag hands it on
     monkeypatch.setenv("SECRET", "x")
     (tmp_path / ".deepspeed_env").write_text("# of this job\nGREETING=a = b\n\n")
-    found = hostfile._variables()
+    found = hostfile.handed_variables()
     assert found["GREETING"] == "a = b"
     assert found["NCCL_DEBUG"] == "INFO"
     assert {"PATH"} <= set(found)

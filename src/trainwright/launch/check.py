@@ -65,6 +65,8 @@ def check(argv: Sequence[str]) -> int:
         raise ConfigurationError(f"trainwright check takes options only, not {rest[0]!r}. It runs a script of its own.")
     config, notes = read_config(flags, further.get("config_file"))
     check_options(config)
+    if config.engine is not None:
+        raise ConfigurationError(f"trainwright check starts its processes itself. Remove --{config.engine}.")
     check_packages(config)
     if (config.num_machines or 1) > 1 and "run_folder" not in further:
         raise ConfigurationError("several machines need --run_folder with a folder that all of them share.")

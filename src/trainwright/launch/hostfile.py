@@ -139,7 +139,7 @@ def _remote_text(command: LaunchCommand, hosts: _Hosts) -> str:
     """Return the shell command of a machine. pdsh replaces %n by its rank."""
     words = [f"--{name}={value}" for name, value in command.config.set_options().items() if name not in _OWN]
     words += {"module": ["-m"], "program": ["--no_python"]}.get(command.kind, [])
-    handed = [f"{name}={value}" for name, value in _variables().items()]
+    handed = [f"{name}={value}" for name, value in handed_variables().items()]
     program = ["exec", "env", *handed, *child.command("machine"), sys.executable, "-m", "trainwright", "launch"]
     last = [*words, "--", command.script, *command.arguments]
     folder, start, rest = (shlex.join(part).replace("%", "%%") for part in ([str(Path.cwd())], program, last))
@@ -148,8 +148,8 @@ def _remote_text(command: LaunchCommand, hosts: _Hosts) -> str:
     return f"cd {folder} && case %n in {cases} esac && {start} --machine_rank=%n{devices} {rest}"
 
 
-def _variables() -> dict[str, str]:
-    """Return the variables that machines receive: those of libraries, then those of `.deepspeed_env`."""
+def handed_variables() -> dict[str, str]:
+    """Return the variables that other machines receive: those of libraries, then those of `.deepspeed_env`."""
     of_options = {option.variable for option in known_options().values()}  # their values are flags
     found = {
         name: value

@@ -24,6 +24,7 @@ from typing import Any
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.host.device_types import properties
 from trainwright.launch import child
+from trainwright.launch.clusters import check_cluster, start_on_cluster
 from trainwright.launch.hostfile import start_machines, with_hostfile
 from trainwright.launch.launch_config import LaunchConfig, options
 from trainwright.launch.machines import MachineWatch
@@ -47,18 +48,21 @@ def launch(argv: Sequence[str]) -> int:
     if not argv or "help" in split(argv)[1]:
         print(_help())
         return 0
-    command, machines = with_hostfile(read_command(argv))
+    command, machines = read_command(argv), None
+    if command.config.engine is None:
+        command, machines = with_hostfile(command)
     check(command)
     for note in command.notes:
         print(f"trainwright launch: {note}", file=sys.stderr)
+    if command.config.engine is not None:
+        return start_on_cluster(command)
     if machines is not None:
         return start_machines(command, machines)
     if (command.config.multi_gpu or command.config.gpu_ids) and not command.config.cpu and not device_count():
         print("trainwright launch: this machine has no GPU, so it trains on the CPU.", file=sys.stderr)
     local, total = set_environment(command.config)
     if total == 1:
-        program = _program(command)
-        os.execvp(program[0], program)
+        os.execvp(command.program[0], command.program)
     return _run_agent(command, local)
 
 
@@ -75,9 +79,9 @@ def check(command: LaunchCommand) -> None:
     """Check options and script before anything is started."""
     check_options(command.config)
     check_packages(command.config)
-    if command.kind == "script":
+    if command.kind == "script" and not command.config.kubernetes:  # the image has the script
         _check_script(command.script)
-    elif command.kind == "program" and shutil.which(command.script) is None:
+    elif command.kind == "program" and not command.config.kubernetes and shutil.which(command.script) is None:
         raise ConfigurationError(f"the program {command.script!r} was not found, or is not executable.")
 
 
@@ -88,6 +92,8 @@ def check_options(config: LaunchConfig) -> None:
         *combinations(("use_fsdp", "use_deepspeed", "use_megatron_lm"), 2),
         ("use_parallelism_config", "use_megatron_lm"),
         *combinations(("tpu", "cpu", "multi_gpu"), 2),
+        *combinations(("slurm", "mpi", "kubernetes"), 2),
+        *(("mpirun_hostfile", name) for name in ("slurm", "kubernetes")),
     ):
         if getattr(config, one) and getattr(config, other):
             raise ConfigurationError(f"--{one} and --{other} exclude each other. Pass one of them.")
@@ -100,8 +106,9 @@ def check_options(config: LaunchConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < least:
             raise ConfigurationError(f"--{name} {value}: write a whole number of at least {least}.")
+    check_cluster(config)
     machines = config.num_machines or 1
-    if machines > 1:
+    if machines > 1 and config.engine is None:
         missing = [n for n in ("machine_rank", "main_process_ip", "main_process_port") if getattr(config, n) is None]
         if missing and not (config.rdzv_backend == "c10d" and missing == ["machine_rank"]):
             raise ConfigurationError(
@@ -189,11 +196,6 @@ def _visible_devices(gpu_ids: str | None) -> dict[str, str]:
     return {properties("cuda" if found is None else found.type).visible: str(gpu_ids)}
 
 
-def _program(command: LaunchCommand) -> list[str]:
-    python = [] if command.kind == "program" else [sys.executable, "-u", *(["-m"] if command.kind == "module" else [])]
-    return [*python, command.script, *command.arguments]
-
-
 def run_agent(command: LaunchCommand, local: int, logs: str) -> FirstFailure | None:
     """Start the processes of this machine by torch's elastic agent, and wait for them. Main thread only.
 
@@ -208,7 +210,7 @@ def run_agent(command: LaunchCommand, local: int, logs: str) -> FirstFailure | N
     from torch.distributed.run import parse_args, run
 
     # Each process ends with this one, and becomes the script.
-    program = ["--no-python", *child.command(os.getpid()), *_program(command)]
+    program = ["--no-python", *child.command(os.getpid()), *command.program]
     arguments = parse_args([*_agent_options(command.config, local, logs), *program])  # type: ignore[no-untyped-call]  # torch has no types here
     # With a store that torch's agents share (2.13), a machine that joins later waits for an address that the others do
     # not write again.

@@ -27,6 +27,7 @@ class Option:
         choices: the allowed values. Empty: any.
         later: reason for which the option is not supported. Empty: it is supported.
         harmless: value of an unsupported option that is accepted because it has no effect.
+        repeats: True if the flag may be given several times. The value has a line for each.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Option:
     choices: tuple[str, ...] = ()
     later: str = ""
     harmless: str = ""
+    repeats: bool = False
 
     @property
     def is_flag(self) -> bool:
@@ -100,7 +102,6 @@ def _option(group: str, help: str, read: Callable[[str], Any] = str, variable: s
 _LATER = "not supported yet"
 _MEGATRON = "Megatron-LM itself does not run; remove the option, or pass it to MegatronLMPlugin for what to write"
 _TPU = "start the script on each machine of a pod with --tpu; trainwright tpu-config runs commands there"
-_MPI = "start the script by mpirun itself, whose variables are read"
 _SECRET = "SageMaker is not supported, and a secret does not belong on a command line; delete it"
 _IPEX = "Intel ended intel_extension_for_pytorch with torch 2.8; its work is in torch, where bf16 uses AMX"
 _OFFLOAD = "inputs of recomputed layers stay on the device; use --fsdp_activation_checkpointing true alone"
@@ -119,7 +120,6 @@ _REFUSED = {
     _IPEX: "ipex!",
     _TPU: "tpu_cluster! tpu_use_cluster! tpu_use_sudo! vm env main_training_function=main",
     _SECRET: "aws_access_key_id aws_secret_access_key",
-    _MPI: "mpirun_hostfile mpirun_ccl=1",
     _OFFLOAD: "fsdp_activation_checkpointing_offload",
     _FP8: "fp8_backend=ao",
     _MEGATRON: "megatron_lm_use_custom_fsdp megatron_lm_no_load_optim megatron_lm_no_save_optim "
@@ -137,6 +137,9 @@ REFUSED_BEGINNINGS = {"fp8_": _FP8}
 _hardware = partial(_option, "hardware")
 _processes = partial(_option, "processes")
 _nodes = partial(_option, "several machines")
+_slurm = partial(_option, "Slurm")
+_mpi = partial(_option, "MPI")
+_kubernetes = partial(_option, "Kubernetes")
 _results = partial(_option, "output and restarts")
 _training = partial(_option, "training", variable="ACCELERATE_{}")
 _dynamo = partial(_option, "compilation", variable="ACCELERATE_{}", section="dynamo_config")
@@ -167,6 +170,25 @@ class LaunchConfig:
     rdzv_backend: str | None = _nodes("How machines meet: 'static' or 'c10d'.", str.lower, choices=("static", "c10d"))
     rdzv_conf: str | None = _nodes("Further options of the rendezvous: key=value, separated by commas.")
     rdzv_id: str | None = _nodes("Name of the job, the same on all machines.")
+    slurm: bool | None = _slurm("Submit a job to Slurm by sbatch.", as_bool)
+    slurm_partition: str | None = _slurm("Partition. Default: the cluster's.")
+    slurm_account: str | None = _slurm("Account that is charged. Default: the user's.")
+    slurm_time: str | None = _slurm("Time limit, such as 01:00:00. Default: the partition's.")
+    slurm_output: str | None = _slurm("File for the output. Default: %x-%j.out, name and number of the job.")
+    slurm_option: str | None = _slurm("Further option of sbatch: --constraint=a100. May be repeated.", repeats=True)
+    mpi: bool | None = _mpi("Start the processes by mpirun. --mpirun_hostfile does it too.", as_bool)
+    mpirun_hostfile: str | None = _mpi("File with the machines.", section="mpirun_config")
+    mpirun_ccl: int | None = _mpi("Worker threads of oneCCL. Default: 1.", int, section="mpirun_config")
+    print: bool | None = _nodes("Print the script for sbatch or the command of mpirun, and start nothing.", as_bool)
+    kubernetes: bool | None = _kubernetes("Write a manifest for kubectl.", as_bool)
+    kubernetes_kind: str | None = _kubernetes(
+        "Kind of the job. Default: pytorchjob.", str.lower, choices=("pytorchjob", "trainjob", "jobset")
+    )
+    kubernetes_image: str | None = _kubernetes("Image that contains the script, torch and trainwright.")
+    kubernetes_name: str | None = _kubernetes("Name of the job. Default: the script's.")
+    kubernetes_namespace: str | None = _kubernetes("Namespace of the job. Default: kubectl's.")
+    kubernetes_claim: str | None = _kubernetes("Volume claim to mount, and where: runs:/runs.")
+    kubernetes_output: str | None = _kubernetes("File for the manifest. Default: standard output.")
     max_restarts: int | None = _results("How often all processes start again after a failure. Default: 0.", int)
     monitor_interval: float | None = _results("Seconds between two looks at the processes. Default: 0.1.", float)
     log_dir: str | None = _results("Folder with a file for the output of each process but the first.")
@@ -228,6 +250,13 @@ class LaunchConfig:
     megatron_lm_use_distributed_optimizer: bool | None = _megatron("Shard what ranks with other data hold.", as_bool)
     megatron_lm_gradient_clipping: float | None = _megatron("Largest norm of gradients; 0: any.", float)
     megatron_lm_recompute_granularity: str | None = _megatron("full or selective.", choices=("full", "selective"))
+
+    @property
+    def engine(self) -> str | None:
+        """Program of a cluster that starts the processes: `"slurm"`, `"mpi"` or `"kubernetes"`. None: the launcher."""
+        if self.mpi or self.mpirun_hostfile:
+            return "mpi"
+        return "slurm" if self.slurm else "kubernetes" if self.kubernetes else None
 
     def set_options(self) -> dict[str, Any]:
         """Return the options that are set, by their names."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -56,6 +57,13 @@ class LaunchCommand:
     arguments: list[str]
     kind: str  # "script", "module" (-m) or "program" (--no_python)
     notes: list[str]
+
+    @property
+    def program(self) -> list[str]:
+        """The command line of a process."""
+        module = ["-m"] if self.kind == "module" else []
+        python = [] if self.kind == "program" else [sys.executable, "-u", *module]
+        return [*python, self.script, *self.arguments]
 
 
 @cache
@@ -143,6 +151,7 @@ def split(
         if option is None:
             further[name] = text
         else:
+            text = f"{flags[name]}\n{text}" if option.repeats and name in flags else text
             flags[name] = option.parse(text, flag)
     return flags, further, left[1:] if left[:1] == ["--"] else left
 
@@ -258,7 +267,8 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
         if key in SILENT:
             continue
         option = _known(_KEYS.get(key, key), origin, key)
-        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        separator = "\n" if option.repeats else ","
+        text = separator.join(map(str, value)) if isinstance(value, list) else value
         value = option.parse(text, f"{origin}: {key} (--{option.name})" if option.is_refused else origin)
         if value is not None:
             found[option.name] = value

@@ -69,7 +69,7 @@ def run_in_processes(
         before: called first in the new processes; also picklable. Default: None.
     """
     payload = serialize((before, work, sys.argv), by_value)
-    port = _free_port()
+    port = free_port()
     common = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes), "GROUP_RANK": "0"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STARTED_BY_TRAINER: secrets.token_hex(8)}
     with work_folder() as folder:
@@ -285,7 +285,8 @@ def _importable(module: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that is not in use."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port: int = server.getsockname()[1]

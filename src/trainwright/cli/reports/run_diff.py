@@ -66,7 +66,7 @@ def compare(first: RunFiles, second: RunFiles, *, tolerance: float = 0.01) -> di
         "data order": _data_order(first, second),
         "environment": _rows(*({name: start.get(name) for name in _ENVIRONMENT} for start in (a, b))),
         "packages": _rows(a.get("packages", {}), b.get("packages", {})),
-        "metrics": _rows(*({name: "logged" for name in run.curves} for run in (first, second))),
+        "metrics": _rows(*(dict.fromkeys(run.curves, "logged") for run in (first, second))),
     }
     rows = [[name, *_parting(first.curves[name], second.curves[name], tolerance)] for name in common]
     found["curves"] = [row for row in rows if row[1] is not None]

@@ -1,0 +1,167 @@
+"""Start a script by Slurm or MPI, with the options of `trainwright launch`.
+
+Invalid options raise ConfigurationError, and a missing program MissingPackageError, before anything is started.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+from trainwright.core.errors import ConfigurationError, MissingPackageError
+from trainwright.launch.hostfile import handed_variables
+from trainwright.launch.kubernetes import write_manifest
+from trainwright.launch.launch_config import LaunchConfig
+from trainwright.launch.reading import LaunchCommand
+from trainwright.processes.launcher import free_port
+
+# Options that only the launcher's own processes use, with values that request nothing. Files of `accelerate config`
+# have some of them.
+_OF_THE_LAUNCHER: dict[str, object] = {
+    "machine_rank": 0,
+    "rdzv_backend": "static",
+    "gpu_ids": "all",
+    "max_restarts": 0,
+    "deepspeed_multinode_launcher": "standard",
+    **dict.fromkeys(
+        ("rdzv_conf", "rdzv_id", "monitor_interval", "log_dir", "tee", "role", "tpu", "deepspeed_hostfile")
+    ),
+}
+_PORT = 29500  # of torchrun
+
+
+def check_cluster(config: LaunchConfig) -> None:
+    """Check the options of cluster engines."""
+    engine = config.engine
+    given = config.set_options()
+    for name, value in given.items():
+        owner = "mpi" if name == "mpirun_ccl" and value != 1 else name.partition("_")[0]
+        if owner in ("slurm", "mpi", "kubernetes") and owner != engine and value is not False:
+            raise ConfigurationError(f"--{name} needs --{owner} too.")
+    if config.print and engine not in ("slurm", "mpi"):
+        raise ConfigurationError("--print needs --slurm or --mpi too.")
+    if engine is None:
+        return
+    for name, value in given.items():
+        unused = name in _OF_THE_LAUNCHER and value not in (False, _OF_THE_LAUNCHER[name])
+        if name == "max_restarts" and engine == "kubernetes":
+            unused = False
+        if unused or (name == "main_process_ip" and value and engine != "mpi"):
+            raise ConfigurationError(f"--{name} {value} has no effect with --{engine}. Remove it.")
+    if config.num_processes is None:
+        raise ConfigurationError(
+            f"--{engine} needs --num_processes too: the number on all machines, which is one for each GPU."
+        )
+    for option in (config.slurm_option or "").splitlines():
+        if not option.startswith("-"):
+            raise ConfigurationError(f"--slurm_option {option}: expected an option of sbatch, such as --exclusive.")
+    if config.mpirun_hostfile and not Path(config.mpirun_hostfile).expanduser().is_file():
+        raise ConfigurationError(f"--mpirun_hostfile {config.mpirun_hostfile} does not exist.")
+
+
+def start_on_cluster(command: LaunchCommand) -> int:
+    """Submit a job to Slurm, start mpirun or write a manifest, and return the exit code.
+
+    mpirun replaces this process.
+    """
+    if command.config.engine == "kubernetes":
+        return write_manifest(command)
+    if command.config.engine == "slurm":
+        return _submit(command)
+    words = mpirun_command(command)
+    if command.config.print:
+        print(shlex.join(words))
+        return 0
+    os.execvp(words[0], words)
+
+
+def _submit(command: LaunchCommand) -> int:
+    script = sbatch_script(command)
+    if command.config.print:
+        print(script, end="")
+        return 0
+    if shutil.which("sbatch") is None:
+        raise MissingPackageError(
+            "--slurm: sbatch is missing. Run the command on a login node of the cluster, or add --print and pass the "
+            "script to sbatch there."
+        )
+    return subprocess.run(["sbatch"], input=script, text=True, check=False).returncode
+
+
+def sbatch_script(command: LaunchCommand) -> str:
+    """Return the script for sbatch. Slurm sends SIGUSR1 to all ranks two minutes before the time limit."""
+    config = command.config
+    machines = config.num_machines or 1
+    local = (config.num_processes or 1) // machines
+    threads = config.num_cpu_threads_per_process
+    values = {
+        "job-name": Path(command.script).name,
+        "nodes": machines,
+        "ntasks-per-node": local,
+        "gpus-per-node": None if config.cpu else local,
+        "cpus-per-task": threads,
+        "partition": config.slurm_partition,
+        "account": config.slurm_account,
+        "time": config.slurm_time,
+        "output": config.slurm_output or "%x-%j.out",
+        "open-mode": "append",
+        "signal": "USR1@120",
+    }
+    options = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]
+    options += ["--requeue", *(config.slurm_option or "").splitlines()]  # the last of equal options counts
+    variables = config.environment()
+    if config.main_process_port:
+        variables["MASTER_PORT"] = str(config.main_process_port)
+    if threads is not None:
+        variables["SRUN_CPUS_PER_TASK"] = str(threads)  # srun does not take it from sbatch (since 22.05)
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    run = f"srun --kill-on-bad-exit=1 {shlex.join(command.program)}"
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "", *exports, run, ""])
+
+
+def mpirun_command(command: LaunchCommand) -> list[str]:
+    """Return the command of mpirun, for Open MPI, Intel MPI or MPICH."""
+    config = command.config
+    is_open = _is_open_mpi()
+    words = ["mpirun", "-n", str(config.num_processes)]
+    if config.mpirun_hostfile:
+        words += ["--hostfile" if is_open else "-f", str(Path(config.mpirun_hostfile).expanduser())]
+    if config.num_machines:
+        local = (config.num_processes or 1) // config.num_machines
+        words += ["--map-by", f"ppr:{local}:node"] if is_open else ["-ppn", str(local)]
+    if is_open:
+        words += ["--bind-to", "none"]  # the default is one core for each process
+        words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    variables = handed_variables() | config.environment() | _address(config)
+    variables["CCL_WORKER_COUNT"] = str(config.mpirun_ccl or 1)
+    for name, value in variables.items():
+        words += ["-x", f"{name}={value}"] if is_open else ["-genv", name, value]
+    return [*words, *command.program]
+
+
+def _is_open_mpi() -> bool:
+    if shutil.which("mpirun") is None:
+        raise MissingPackageError("--mpi: mpirun is missing. Install Open MPI (apt-get install openmpi-bin) or MPICH.")
+    done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+    text = done.stdout + done.stderr
+    if re.search(r"Open MPI|OpenRTE|PRRTE", text):
+        return True
+    if re.search(r"Intel\(R\) MPI|HYDRA|MPICH", text):
+        return False
+    raise ConfigurationError(f"--mpi: mpirun is not of Open MPI, Intel MPI or MPICH: {text.strip()[:200]!r}.")
+
+
+def _address(config: LaunchConfig) -> dict[str, str]:
+    """Return the variables with the address of rank 0, which runs on the first machine of the hostfile."""
+    lines = Path(config.mpirun_hostfile).expanduser().read_text().splitlines() if config.mpirun_hostfile else []
+    hosts = [re.split(r"[\s:]", line.strip())[0] for line in lines if line.strip() and not line.strip().startswith("#")]
+    first, several = next(iter(hosts), "127.0.0.1"), len(set(hosts)) > 1
+    if several and first in ("localhost", "127.0.0.1"):
+        first = socket.gethostname()
+    port = config.main_process_port or (_PORT if several else free_port())
+    return {"MASTER_ADDR": config.main_process_ip or first, "MASTER_PORT": str(port)}

@@ -1,0 +1,352 @@
+"""Starting scripts by Slurm and MPI: the text of scripts and commands, errors, and real jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.slurm_cluster import needs_slurm, slurm_cluster
+from trainwright.core.errors import ConfigurationError, MissingPackageError
+from trainwright.launch.check import check
+from trainwright.launch.clusters import mpirun_command, sbatch_script
+from trainwright.launch.launch import check_options, launch
+from trainwright.launch.launch_config import LaunchConfig
+from trainwright.launch.reading import LaunchCommand, options_of, read_command
+
+_needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun: apt-get install openmpi-bin")
+
+
+def _command(**options: Any) -> LaunchCommand:
+    config = LaunchConfig(**{"num_processes": 4, **options})
+    check_options(config)
+    return LaunchCommand(config, "my train.py", ["--name", "it's"], "script", [])
+
+
+def test_the_script_for_sbatch_has_all_options() -> None:
+    words = "--slurm --num_processes 8 --num_machines 2 --num_cpu_threads_per_process 6 --mixed_precision bf16 "
+    words += "--slurm_partition main --slurm_account lab --slurm_time 1:00:00 --slurm_output out.txt "
+    words += "--slurm_option --constraint=a100 --slurm_option=--exclusive --main_process_port 1234"
+    command = read_command([*words.split(), "my train.py", "it's"])
+    assert sbatch_script(command).splitlines() == [
+        "#!/bin/bash",
+        "#SBATCH --job-name='my train.py'",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --cpus-per-task=6",
+        "#SBATCH --partition=main",
+        "#SBATCH --account=lab",
+        "#SBATCH --time=1:00:00",
+        "#SBATCH --output=out.txt",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --signal=USR1@120",
+        "#SBATCH --requeue",
+        "#SBATCH --constraint=a100",
+        "#SBATCH --exclusive",
+        "",
+        "export OMP_NUM_THREADS=6",
+        "export ACCELERATE_MIXED_PRECISION=bf16",
+        "export MASTER_PORT=1234",
+        "export SRUN_CPUS_PER_TASK=6",
+        f"srun --kill-on-bad-exit=1 {sys.executable} -u 'my train.py' 'it'\"'\"'s'",
+    ]
+
+
+def test_jobs_on_the_cpu_request_no_gpus() -> None:
+    assert "gpus" not in sbatch_script(_command(slurm=True, cpu=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"slurm": True, "machine_rank": 1}, "--machine_rank 1 has no effect with --slurm"),
+        ({"slurm": True, "main_process_ip": "10.0.0.1"}, "--main_process_ip 10.0.0.1 has no effect with --slurm"),
+        ({"slurm": True, "max_restarts": 1}, "--max_restarts 1 has no effect with --slurm"),
+        ({"mpi": True, "log_dir": "logs"}, "--log_dir logs has no effect with --mpi"),
+        ({"slurm": True, "mpi": True}, "--slurm and --mpi exclude each other"),
+        ({"slurm": True, "mpirun_hostfile": "hosts"}, "--mpirun_hostfile and --slurm exclude each other"),
+        ({"slurm": True, "num_processes": None}, "--slurm needs --num_processes too"),
+        ({"slurm": True, "num_machines": 3}, "cannot be divided by --num_machines 3"),
+        ({"slurm": True, "slurm_option": "exclusive"}, "--slurm_option exclusive: expected an option of sbatch"),
+        ({"slurm_time": "1:00"}, "--slurm_time needs --slurm too"),
+        ({"mpirun_ccl": 2}, "--mpirun_ccl needs --mpi too"),
+        ({"print": True}, "--print needs --slurm or --mpi too"),
+        ({"mpirun_hostfile": "no-such-file"}, "--mpirun_hostfile no-such-file does not exist"),
+    ],
+)
+def test_options_that_do_not_fit_are_errors(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        _command(**options)
+    assert says in str(caught.value)
+
+
+def test_a_check_of_the_set_up_starts_no_job() -> None:
+    with pytest.raises(ConfigurationError, match=r"Remove --slurm\."):
+        check(["--slurm", "--num_processes", "2"])
+
+
+@pytest.mark.parametrize(("engine", "says"), [("slurm", "sbatch is missing.*--print"), ("mpi", "mpirun is missing")])
+def test_a_missing_program_is_an_error(engine: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingPackageError, match=says):
+        launch([f"--{engine}", "--num_processes", "2", str(tmp_path / "train.py")])
+
+
+def test_print_submits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    script = str(tmp_path / "train.py")
+    assert launch(["--slurm", "--num_processes", "2", "--print", script]) == 0
+    assert capsys.readouterr().out.endswith(f"{sys.executable} -u {script}\n")
+
+
+def _mpirun(version: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "mpirun").write_text(f"#!/bin/sh\necho '{version}'\n")
+    (folder / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    (folder / "hosts").write_text("# first\n\nnode-1 slots=2\nnode-2:2\n")
+
+
+_INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.13"
+
+
+@pytest.mark.parametrize(
+    ("version", "words", "variable"),
+    [
+        ("mpirun (Open MPI) 4.1.4", "--hostfile {hosts} --map-by ppr:2:node --bind-to none", ["-x", "{}={}"]),
+        (_INTEL, "-f {hosts} -ppn 2", ["-genv", "{}", "{}"]),
+        ("HYDRA build details:", "-f {hosts} -ppn 2", ["-genv", "{}", "{}"]),
+    ],
+)
+def test_the_command_of_mpirun(
+    version: str, words: str, variable: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _mpirun(version, tmp_path, monkeypatch)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    hosts = str(tmp_path / "hosts")
+    command = _command(mpirun_hostfile=hosts, num_machines=2, mixed_precision="bf16", mpirun_ccl=3)
+    text = shlex.join(mpirun_command(command))
+    assert text.startswith(f"mpirun -n 4 {words.format(hosts=hosts)} ")
+    assert text.endswith(shlex.join(command.program))
+    expected = {"NCCL_DEBUG": "INFO", "ACCELERATE_MIXED_PRECISION": "bf16", "MASTER_ADDR": "node-1"}
+    expected |= {"MASTER_PORT": "29500", "CCL_WORKER_COUNT": "3"}
+    for name, value in expected.items():
+        assert f" {' '.join(variable).format(name, value)} " in text
+
+
+def test_open_mpi_allows_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _mpirun("mpirun (Open MPI) 4.1.4", tmp_path, monkeypatch)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert "--allow-run-as-root" in mpirun_command(_command(mpi=True))
+
+
+def test_an_unknown_mpirun_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _mpirun("something else", tmp_path, monkeypatch)
+    with pytest.raises(ConfigurationError, match="not of Open MPI, Intel MPI or MPICH: 'something else'"):
+        mpirun_command(_command(mpi=True))
+
+
+def test_a_file_of_accelerate_for_mpirun_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _mpirun(_INTEL, tmp_path, monkeypatch)
+    content = {
+        "distributed_type": "MULTI_CPU",
+        "machine_rank": 0,
+        "main_process_ip": "10.0.0.9",
+        "main_process_port": 1234,
+        "mpirun_config": {"mpirun_ccl": "1", "mpirun_hostfile": str(tmp_path / "hosts")},
+        "num_machines": 2,
+        "num_processes": 4,
+        "rdzv_backend": "static",
+    }
+    text = shlex.join(mpirun_command(_command(**options_of(content, "a.yaml"))))
+    assert " -genv MASTER_ADDR 10.0.0.9 -genv MASTER_PORT 1234 -genv CCL_WORKER_COUNT 1 " in text
+
+
+# The commands of docs/clusters.md
+
+_PAGE = (Path(__file__).parents[2] / "docs/clusters.md").read_text(encoding="utf-8")
+_COMMANDS = [
+    re.sub(r"\s*\\\n\s*|\s+#[^\n]*$", " ", found).split()[2:]
+    for found in re.findall(r"^    (trainwright launch (?:[^\n]*\\\n)*[^\n]*)$", _PAGE, re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("words", _COMMANDS, ids=" ".join)
+def test_the_commands_of_our_page_are_right(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _mpirun("mpirun (Open MPI) 4.1.4", tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert launch([*(() if "--kubernetes" in words else ("--print",)), *words]) == 0
+    assert "train.py" in (capsys.readouterr().out + "".join(file.read_text() for file in tmp_path.glob("*.yaml")))
+
+
+def test_the_script_of_our_page_is_that_of_its_first_command() -> None:
+    (script,) = re.findall(r"```text\n(.*?)```", _PAGE, re.DOTALL)
+    assert sbatch_script(read_command(_COMMANDS[0])).replace(sys.executable, "/venv/bin/python") == script
+
+
+# Real jobs
+
+_SCRIPT = """
+import os, sys
+import torch
+from trainwright import Accelerator
+
+accelerator = Accelerator()
+total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0)).item()
+words = ["sum", total, accelerator.num_processes, accelerator.mixed_precision, *sys.argv[1:]]
+os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+
+
+def _launch(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trainwright", "launch", "--cpu", "--num_processes", "2", *words]
+    environment = {**os.environ, "XDG_CACHE_HOME": "/nonexistent", **variables}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@_needs_mpirun
+def test_mpirun_starts_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    found = _launch(tmp_path, "--mpi", "--mixed_precision", "bf16", "train.py", "a  b")
+    assert sorted(found.stdout.splitlines()) == ["sum 3.0 2 bf16 a  b"] * 2, found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@_needs_mpirun
+def test_a_failure_under_mpirun_is_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys; sys.exit(3)")
+    assert _launch(tmp_path, "--mpi", "train.py").returncode == 3
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, str]]:
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder, slurm_cluster(Path(folder)) as variables:
+        yield {"SLURM_CONF": variables["SLURM_CONF"]}
+
+
+def _wait(folder: Path, job: str, variables: dict[str, str]) -> str:
+    """Wait until a job has left the queue, and return its output."""
+    command = ["squeue", "-h", "-j", job]
+    environment = {**os.environ, **variables}
+    _wait_until(lambda: not subprocess.run(command, env=environment, capture_output=True, check=False).stdout.strip())
+    (file,) = folder.glob(f"*-{job}.out")
+    return file.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@needs_slurm
+def test_a_job_of_slurm_trains_two_ranks(cluster: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    found = _launch(
+        tmp_path, "--slurm", "--slurm_partition", "main", "--mixed_precision", "bf16", "train.py", "a  b", **cluster
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("Submitted batch job ")
+    output = _wait(tmp_path, found.stdout.split()[-1], cluster)
+    assert sorted(output.splitlines()) == ["sum 3.0 2 bf16 a  b"] * 2
+
+
+@pytest.mark.slow
+@needs_slurm
+def test_an_error_of_sbatch_is_shown(cluster: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    found = _launch(tmp_path, "--slurm", "--slurm_partition", "no-such", "train.py", **cluster)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "invalid partition specified: no-such" in found.stderr
+
+
+_RESTARTED = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainwright import Callback, TaskModule, Trainer, seed_everything
+
+
+class Noisy(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Slow(Callback):
+    def on_train_step_end(self, trainer, task, result):
+        if trainer.global_step == 5:
+            Path("started").touch()
+        if "slow" in sys.argv:
+            time.sleep(0.2)
+
+
+seed_everything(1)
+task = Noisy()
+data = DataLoader(TensorDataset(torch.randn(128, 4)), batch_size=4, shuffle=True)
+trainer = Trainer(max_epochs=3, logger=False, callbacks=Slow(), default_root_dir="runs", enable_progress_bar=False)
+trainer.fit(task, data)
+if trainer.global_rank == 0:
+    torch.save(task.state_dict(), "weights.pt")
+    print("end", trainer.global_step, os.environ.get("SLURM_RESTART_COUNT"), trainer.resumed, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@needs_slurm
+def test_a_job_that_is_signalled_is_requeued_and_gives_the_same_weights(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    variables = {**os.environ, **cluster}
+    jobs = {}
+    for name in ("slow", "fast"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(_RESTARTED)
+        words = ("--slurm", "--num_cpu_threads_per_process", "1", "train.py", name)
+        jobs[name] = _launch(tmp_path / name, *words, **cluster).stdout.split()[-1]
+        if name == "slow":
+            _wait_until(lambda: (tmp_path / "slow/started").exists())
+            subprocess.run(["scancel", "--signal=USR1", jobs[name]], env=variables, check=True)
+    show = ["squeue", "-h", "-o", "%r", "-j", jobs["slow"]]
+    _wait_until(lambda: b"BeginTime" in subprocess.run(show, env=variables, capture_output=True, check=True).stdout)
+    # Slurm waits two minutes before it starts a requeued job.
+    subprocess.run(["scontrol", "update", f"JobId={jobs['slow']}", "StartTime=now"], env=variables, check=True)
+    assert "end 48 None False" in _wait(tmp_path / "fast", jobs["fast"], cluster)
+    assert "end 48 1 True" in _wait(tmp_path / "slow", jobs["slow"], cluster)
+    found, expected = (torch.load(tmp_path / name / "weights.pt") for name in ("slow", "fast"))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
