@@ -25,7 +25,7 @@ from trainwright.strategies.mesh import MeshShape
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class StrategyOutline:
     """The distribution of a model over the ranks of a run, as far as it is known before the run.
 
     Attributes:
@@ -111,13 +111,13 @@ class Strategy:
             ConfigurationError: The engine cannot train it.
         """
 
-    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         """Return how a run distributes a built task, on any device. None leaves out the units.
 
         Raises:
             ConfigurationError: The engine cannot train it.
         """
-        return Outline(MeshShape(dp_replicate=settings.num_processes))
+        return StrategyOutline(MeshShape(dp_replicate=settings.num_processes))
 
     @property
     def passed_arguments(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class Strategy:
 class SingleDeviceStrategy(Strategy):
     """Trains in this process on one device."""
 
-    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         return replace(super().outline(task, settings), shards=1, peak="single")
 
 

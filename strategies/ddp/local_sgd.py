@@ -32,7 +32,7 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.gradients import GradientClip, parameters_of, weights_of_one_rank, without_loss
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
-from trainwright.strategies.strategy import DataParallel, Outline, ParallelEngine
+from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 
 
 class LocalSGDStrategy(DataParallel):
@@ -78,7 +78,7 @@ class LocalSGDStrategy(DataParallel):
                 "between the ranks of LocalSGDStrategy. Use precision='bf16-mixed', or strategy='ddp'."
             )
 
-    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         return replace(super().outline(task, settings), shards=1)
 
     def engine(self, settings: EngineSettings) -> Engine:

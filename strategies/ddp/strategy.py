@@ -42,7 +42,7 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
-from trainwright.strategies.strategy import DataParallel, Outline, ParallelEngine
+from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 
 _REMOVED = {
     **OF_LIGHTNING,
@@ -124,7 +124,7 @@ class DDPStrategy(DataParallel):
                 "GroupNorm or LayerNorm."
             )
 
-    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         plain = self.comm_hook.hook in (None, "no") and self.comm_hook.wrapper in (None, "no")
         return replace(super().outline(task, settings), shards=1, reduces=plain, peak="ddp")
 

@@ -48,7 +48,7 @@ from trainwright.strategies.state import FullState, JointState, state_dict_type_
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.steps.transfer import move_task
-from trainwright.strategies.strategy import DataParallel, Outline, ParallelEngine
+from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 from trainwright.strategies.units import replace_parameters
 
 
@@ -181,7 +181,7 @@ class DeepSpeedStrategy(DataParallel):
             )
         self.config_for(settings)
 
-    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         return replace(super().outline(task, settings), shards=1 if self.stage < 3 else None)
 
     def engine(self, settings: EngineSettings) -> Engine:

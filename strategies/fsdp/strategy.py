@@ -71,7 +71,7 @@ from trainwright.strategies.shards import local_shard
 from trainwright.strategies.state import FullState, shard_like, state_dict_type_name
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import Step, StepParts
-from trainwright.strategies.strategy import DataParallel, Outline, ParallelEngine
+from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 from trainwright.strategies.units import (
     WrapPolicy,
     check_can_be_cut,
@@ -253,14 +253,14 @@ class FSDPStrategy(DataParallel):
         if shape.tp > 1:
             check_plan(task, self.tensor_parallel_plan, shape.lengths)
 
-    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         shape, policy = self.mesh_shape(settings), fsdp_precision(settings.precision, self.mixed_precision)
         by_rows = shape.tp == shape.pp == self.ep == 1 and not self.cpu_offload
         shards = shape.dp_shard * shape.cp if by_rows else None
         by_unit = self.reshard_after_forward is None and self.sharding_strategy in RESHARDING
         units = () if task is None else tuple(find_units(task, self.auto_wrap_policy, self.min_num_params))
         peak = "fsdp" if by_rows and by_unit else None
-        return Outline(shape, units, shards, policy.param_dtype, policy.reduce_dtype, reduces=True, peak=peak)
+        return StrategyOutline(shape, units, shards, policy.param_dtype, policy.reduce_dtype, reduces=True, peak=peak)
 
     def engine(self, settings: EngineSettings) -> Engine:
         return FSDPEngine(self, settings)

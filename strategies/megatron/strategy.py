@@ -48,7 +48,7 @@ from trainwright.strategies.megatron.step import PipelineStep
 from trainwright.strategies.mesh import MeshShape, nearest_meshes
 from trainwright.strategies.shards import local_shard
 from trainwright.strategies.steps.step import Step, StepParts
-from trainwright.strategies.strategy import Outline
+from trainwright.strategies.strategy import StrategyOutline
 from trainwright.strategies.units import WrapPolicy, replace_parameters
 
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
@@ -220,8 +220,10 @@ class MegatronStrategy(FSDPStrategy):
         if self.pp > 1 and not overrides(task, "configure_model", TaskModule):
             find_stages(task, self.pp * self.virtual_stages, self.split_points)
 
-    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
-        return super().outline(task, settings) if self.library == "torch" else Outline(self.mesh_shape(settings))
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
+        return (
+            super().outline(task, settings) if self.library == "torch" else StrategyOutline(self.mesh_shape(settings))
+        )
 
     def engine(self, settings: EngineSettings) -> Engine:
         if self.library != "torch":

@@ -26,7 +26,7 @@ from trainwright.strategies.offload.host_storage import PLACES, HostStorage
 from trainwright.strategies.offload.step import OffloadStep, can_be_split, portions_of, step_in_portions
 from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.steps.step import Step, StepParts
-from trainwright.strategies.strategy import Outline, Strategy
+from trainwright.strategies.strategy import Strategy, StrategyOutline
 from trainwright.strategies.units import WrapPolicy, find_units
 
 _PARTS = 16  # by default, a unit has at least 1/16 of the parameters
@@ -103,7 +103,7 @@ class OffloadStrategy(Strategy):
             )
         super().check(settings)
 
-    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         units = () if task is None else tuple(self.units(task))
         return replace(super().outline(task, settings), units=units, peak="offload")
 

@@ -23,7 +23,7 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.step import Step, StepParts
-from trainwright.strategies.strategy import Outline, Strategy
+from trainwright.strategies.strategy import Strategy, StrategyOutline
 
 _WARM_UP = 2  # optimizer steps: the first one creates the optimizer's state
 _MOST_WARNINGS = 5
@@ -74,7 +74,7 @@ class XLAStrategy(Strategy):
                 "Use precision='bf16-mixed' or 'bf16-true'."
             )
 
-    def outline(self, task: TaskModule | None, settings: EngineSettings) -> Outline:
+    def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         return replace(super().outline(task, settings), shards=1 if self.spmd is None else None)
 
     def engine(self, settings: EngineSettings) -> Engine:

@@ -18,7 +18,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data
 from trainwright.cli import parity as parity_command
 from trainwright.cli.main import main
-from trainwright.cli.parity import Plan, class_path, load_strategy
+from trainwright.cli.parity import ParityPlan, class_path, load_strategy
 from trainwright.cli.parity_tape import (
     COPY,
     GRADIENT,
@@ -447,7 +447,7 @@ def test_a_class_is_named_by_its_module_or_file(project: Path) -> None:
 
 def test_a_strategy_may_be_a_name_a_class_or_an_object() -> None:
     def load(name: str) -> tuple[Any, int]:
-        return load_strategy(Plan(name, 3, 1, 0, {}, [], []))
+        return load_strategy(ParityPlan(name, 3, 1, 0, {}, [], []))
 
     assert load("single")[1] == 1
     made, devices = load("trainwright.strategies.ddp.strategy:DDPStrategy")

@@ -18,7 +18,7 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.strategies.fsdp.sharded import Block, Blocks, batches
 from trainwright import ConfigurationError, DataModule, FSDPStrategy, Trainer
 from trainwright.callbacks.callback import Callback
-from trainwright.trainer.planning.plan import Plan
+from trainwright.trainer.planning.run_plan import Plan
 
 
 class _Late(RegressionTask):

@@ -17,7 +17,7 @@ from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule, LoaderOptions, prepare_loader, resolve_limit
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.strategy import Outline
+from trainwright.strategies.strategy import StrategyOutline
 from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.data import Sources
 
@@ -77,7 +77,7 @@ def _of_first_rank(parameter: torch.Tensor, shards: int) -> int:
 
 
 def data_types(
-    task: nn.Module | None, precision: Precision, outline: Outline | None, num_data_ranks: int
+    task: nn.Module | None, precision: Precision, outline: StrategyOutline | None, num_data_ranks: int
 ) -> dict[str, str | None]:
     """Return the data types of the parts of a training."""
     stored = None if task is None else {p.dtype for p in task.parameters() if p.is_floating_point()}
@@ -105,7 +105,9 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def forecast_bytes(task: nn.Module | None, precision: Precision, outline: Outline, notes: list[str]) -> int | None:
+def forecast_bytes(
+    task: nn.Module | None, precision: Precision, outline: StrategyOutline, notes: list[str]
+) -> int | None:
     """Return the peak memory of a device in a step of Adam without activations, or append a note and return None."""
     reason = None
     if outline.peak is None:

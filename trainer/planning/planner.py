@@ -15,7 +15,7 @@ from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.rng import isolate_rng
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
-from trainwright.strategies.strategy import Outline
+from trainwright.strategies.strategy import StrategyOutline
 from trainwright.trainer.checkpoints.load_request import LoadRequest
 from trainwright.trainer.configuration.assembly import with_task_callbacks
 from trainwright.trainer.configuration.checks import check_callbacks, check_needs, one_task
@@ -28,7 +28,7 @@ from trainwright.trainer.planning.forecast import (
     forecast_bytes,
     parameter_counts,
 )
-from trainwright.trainer.planning.plan import Plan
+from trainwright.trainer.planning.run_plan import Plan
 from trainwright.trainer.planning.setting_sources import as_data, planned_settings
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.stage import check_stage
@@ -111,7 +111,7 @@ def _plan(planner: Planner, task: TaskModule, sources: Sources) -> Plan:
     )
 
 
-def _strategy_facts(settings: Settings, outline: Outline | None) -> dict[str, Any]:
+def _strategy_facts(settings: Settings, outline: StrategyOutline | None) -> dict[str, Any]:
     strategy = settings.selection.strategy
     units = None if outline is None else outline.units
     return {

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainwright.trainer.configuration.launcher_defaults import variable_of
 from trainwright.trainer.configuration.settings import Settings, limits_of
-from trainwright.trainer.planning.plan import PlannedSetting
+from trainwright.trainer.planning.run_plan import PlannedSetting
 
 _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]*@")
 _SECRET_KEYS = re.compile(r"key|token|secret|passw", re.IGNORECASE)

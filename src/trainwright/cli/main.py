@@ -39,7 +39,7 @@ COMMANDS: dict[str, Command] = {
     "validate": Command("trainwright.cli.fit:validate", "run the validation of a configuration file"),
     "test": Command("trainwright.cli.fit:test", "run the test of a configuration file"),
     "predict": Command("trainwright.cli.fit:predict", "run the prediction of a configuration file"),
-    "plan": Command("trainwright.cli.plan:plan", "show what fit will do, without training"),
+    "plan": Command("trainwright.cli.show_plan:plan", "show what fit will do, without training"),
     "profile": Command("trainwright.cli.profile:profile", "train a few steps, and show where their time goes"),
     "report": Command("trainwright.cli.reports.report:report", "write the curves and events of a run as one HTML file"),
     "diff": Command("trainwright.cli.reports.run_diff:diff", "show what differs between two runs"),

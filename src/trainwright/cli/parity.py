@@ -35,7 +35,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParityPlan:
     """Plan of one run, JSON-compatible: `plan.json` of a folder, into which the run writes its steps or its error."""
 
     strategy: str  # a name, or "module:name" of a strategy, a class or a function that makes one
@@ -77,7 +77,7 @@ def parity(argv: Sequence[str]) -> int:
         runs: list[Tape | str] = []
         for i, (label, strategy) in enumerate(strategies):
             shared = (wanted.devices, wanted.steps, wanted.seed, defaults, list(map(str, configs)), line.assignments)
-            runs.append(_run(Plan(strategy, *shared), label, Path(folder, f"{i}")))
+            runs.append(_run(ParityPlan(strategy, *shared), label, Path(folder, f"{i}")))
             if isinstance(runs[0], str):
                 print(f"{label} could not train, so that there is no reference: {runs[0]}")
                 return 1
@@ -168,7 +168,7 @@ def _read_strategies(text: str) -> list[tuple[str, str]]:
     return strategies
 
 
-def _run(plan: Plan, label: str, folder: Path) -> Tape | str:
+def _run(plan: ParityPlan, label: str, folder: Path) -> Tape | str:
     """Run one strategy; return its record, or the error."""
     from trainwright.cli.parity_tape import Tape
     from trainwright.processes.launcher import run_module
@@ -239,7 +239,7 @@ def _print_table(labels: Sequence[str], compared: Sequence[Comparison | str]) ->
 
 def run_plan(folder: Path) -> int:
     """Run the plan of a folder; return 0, or 1 with an `error.txt` there."""
-    plan = Plan(**json.loads((folder / "plan.json").read_text()))
+    plan = ParityPlan(**json.loads((folder / "plan.json").read_text()))
     try:
         _record(plan, folder)
     except Exception as error:  # noqa: BLE001  # any error of the task is shown with the other strategies' results
@@ -249,7 +249,7 @@ def run_plan(folder: Path) -> int:
     return 0
 
 
-def _record(plan: Plan, folder: Path) -> None:
+def _record(plan: ParityPlan, folder: Path) -> None:
     from trainwright import Trainer
     from trainwright.cli.configs.parsing import build
     from trainwright.cli.fit import read_settings
@@ -285,7 +285,7 @@ def _record(plan: Plan, folder: Path) -> None:
     trainer.fit(built.task, datamodule=built.data)
 
 
-def load_strategy(plan: Plan) -> tuple[Any, int]:
+def load_strategy(plan: ParityPlan) -> tuple[Any, int]:
     """Return the strategy for the Trainer, and its number of processes."""
     from trainwright.strategies.registry import STRATEGIES, make_strategy
     from trainwright.strategies.strategy import Strategy
