@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import platform
 import sys
@@ -12,8 +11,11 @@ from typing import Any
 
 from trainwright.core.hyperparameters import kept_and_left_out
 from trainwright.core.run import Stage
+from trainwright.core.tree import full_numel
 from trainwright.loggers.logger import RunInfo
 from trainwright.loggers.run_record import code_version, package_versions
+from trainwright.trainer.planning.forecast import data_types
+from trainwright.trainer.planning.setting_sources import as_data, planned_settings
 from trainwright.trainer.run import StageRun
 
 
@@ -27,19 +29,22 @@ def start_loggers(run: StageRun, stage: Stage) -> None:
 
 def _facts(run: StageRun, folder: Path) -> dict[str, Any]:
     """Return the code, environment, settings and folders of a run. Paths are relative to the folder of its record."""
-    arguments, selection = run.arguments, run.settings.selection
-    names = {field.name for field in dataclasses.fields(arguments)} - {"logger", "callbacks"}
+    selection = run.settings.selection
+    outline = selection.strategy.outline(None, selection.settings)
+    settings = planned_settings(run.settings, type(run.trainer).__init__)
     logs = [logger.log_dir for logger in run.loggers if logger.log_dir is not None]
     script = Path(sys.argv[0] or ".").absolute()
     return {
         "run_id": run.history.run_id,
         "resumed_from": None if run.origin is None else str(run.origin),
         "task": type(run.task).__qualname__,
-        "parameters": sum(parameter.numel() for parameter in run.task.parameters()),
-        "settings": {name: getattr(arguments, name) for name in sorted(names)},
+        "parameters": sum(full_numel(parameter) for parameter in run.task.parameters()),
+        "settings": {name: [setting.value, setting.source] for name, setting in settings.items()},
         "hyperparameters": kept_and_left_out(run.task.hparams)[0],
-        "strategy": str(selection.strategy),
-        "precision": str(arguments.precision or "32-true"),
+        "strategy": type(selection.strategy).__name__,
+        "options": as_data(selection.strategy.passed_arguments),
+        "mesh": {name: length for name, length in outline.mesh.lengths.items() if length > 1},
+        "precision": data_types(run.task, selection.settings.precision, outline, run.world_size),
         "device": str(run.engine.device),
         "processes": run.world_size,
         "seed": run.history.seed,

@@ -48,7 +48,8 @@ def test_a_fit_records_its_start_progress_validations_saves_and_end(tmp_path: Pa
     start, progress = events[0], events[1]
     assert start["task"] == "RegressionTask"
     assert start["parameters"] == 49
-    assert start["settings"]["max_epochs"] == 2
+    assert start["settings"]["max_epochs"] == [2, "argument"]
+    assert start["precision"]["parameters"] == "float32"
     assert start["folders"] == {"logs": ["."], "checkpoints": "../../checkpoints"}
     assert progress["lr"] == [0.1]
     assert progress["samples"] == 4

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from trainwright.checkpoint.run_folder import OnDamaged
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.rng import isolate_rng
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
+from trainwright.processes.devices import peak_memory
 from trainwright.strategies.strategy import StrategyOutline
 from trainwright.trainer.checkpoints.load_request import LoadRequest
 from trainwright.trainer.configuration.assembly import with_task_callbacks
@@ -126,14 +124,9 @@ def _peak(run: StageRun, task: TaskModule) -> dict[str, int | str | None]:
     """Return the peak memory of this process, if it has trained the task."""
     if not run.trains or run.task is not task:
         return {}
-    device, accelerator = run.engine.device, torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type == device.type:
-        peak = torch.accelerator.memory_stats(device).get("allocated_bytes.all.peak")
-        return {} if peak is None else {"peak_bytes": peak, "peak_of": f"tensors on {device} in this process"}
-    try:
-        import resource
-    except ImportError:  # on Windows
-        return {}
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"peak_bytes": peak, "peak_of": "all host memory of this process since its start"}
+    device = run.engine.device
+    peak = peak_memory(device)
+    of = "all host memory of this process since its start"
+    if device.type != "cpu":
+        of = f"tensors on {device} in this process"
+    return {} if peak is None else {"peak_bytes": peak, "peak_of": of}

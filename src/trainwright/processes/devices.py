@@ -161,10 +161,13 @@ def peak_memory(device: torch.device) -> int | None:
     if device.type == "cpu":
         if sys.platform == "win32":
             return None
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    counters = getattr(getattr(torch, device.type, None), "memory_stats", None)
-    return None if counters is None else counters(device).get("allocated_bytes.all.peak")
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None  # such as XLA
+    peak: int | None = torch.accelerator.memory_stats(device).get("allocated_bytes.all.peak")
+    return peak
 
 
 class DistributedType(str, Enum):  # noqa: UP042 -- as text a member shows its class, as Accelerate's does

@@ -56,7 +56,7 @@ def test_the_curves_of_each_logger_are_read(tmp_path: Path, logger_class: type[A
     assert run.curves["val_loss"].steps.tolist() == [3, 7]
     assert np.isfinite(run.curves["train_loss"].values).all()
     assert [line["step"] for line in run.progress] == list(range(1, 9))
-    assert run.start["strategy"] == "SingleDeviceStrategy()"
+    assert run.start["strategy"] == "SingleDeviceStrategy"
 
 
 def test_a_report_is_one_file_with_the_curves_events_checkpoints_and_settings(
@@ -86,8 +86,9 @@ def test_a_report_is_one_file_with_the_curves_events_checkpoints_and_settings(
     tables = {table["title"]: table["rows"] for table in content["tables"]}
     assert [row[1:] for row in tables["Checkpoints"]][-1][-1] == "yes"
     assert any(row[0].endswith("(best)") for row in tables["Checkpoints"])
-    assert ["max_epochs", "2"] in tables["Settings other than the defaults"]
-    assert not any(row[0] == "seed" for row in tables["Settings other than the defaults"])
+    assert ["max_epochs", "2", "argument"] in tables["Settings"]
+    assert ["seed", "null", "default"] in tables["Settings"]
+    assert ["strategy", "SingleDeviceStrategy"] in tables["Plan"]
 
 
 def test_a_name_cannot_end_the_data_of_the_page(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import base64
 import datetime
-import inspect
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -17,15 +16,25 @@ from numpy.typing import NDArray
 
 from trainwright.cli.reports.run_files import STAGES, Curve, RunFiles, read_run, times_of
 from trainwright.core.errors import ConfigurationError
-from trainwright.loggers.hyperparams import json_safe, plain
-from trainwright.trainer import Trainer
 
 REPORT_FILE = "report.html"
 _HERE = Path(__file__).parent
 _DROPPED_BITS = 9  # of the 23 bits of a float32's fraction: about 4 digits are kept
 _PREFIXES = ("train", "val", "valid", "test")
 _MAX_NOT_FINITE = 20  # events for each curve
-_NOT_SETTINGS = ("event", "step", "time", "settings", "hyperparameters", "folders", "packages", "code")
+_PLAN = (
+    "task",
+    "parameters",
+    "strategy",
+    "options",
+    "mesh",
+    "processes",
+    "device",
+    "precision",
+    "callbacks",
+    "loggers",
+)
+_ELSEWHERE = frozenset({*_PLAN, "event", "step", "time", "settings", "hyperparameters", "folders", "packages", "code"})
 
 
 def report(argv: Sequence[str]) -> int:
@@ -88,7 +97,7 @@ def _facts(run: RunFiles, times: list[float]) -> list[tuple[str, str]]:
     if start:
         found += [
             ("strategy", f"{start['strategy']} on {start['processes']} × {start['device']}"),
-            ("precision", start["precision"]),
+            ("precision", start["precision"]["name"]),
             ("parameters", f"{start['parameters']:,}"),
         ]
     peaks = [line["memory"] for line in run.progress if line["memory"] is not None]
@@ -235,7 +244,7 @@ def _tables(run: RunFiles) -> list[dict[str, Any]]:
         if np.isfinite(curve.values).any()
     ]
     shown = [[event["kind"], str(event["step"]), event["text"]] for event in _events(run, *times_of(run))]
-    facts = {name: value for name, value in start.items() if name not in _NOT_SETTINGS}
+    facts = {name: value for name, value in start.items() if name not in _ELSEWHERE}
     environment = {**facts, **start.get("packages", {}), "code": start.get("code")}
     stages = [[event["event"], str(event["step"])] for event in run.events if event["event"] in STAGES]
     return [
@@ -244,16 +253,17 @@ def _tables(run: RunFiles) -> list[dict[str, Any]]:
         {"title": "Events", "head": ["event", "step", "description"], "rows": shown, "marks": True},
         {"title": "Stages", "head": ["stage", "at step"], "rows": stages},
         {"title": "Hyper-parameters", "head": ["name", "value"], "rows": _rows(start.get("hyperparameters", {}))},
-        {"title": "Settings other than the defaults", "head": ["argument", "value"], "rows": _rows(_settings(start))},
+        {"title": "Settings", "head": ["argument", "value", "from"], "rows": _settings(start)},
+        {"title": "Plan", "head": ["name", "value"], "rows": _rows({name: start.get(name) for name in _PLAN})},
         {"title": "Environment", "head": ["name", "value"], "rows": _rows(environment)},
     ]
 
 
-def _settings(start: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Trainer's arguments that differ from their defaults."""
-    parameters = inspect.signature(Trainer.__init__).parameters
-    defaults = {name: json_safe(plain(parameter.default)) for name, parameter in parameters.items()}
-    return {name: value for name, value in start.get("settings", {}).items() if value != defaults.get(name, value)}
+def _settings(start: Mapping[str, Any]) -> list[list[str]]:
+    """Return the Trainer's arguments with their sources, those that are not defaults first."""
+    settings = start.get("settings", {}).items()
+    rows = [[name, *_rows({name: value})[0][1:], source] for name, (value, source) in settings]
+    return sorted(rows, key=lambda row: row[2] == "default")
 
 
 def _rows(values: Mapping[str, Any]) -> list[list[str]]:

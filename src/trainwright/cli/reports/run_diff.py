@@ -15,7 +15,7 @@ from trainwright.core.errors import ConfigurationError
 
 _ABSENT = "–"
 _ENVIRONMENT = ("device", "processes", "python", "platform", "host", "command")
-_MODEL = ("task", "parameters", "strategy", "precision", "callbacks", "loggers")
+_MODEL = ("task", "parameters", "strategy", "options", "mesh", "precision", "callbacks", "loggers")
 
 
 def diff(argv: Sequence[str]) -> int:
@@ -62,7 +62,7 @@ def compare(first: RunFiles, second: RunFiles, *, tolerance: float = 0.01) -> di
         "code": _rows(a.get("code") or {}, b.get("code") or {}),
         "model": _rows(*({name: start.get(name) for name in _MODEL} for start in (a, b))),
         "hyperparameters": _rows(a.get("hyperparameters", {}), b.get("hyperparameters", {})),
-        "settings": _rows(a.get("settings", {}), b.get("settings", {})),
+        "settings": _rows(*({name: each[0] for name, each in start.get("settings", {}).items()} for start in (a, b))),
         "data order": _data_order(first, second),
         "environment": _rows(*({name: start.get(name) for name in _ENVIRONMENT} for start in (a, b))),
         "packages": _rows(a.get("packages", {}), b.get("packages", {})),
