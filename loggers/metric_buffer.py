@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.errors import ConfigurationError, TaskError, nearest
+from trainwright.core.state import StepResult
 from trainwright.core.tree import batch_size as find_batch_size
 from trainwright.loggers.epoch_state import fill_slot, make_slot, slot_states
 from trainwright.loggers.metric_slot import (
@@ -390,7 +391,7 @@ class MetricBuffer:
             flushed.prog_bar.update(of_epoch.prog_bar)
         return flushed
 
-    def flush_step(self, exchange: Exchange | None = None, grad_norm: Tensor | None = None) -> Flushed:
+    def flush_step(self, exchange: Exchange | None = None, last: StepResult | None = None) -> Flushed:
         """Return the latest value of everything that was logged on_step since the last flush.
 
         Waits for each device once. Collective when `exchange` is given: every rank calls it at the same step.
@@ -398,9 +399,9 @@ class MetricBuffer:
         Args:
             exchange: all-gather of a small picklable dict, in the order of the ranks; called exactly once, even if
                 nothing was logged. None: one process. Default: None.
-            grad_norm: 0-dim tensor to read with the values, for `Flushed.grad_norm`. Default: None.
+            last: result of the last step, to read with the values. Default: None.
         """
-        waiting: list[tuple[tuple[MetricSlot, Entry] | None, float | Tensor]] = []
+        waiting: list[tuple[tuple[MetricSlot, Entry] | str, float | Tensor]] = []
         for slot in self._by_slots():
             if slot.last is not None:
                 waiting += [((slot, entry), value) for entry, value in step_values(slot)]
@@ -409,11 +410,12 @@ class MetricBuffer:
         flushed = Flushed()
         shared: dict[str, Entry] = {}
         reductions: dict[str, Reduction] = {}
-        if grad_norm is not None:
-            waiting.append((None, grad_norm))
+        if last is not None:
+            facts = {"loss": last.loss, "grad_norm": last.grad_norm}
+            waiting += [(name, value) for name, value in facts.items() if value is not None]
         for key, value in read_values(waiting):
-            if key is None:
-                flushed.grad_norm = value
+            if isinstance(key, str):
+                flushed.last_step[key] = value
                 continue
             slot, entry = key
             if exchange is not None and (slot.settings.sync_dist is True or entry.main_only):
@@ -425,8 +427,12 @@ class MetricBuffer:
             else:
                 flushed.put(entry, value, "step")
         if exchange is not None:
-            gathered = exchange({"metrics": {name: tuple(entry) for name, entry in shared.items()}})
+            metrics = {name: tuple(entry) for name, entry in shared.items()}
+            gathered = exchange({"metrics": metrics, "loss": flushed.last_step.get("loss")})
             put_combined(flushed, gather_entries(gathered), reductions, "step")
+            shares = [each["loss"] for each in gathered if each["loss"] is not None]
+            if shares:
+                flushed.last_step["loss"] = sum(shares) / len(shares)
         return flushed
 
     def flush_epoch(

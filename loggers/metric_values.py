@@ -214,7 +214,7 @@ class Flushed:
         prog_bar: those for the progress bar.
         loaders: key → the one of several evaluation loaders that it is about.
         aliases: the plain names of values that `callback` also has under their full names.
-        grad_norm: the gradient norm that was read with them.
+        last_step: `loss`, the mean over all data that all ranks consumed in a step, and `grad_norm`, if they were read.
     """
 
     logged: dict[str, float] = field(default_factory=dict)
@@ -222,7 +222,7 @@ class Flushed:
     prog_bar: dict[str, float] = field(default_factory=dict)
     loaders: dict[str, int] = field(default_factory=dict)
     aliases: set[str] = field(default_factory=set)
-    grad_norm: float | None = None
+    last_step: dict[str, float] = field(default_factory=dict)
 
     def put(self, entry: Entry, value: float, when: Literal["step", "epoch"]) -> None:
         """Enter one value under the names that its options ask for."""

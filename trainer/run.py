@@ -280,13 +280,11 @@ class StageRun:
 
     def flush_step(self, epoch: int | None = None) -> None:
         """Read the metrics of training steps from the device and pass them on. Collective."""
-        records = self.logging is not None and self.logging.record_folder is not None
-        last = self.last_step if records else None
-        flushed = self.metrics.flush_step(self.exchange, None if last is None else last.grad_norm)
+        flushed = self.metrics.flush_step(self.exchange, self.last_step if self.loggers else None)
         self.take_metrics(flushed, "train", epoch)
-        if records:
+        if self.logging is not None and self.logging.record_folder is not None:
             facts = progress_facts(self.state, self.optimizers, self.engine.device)
-            self.note("progress", **facts, grad_norm=flushed.grad_norm)
+            self.note("progress", **flushed.last_step, **facts)
 
     def note(self, event: str, **facts: Any) -> None:
         """Add an event to the run's record, if there is one. Not collective."""

@@ -53,6 +53,7 @@ def test_a_fit_records_its_start_progress_validations_saves_and_end(tmp_path: Pa
     assert start["folders"] == {"logs": ["."], "checkpoints": "../../checkpoints"}
     assert progress["lr"] == [0.1]
     assert progress["samples"] == 4
+    assert progress["loss"] > 0
     assert progress["grad_norm"] > 0
     assert progress["memory"] > 2**20
     saves = [event for event in events if event["event"] == "save"]

@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
     "profile": Command("trainwright.cli.profile:profile", "train a few steps, and show where their time goes"),
     "report": Command("trainwright.cli.reports.report:report", "write the curves and events of a run as one HTML file"),
     "diff": Command("trainwright.cli.reports.run_diff:diff", "show what differs between two runs"),
+    "replay": Command("trainwright.cli.reports.step_replay:replay", "rerun a step of a run on one device"),
     "data": Command("trainwright.cli.token_data:data", "tokenize texts for language models"),
     "migrate": Command("trainwright.cli.migration.migrate:migrate", "rewrite programs of Lightning and Accelerate"),
     "parity": Command("trainwright.cli.parity:parity", "compare strategies, step by step, on your task"),

@@ -142,7 +142,7 @@ def _progress_charts(run: RunFiles, *, has_rate: bool) -> list[dict[str, Any]]:
             for i, rate in enumerate(rates):
                 name = "lr" if len(rates) == 1 else f"group {i}"
                 series.setdefault("Learning rate", {}).setdefault(name, []).append((step, rate))
-        if line["grad_norm"] is not None:
+        if "grad_norm" in line:
             norms = series.setdefault("Gradient norm before clipping", {}).setdefault("norm", [])
             norms.append((step, float(line["grad_norm"])))
         if before is not None and line["seconds"] > before["seconds"]:

@@ -1,0 +1,272 @@
+"""`trainwright replay CHECKPOINT --step N`: rerun a step on one device, and compare it with what was logged."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainwright.callbacks import Callback
+from trainwright.checkpoint.format.manifests import open_checkpoint
+from trainwright.cli.configs.overrides import CommandLine, read_command_line
+from trainwright.cli.main import table_lines
+from trainwright.cli.parity import STEP_ARGUMENTS
+from trainwright.cli.reports.run_files import RunFileError, RunFiles, read_run
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.run import Run
+from trainwright.core.state import Group, StepResult
+from trainwright.core.task import TaskModule
+from trainwright.data import DataModule
+from trainwright.loggers.run_record import RECORD_FILE
+from trainwright.trainer import Trainer
+
+_SHOWN = 8  # parameters and samples
+_DEPTHS = ("", "*/", "*/*/", "*/*/*/")  # of records below the folder that contains the checkpoints' folder
+_CONFIGS = ("config.resolved.yaml", "config.yaml")
+
+
+@dataclass(slots=True)
+class Replay:
+    """Results of replayed steps.
+
+    Attributes:
+        step: number of the last replayed step, from 1 on.
+        losses, grad_norms: for each step, the mean loss over its data and the gradient norm before clipping.
+        gradients: norm of each parameter's gradient in the last step, by name.
+        samples: data set indices of the last step's samples; empty if unknown.
+    """
+
+    step: int
+    losses: dict[int, float] = field(default_factory=dict)
+    grad_norms: dict[int, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
+    samples: list[int | str] = field(default_factory=list)
+
+
+class _Recorder(Callback):
+    """Records losses and gradients of the steps."""
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+
+    def on_train_step_start(self, trainer: Any, task: TaskModule, group: Group) -> None:
+        if trainer.state.step == self._replay.step - 1:
+            loader = trainer.run.data.train().loader
+            found = [loader.indices_in(group.first_idx + i) for i in range(len(group.batches))]
+            self._replay.samples = [index for each in found if each is not None for index in each]
+
+    def on_before_optimizer_step(self, trainer: Run, task: TaskModule, optimizer: Optimizer) -> None:
+        step = trainer.state.step + 1
+        norms = {
+            name: float(torch.linalg.vector_norm(parameter.grad))
+            for name, parameter in task.named_parameters()
+            if parameter.grad is not None
+        }
+        self._replay.gradients = norms
+        self._replay.grad_norms[step] = math.sqrt(sum(norm * norm for norm in norms.values()))
+
+    def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
+        if result.loss is not None:
+            self._replay.losses[trainer.state.step] = float(result.loss)
+        if result.grad_norm is not None:
+            self._replay.grad_norms[trainer.state.step] = float(result.grad_norm)
+
+
+def replay_step(
+    task: TaskModule,
+    checkpoint: str | Path,
+    step: int,
+    *,
+    train_dataloaders: object = None,
+    datamodule: DataModule | None = None,
+    num_ranks: int | None = None,
+    accumulate_grad_batches: int = 1,
+    **arguments: Any,
+) -> Replay:
+    """Rerun the steps from a checkpoint up to `step` on one device, without logging and saving.
+
+    The data of a step of several ranks are read as further micro-batches, so that a step has the same samples. Random
+    numbers (dropout, augmentation) are those of the run only if it had one process. The run's callbacks are not used.
+
+    Args:
+        task: the task of the run. Its weights are those after `step` afterwards.
+        checkpoint: folder of a checkpoint of an earlier step.
+        step: number of the last step, from 1 on.
+        train_dataloaders, datamodule: the data of the run, as for `Trainer.fit`.
+        num_ranks: ranks of the run that read different batches. Default: None, all of the checkpoint's processes.
+        accumulate_grad_batches: micro-batches of a step on one rank. Default: 1.
+        arguments: further arguments of the `Trainer` of the run.
+
+    Raises:
+        ConfigurationError: the checkpoint is not of an earlier step, or the data ends before `step`.
+    """
+    manifest = open_checkpoint(Path(checkpoint)).manifest
+    if manifest.kind != "full" or not manifest.step < step:
+        what = f"a checkpoint of step {manifest.step}" if manifest.kind == "full" else "a checkpoint of weights only"
+        raise ConfigurationError(
+            f"step {step} cannot be reached from {checkpoint}, {what}. Use a full checkpoint of an earlier step."
+        )
+    found = Replay(step)
+    ranks = num_ranks or manifest.topology.get("world_size", 1)
+    settings = {
+        "max_epochs": -1,
+        **arguments,
+        "devices": 1,
+        "strategy": "single",
+        "accumulate_grad_batches": accumulate_grad_batches * ranks,
+        "max_steps": step,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "preemption_grace": None,
+        "callbacks": [*arguments.get("callbacks", ()), _Recorder(found)],
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* holds the state of a callback")
+        Trainer(**settings).fit(task, train_dataloaders, datamodule=datamodule, ckpt_path=checkpoint)
+    if step not in found.losses and step not in found.grad_norms:
+        raise ConfigurationError(f"step {step} was not reached: training ended after step {max(found.losses)}.")
+    return found
+
+
+def replay(argv: Sequence[str]) -> int:
+    """Replay a step of a configuration; see `trainwright replay --help`.
+
+    Returns:
+        0 if everything that was logged for the replayed steps is within the tolerance; 1 if something is not.
+    """
+    wanted, rest = _parser().parse_known_args(argv)
+    checkpoint = Path(wanted.checkpoint)
+    if not checkpoint.is_dir():
+        raise ConfigurationError(f"{checkpoint} is not a folder. Pass the folder of a checkpoint.")
+    line = read_command_line(rest)
+    line.configs.insert(0, _configuration(checkpoint, wanted.config))
+    run = _run_of(checkpoint, wanted.run)
+    found = _replay_configured(checkpoint, wanted.step, run, line)
+    rows = _compared(found, run)
+    if wanted.json:
+        print(json.dumps({"compared": rows, "gradients": found.gradients, "samples": found.samples}, indent=2))
+    else:
+        print(_text(found, rows, wanted.tolerance))
+    return int(any(not _is_close(logged, mine, wanted.tolerance) for *_, logged, mine in rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trainwright replay",
+        usage="trainwright replay CHECKPOINT --step N [--config FILE] [--run FOLDER] [KEY=VALUE …]",
+        description="Rerun a step of a run on one device, and compare loss and gradients with what was logged.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", help="folder of a checkpoint of an earlier step")
+    parser.add_argument("--step", type=int, required=True, help="number of the step, from 1 on")
+    parser.add_argument("--config", help="configuration of the run. Default: config.yaml above the checkpoint")
+    parser.add_argument("--run", help="folder of the run's record. Default: the one that names the checkpoint's folder")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="largest relative difference. Default: 0.001")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _run_of(checkpoint: Path, named: str | None) -> RunFiles | None:
+    """Return the run that wrote a checkpoint, or None if no record near it names its folder."""
+    if named is not None:
+        return read_run(named)
+    above = checkpoint.absolute().parent.parent
+    records = [file for depth in _DEPTHS for file in above.glob(depth + RECORD_FILE)]
+    for record in sorted(records, key=lambda file: -file.stat().st_mtime):
+        with contextlib.suppress(RunFileError):  # of another run
+            run = read_run(record.parent)
+            folder = run.folder / run.start.get("folders", {}).get("checkpoints", "")
+            if folder.resolve() == checkpoint.absolute().parent.resolve():
+                return run
+    return None
+
+
+def _configuration(checkpoint: Path, named: str | None) -> Path:
+    """Return the configuration file of the run that wrote a checkpoint."""
+    if named is not None:
+        return Path(named)
+    above = checkpoint.absolute().parent.parent
+    for name in _CONFIGS:
+        if (above / name).is_file():
+            return above / name
+    raise ConfigurationError(
+        f"no configuration was found in {above}. Pass --config, or call "
+        "trainwright.cli.reports.step_replay.replay_step in a script."
+    )
+
+
+def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: CommandLine) -> Replay:
+    from trainwright.cli.configs.parsing import build
+    from trainwright.cli.fit import read_settings
+    from trainwright.core.rng import seed_everything
+
+    parser, settings = read_settings("fit", line)
+    given = settings.pop("trainer").as_dict()
+    if settings.seed_everything is not None:
+        seed_everything(settings.seed_everything)
+    built = build(parser, settings)
+    mesh: Mapping[str, int] = {} if run is None else run.start.get("mesh", {})
+    readers = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
+    return replay_step(
+        built.task,
+        checkpoint,
+        step,
+        datamodule=built.data,
+        num_ranks=None if run is None or not run.start else readers,
+        accumulate_grad_batches=given["accumulate_grad_batches"] or 1,
+        seed=given["seed"] if run is None else run.start.get("seed"),
+        **{name: given[name] for name in STEP_ARGUMENTS},
+    )
+
+
+def _compared(found: Replay, run: RunFiles | None) -> list[list[Any]]:
+    """Return step, name, logged and replayed value of what was logged for the replayed steps."""
+    rows: list[list[Any]] = []
+    for line in [] if run is None else run.progress:
+        step = line["step"]
+        for name, values in (("loss", found.losses), ("grad_norm", found.grad_norms)):
+            if name in line and step in values:
+                rows.append([step, name, float(line[name]), values[step]])
+    return rows
+
+
+def _is_close(logged: float, mine: float, tolerance: float) -> bool:
+    if not (math.isfinite(logged) and math.isfinite(mine)):
+        return math.isnan(logged) == math.isnan(mine)
+    return abs(logged - mine) <= tolerance * max(abs(logged), abs(mine))
+
+
+def _text(found: Replay, rows: list[list[Any]], tolerance: float) -> str:
+    step = found.step
+    loss = f", loss {found.losses[step]:.6g}" if step in found.losses else ""
+    lines = [f"step {step}{loss}, gradient norm {found.grad_norms.get(step, math.nan):.6g}"]
+    if rows:
+        cells = [
+            [str(s), name, f"{logged:.6g}", f"{mine:.6g}", "equal" if _is_close(logged, mine, tolerance) else "differs"]
+            for s, name, logged, mine in rows
+        ]
+        lines += ["", *table_lines([["step", "", "logged", "replayed", ""], *cells])]
+    if not any(row[0] == step for row in rows):
+        lines.append(f"step {step} itself was not logged: only every log_every_n_steps-th step is.")
+    bad = [name for name, norm in found.gradients.items() if not math.isfinite(norm)]
+    if bad:
+        lines += ["", f"gradients that are not finite: {', '.join(bad[:_SHOWN])}{' …' if len(bad) > _SHOWN else ''}"]
+    largest = sorted(found.gradients.items(), key=lambda item: -item[1])[:_SHOWN]
+    lines += ["", "largest gradients:", *(f"  {name}  {norm:.4g}" for name, norm in largest)]
+    if found.samples:
+        more = " …" if len(found.samples) > _SHOWN else ""
+        lines.append(f"samples: {', '.join(map(str, found.samples[:_SHOWN]))}{more}")
+    return "\n".join(lines)
