@@ -10,7 +10,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import check_class, check_owner
 from trainwright.core.names.kwargs_handler import as_flag, read_variable
 from trainwright.core.names.stand_in import is_active
-from trainwright.core.process import Topology, detect
+from trainwright.core.process import Topology, detect, is_ray
 from trainwright.core.registry import Registry
 from trainwright.processes.devices import device_indices, device_type
 from trainwright.strategies.engine import Engine
@@ -115,7 +115,7 @@ def select(
             f"num_nodes={num_nodes}, but the launcher started {topology.num_nodes} node(s): {topology}. "
             f"Remove num_nodes, or start {num_nodes} nodes."
         )
-    if not launched and num_nodes > 1:
+    if not launched and num_nodes > 1 and not is_ray(launcher):
         raise ConfigurationError(
             f"num_nodes={num_nodes} needs a launcher on every node, but none was found ({topology}). Start the script "
             f"with `torchrun --nnodes {num_nodes} --nproc-per-node {len(indices)} …` or with srun."
@@ -129,7 +129,7 @@ def select(
             f"{type(chosen).__name__} runs one process, but the launcher started {topology.world_size} ({topology}). "
             "Use strategy='auto', or start one process."
         )
-    starts = not launched and len(indices) > 1
+    starts = not launched and (len(indices) > 1 or is_ray(launcher))
     if not launched and not starts:
         topology = replace(topology, world_size=1)
     return Selection(chosen, settings, topology, starts)

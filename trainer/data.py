@@ -22,7 +22,7 @@ from trainwright.strategies.engine import Engine
 from trainwright.trainer.configuration.arguments import TrainerArguments
 from trainwright.trainer.configuration.checks import has_step
 from trainwright.trainer.configuration.settings import Settings
-from trainwright.trainer.history import History
+from trainwright.trainer.run_state import History
 
 EvaluationKind = Literal["validate", "test", "predict"]
 

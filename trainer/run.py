@@ -39,10 +39,10 @@ from trainwright.trainer.checkpoints.save_queue import SaveQueue
 from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.data import EvaluationKind, Sources, StageData
 from trainwright.trainer.fit_warnings import FitWarnings
-from trainwright.trainer.history import History
 from trainwright.trainer.loop_state import LoopState, progress_facts
 from trainwright.trainer.optimization import ManualOptimizer, Schedules
 from trainwright.trainer.recovery.preemption import Preemption
+from trainwright.trainer.run_state import History
 from trainwright.trainer.schedule import Stop
 
 

@@ -19,13 +19,11 @@ from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.process import is_interactive, started_by_trainer
-from trainwright.core.rng import begin_alike
 from trainwright.core.run import SaveRequest, Stage
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 from trainwright.loggers import resolve_loggers
 from trainwright.loggers.logger import Logger
-from trainwright.processes.launcher import run_in_processes
 from trainwright.profilers.profiler import Profiler
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.strategy import Strategy
@@ -36,14 +34,14 @@ from trainwright.trainer.configuration.checks import one_task
 from trainwright.trainer.configuration.settings import configure, refuse_of_verb, refuse_unknown
 from trainwright.trainer.data import Sources
 from trainwright.trainer.evaluation import Evaluation, Prediction
-from trainwright.trainer.history import History
 from trainwright.trainer.lightning_names import LightningNames
 from trainwright.trainer.loop import FitLoop
 from trainwright.trainer.planning.planner import Planner
+from trainwright.trainer.ray_stage import run_in_new_processes
 from trainwright.trainer.recovery import rollback
 from trainwright.trainer.recovery.preemption import listen
 from trainwright.trainer.run import StageRun
-from trainwright.trainer.run_state import RunState
+from trainwright.trainer.run_state import History, RunState
 from trainwright.trainer.schedule import Stop
 from trainwright.trainer.search.trial import StageTrialSteps, pass_training_data
 from trainwright.trainer.stage import check_stage, nothing_else_runs, on_this_process
@@ -101,7 +99,8 @@ class Trainer(Planner, LightningNames):
         profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `trainwright.profilers.Profiler`. Default: None.
         plugins, model_registry: only None is accepted (for `plugins` also an empty list); others raise an error.
         compile: True, a mode, or a dict of `torch.compile`'s arguments: compile the step.
-        launcher: whose variables hold the rank: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`.
+        launcher: whose variables hold the rank: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`. `"ray"`, with
+            options as in `"ray:max_restarts=2:cpus=4"`, runs each stage in actors of Ray.
         uneven_batches: the policy for ranks with different numbers of batches: `"pad"`, `"stop"` or `"error"`.
         on_nonfinite: the action before a step whose loss or gradient is NaN or infinite on any rank: `"raise"`,
             `"skip"` the group, or `"rollback"` to the newest checkpoint and skip the group. None: no check. The last
@@ -337,7 +336,7 @@ class Trainer(Planner, LightningNames):
             if self.settings.selection.starts_processes and not started_by_trainer():
                 involved = [task, sources.datamodule, *sources.given.values(), *run.callbacks, *run.loggers]
                 work = partial(Trainer._elsewhere, self, stage, task, sources, load, make_loop, is_trial)
-                result = run_in_processes(work, len(run.engine.settings.device_indices), involved, before=begin_alike())
+                result = run_in_new_processes(self, work, involved)
             else:
                 with on_this_process(run, load):
                     result = make_loop(run).run()

@@ -18,6 +18,9 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning, unkn
 
 LauncherName = Literal["auto", "torchrun", "slurm", "mpi", "none"]
 STARTED_BY_TRAINER = "TRAINWRIGHT_STARTED_BY_TRAINER"
+JOB = "TRAINWRIGHT_JOB"  # the job of processes that Ray has started; the same in all attempts
+RESULT_FILE = "TRAINWRIGHT_RESULT_FILE"
+RAY = "ray"
 _LAUNCHERS: tuple[LauncherName, ...] = ("auto", "torchrun", "slurm", "mpi", "none")
 
 
@@ -51,15 +54,18 @@ def detect(launcher: str = "auto", environ: Mapping[str, str] | None = None) -> 
     """Detect the topology of this process.
 
     Args:
-        launcher: `"auto"`, or the launcher whose variables to read; `"none"`: one process. Default: `"auto"`.
+        launcher: `"auto"`, or the launcher whose variables to read; `"none"`, or `"ray"` with options: one process.
+            Default: `"auto"`.
         environ: the variables; None: those of this process. Default: None.
 
     Raises:
         ConfigurationError: an unknown launcher, one whose variables are not set, or contradicting values.
     """
     env = os.environ if environ is None else environ
+    if is_ray(launcher):
+        launcher = "none"
     if launcher not in _LAUNCHERS:
-        raise unknown("launcher", launcher, _LAUNCHERS)
+        raise unknown("launcher", launcher, (*_LAUNCHERS, RAY))
     if launcher == "none":
         return Topology("none", evidence=("launcher='none'",))
     note = _slurm_not_used(env) if launcher == "auto" else ""
@@ -187,6 +193,11 @@ def _first_host(nodes: str) -> str | None:
     return None if match is None else match.group(1) + (match.group(2) or "")
 
 
+def is_ray(launcher: str) -> bool:
+    """Return whether a Trainer's argument `launcher` names Ray, as in `"ray"` or `"ray:max_restarts=2"`."""
+    return launcher.partition(":")[0] == RAY
+
+
 def started_by_trainer(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether a Trainer started this process as one of its ranks."""
     return STARTED_BY_TRAINER in (os.environ if environ is None else environ)
@@ -210,6 +221,8 @@ class Job:
 def job(environ: Mapping[str, str] | None = None) -> Job:
     """Return the job of this process and its attempt: torchrun's restarts, Slurm's requeues."""
     env = os.environ if environ is None else environ
+    if JOB in env:
+        return Job(env[JOB], _integer(env, "TORCHELASTIC_RESTART_COUNT"))
     if "TORCHELASTIC_RESTART_COUNT" in env and STARTED_BY_TRAINER not in env:
         return Job(None, _integer(env, "TORCHELASTIC_RESTART_COUNT"))  # its run id is "none" by default
     number = slurm_job(env)

@@ -1,4 +1,4 @@
-"""Start a script by Slurm or MPI, with the options of `trainwright launch`.
+"""Start a script by Slurm, MPI or Ray, with the options of `trainwright launch`.
 
 Invalid options raise ConfigurationError, and a missing program MissingPackageError, before anything is started.
 """
@@ -11,14 +11,17 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
-from trainwright.core.errors import ConfigurationError, MissingPackageError
+from trainwright.core.errors import ConfigurationError, MissingPackageError, WorkerError
+from trainwright.launch import child
 from trainwright.launch.hostfile import handed_variables
 from trainwright.launch.kubernetes import write_manifest
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand
 from trainwright.processes.launcher import free_port
+from trainwright.processes.ray_actors import PARENT, RayJob, run_on_ray
 
 # Options that only the launcher's own processes use, with values that request nothing. Files of `accelerate config`
 # have some of them.
@@ -41,7 +44,7 @@ def check_cluster(config: LaunchConfig) -> None:
     given = config.set_options()
     for name, value in given.items():
         owner = "mpi" if name == "mpirun_ccl" and value != 1 else name.partition("_")[0]
-        if owner in ("slurm", "mpi", "kubernetes") and owner != engine and value is not False:
+        if owner in ("slurm", "mpi", "ray", "kubernetes") and owner != engine and value is not False:
             raise ConfigurationError(f"--{name} needs --{owner} too.")
     if config.print and engine not in ("slurm", "mpi"):
         raise ConfigurationError("--print needs --slurm or --mpi too.")
@@ -49,7 +52,7 @@ def check_cluster(config: LaunchConfig) -> None:
         return
     for name, value in given.items():
         unused = name in _OF_THE_LAUNCHER and value not in (False, _OF_THE_LAUNCHER[name])
-        if name == "max_restarts" and engine == "kubernetes":
+        if name == "max_restarts" and engine in ("ray", "kubernetes"):
             unused = False
         if unused or (name == "main_process_ip" and value and engine != "mpi"):
             raise ConfigurationError(f"--{name} {value} has no effect with --{engine}. Remove it.")
@@ -65,7 +68,7 @@ def check_cluster(config: LaunchConfig) -> None:
 
 
 def start_on_cluster(command: LaunchCommand) -> int:
-    """Submit a job to Slurm, start mpirun or write a manifest, and return the exit code.
+    """Submit a job to Slurm, start mpirun, run actors of Ray or write a manifest, and return the exit code.
 
     mpirun replaces this process.
     """
@@ -73,11 +76,33 @@ def start_on_cluster(command: LaunchCommand) -> int:
         return write_manifest(command)
     if command.config.engine == "slurm":
         return _submit(command)
+    if command.config.engine == "ray":
+        return _run_on_ray(command)
     words = mpirun_command(command)
     if command.config.print:
         print(shlex.join(words))
         return 0
     os.execvp(words[0], words)
+
+
+def _run_on_ray(command: LaunchCommand) -> int:
+    config = command.config
+    job = RayJob(
+        [*child.command(PARENT), *command.program],
+        config.num_processes or 1,
+        config.num_machines,
+        gpus=0 if config.cpu else 1,
+        cpus=config.num_cpu_threads_per_process or 1,
+        variables=config.environment(),
+        max_restarts=config.max_restarts or 0,
+        address=config.ray_address,
+    )
+    try:
+        run_on_ray(job)
+    except WorkerError as error:
+        print(f"\ntrainwright launch: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _submit(command: LaunchCommand) -> int:

@@ -139,6 +139,7 @@ _processes = partial(_option, "processes")
 _nodes = partial(_option, "several machines")
 _slurm = partial(_option, "Slurm")
 _mpi = partial(_option, "MPI")
+_ray = partial(_option, "Ray")
 _kubernetes = partial(_option, "Kubernetes")
 _results = partial(_option, "output and restarts")
 _training = partial(_option, "training", variable="ACCELERATE_{}")
@@ -180,6 +181,8 @@ class LaunchConfig:
     mpirun_hostfile: str | None = _mpi("File with the machines.", section="mpirun_config")
     mpirun_ccl: int | None = _mpi("Worker threads of oneCCL. Default: 1.", int, section="mpirun_config")
     print: bool | None = _nodes("Print the script for sbatch or the command of mpirun, and start nothing.", as_bool)
+    ray: bool | None = _ray("Start the processes as actors of Ray.", as_bool)
+    ray_address: str | None = _ray("Address of the cluster. Default: a running one, or else a local one.")
     kubernetes: bool | None = _kubernetes("Write a manifest for kubectl.", as_bool)
     kubernetes_kind: str | None = _kubernetes(
         "Kind of the job. Default: pytorchjob.", str.lower, choices=("pytorchjob", "trainjob", "jobset")
@@ -253,10 +256,10 @@ class LaunchConfig:
 
     @property
     def engine(self) -> str | None:
-        """Program of a cluster that starts the processes: `"slurm"`, `"mpi"` or `"kubernetes"`. None: the launcher."""
+        """Engine that starts the processes: `"slurm"`, `"mpi"`, `"ray"` or `"kubernetes"`. None: the launcher."""
         if self.mpi or self.mpirun_hostfile:
             return "mpi"
-        return "slurm" if self.slurm else "kubernetes" if self.kubernetes else None
+        return next((name for name in ("slurm", "ray", "kubernetes") if getattr(self, name)), None)
 
     def set_options(self) -> dict[str, Any]:
         """Return the options that are set, by their names."""

@@ -1,0 +1,149 @@
+"""Ranks as actors of Ray: by `trainwright launch --ray` and by `Trainer(launcher="ray")`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.process import detect, job
+from trainwright.processes.ray_actors import _ranked, parse_launcher
+
+_PROGRAM = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright import Trainer
+from trainwright.callbacks import Callback, ModelCheckpoint
+from trainwright.loggers import CSVLogger
+
+
+class Reports(Callback):
+    def on_train_step_end(self, trainer, task, result):
+        rank, attempt = os.environ["RANK"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        Path(f"step-{attempt}-{rank}").write_text(f"{os.getpid()} {trainer.global_step}")
+        if Path("slow").exists() and attempt == "0":
+            time.sleep(0.3)
+
+
+def trainer(**options):
+    saver = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+    return Trainer(
+        strategy="ddp", accelerator="cpu", devices=2, max_steps=8, default_root_dir=".", callbacks=[saver, Reports()],
+        logger=CSVLogger(".", version=0), enable_progress_bar=False, enable_model_summary=False, seed=0, **options,
+    )
+
+
+if __name__ == "__main__":
+    task = RegressionTask(momentum=0.9)
+    launcher = sys.argv[1] if len(sys.argv) > 1 else "auto"
+    made = trainer(launcher=launcher)
+    made.fit(task, regression_loader(32, 2, shuffle=True), regression_loader(4, 2))
+    if os.environ.get("RANK", "0") == "0":
+        saver = next(each for each in made.callbacks if isinstance(each, ModelCheckpoint))
+        metrics = made.callback_metrics
+        found = {"step": made.global_step, "val_loss": metrics.get("val_loss"), "best": saver.best_model_path}
+        Path("result.json").write_text(json.dumps(found))
+        torch.save(task.state_dict(), "weights.pt")
+"""  # fmt: skip
+
+
+def _start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "program.py").write_text(_PROGRAM)
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_USAGE_STATS_ENABLED": "0"}
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _launch(folder: Path, *options: str) -> subprocess.Popen[str]:
+    return _start(
+        folder, "-m", "trainwright", "launch", "--ray", "--cpu", "--num_processes", "2", *options, "program.py"
+    )
+
+
+def _output(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.requires("ray", reason="it starts the actors")
+def test_a_killed_rank_is_restarted_and_the_result_is_equal(tmp_path: Path) -> None:
+    _output(_start(tmp_path / "plain", "program.py"))
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    (folder / "slow").touch()
+    process = _launch(folder, "--max_restarts", "2")
+    report = folder / "step-0-1"
+    deadline = time.monotonic() + 200
+    while not (report.exists() and report.read_text()[-1:] in "567"):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(int(report.read_text().split()[0]), signal.SIGKILL)
+    output = _output(process)
+    assert "rank 1 ended with exit code -9. Restart 1 of 2." in output
+    assert (folder / "step-1-0").exists()  # the second attempt
+    assert not (folder / "step-2-0").exists()
+    plain = torch.load(tmp_path / "plain/weights.pt")
+    torch.testing.assert_close(torch.load(folder / "weights.pt"), plain, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.requires("ray", reason="it starts the actors")
+def test_a_trainer_on_ray_leaves_the_results_in_the_process_that_called_it(tmp_path: Path) -> None:
+    _output(_start(tmp_path / "plain", "program.py"))
+    _output(_start(tmp_path / "ray", "program.py", "ray"))
+    found, plain = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("ray", "plain"))
+    assert found["step"] == 8
+    assert found["val_loss"] == plain["val_loss"]
+    assert Path(found["best"]).name == Path(plain["best"]).name
+    weights = [torch.load(tmp_path / name / "weights.pt") for name in ("ray", "plain")]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+def test_ranks_are_numbered_by_machine_and_see_its_gpus() -> None:
+    places = [("a", "10.0.0.1", 1, ["0"]), ("b", "10.0.0.2", 2, ["3"]), ("a", "10.0.0.1", 3, ["1"])]
+    found = _ranked(["first", "second", "third"], places)
+    assert [actor for actor, _ in found] == ["first", "third", "second"]
+    shown = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")
+    assert [[variables[name] for name in shown] for _, variables in found] == [
+        ["0", "0", "2", "0", "10.0.0.1", "0,1"],
+        ["1", "1", "2", "0", "10.0.0.1", "0,1"],
+        ["2", "0", "1", "1", "10.0.0.1", "3"],
+    ]
+
+
+@pytest.mark.parametrize("launcher", ["ray:max_restart=1", "ray:cpus=x", "ray:"])
+def test_a_wrong_option_of_ray_is_an_error(launcher: str) -> None:
+    with pytest.raises(ConfigurationError, match="is not an option"):
+        parse_launcher(launcher)
+
+
+def test_ray_is_a_launcher_without_variables_of_its_own() -> None:
+    variables: dict[str, Any] = {"RANK": "1", "WORLD_SIZE": "2"}
+    assert detect("ray:max_restarts=1", variables).launcher == "none"
+    with pytest.raises(ConfigurationError, match="rays"):
+        detect("rays", {})
+    found = job({"TRAINWRIGHT_JOB": "x", "TORCHELASTIC_RESTART_COUNT": "2"})
+    assert (found.name, found.attempt) == ("x", 2)

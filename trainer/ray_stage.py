@@ -1,0 +1,105 @@
+"""A stage in processes that the Trainer starts: on this machine, where this process becomes rank 0, or as actors of
+Ray, where this process sends the work and receives what rank 0 has at the end.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from trainwright.core.process import STARTED_BY_TRAINER, is_ray, variable
+from trainwright.core.rng import begin_alike
+from trainwright.core.state import TrainState
+from trainwright.core.task import TaskModule
+from trainwright.processes.launcher import run_in_processes, serialize
+from trainwright.processes.ray_actors import PARENT, WORK, RayJob, parse_launcher, run_on_ray, write_result
+from trainwright.trainer.run_state import RunState
+
+
+def run_in_new_processes(trainer: Any, work: Callable[[], Any], involved: Iterable[object]) -> Any:
+    """Run a stage of a Trainer in new processes, and return its result; see `run_in_processes`.
+
+    Args:
+        trainer: the Trainer, whose stage has begun.
+        work: runs the stage in the process of a rank.
+        involved: objects whose classes may be in modules that other processes cannot import. The first is the task.
+    """
+    settings = trainer.settings
+    if is_ray(settings.arguments.launcher):
+        return _run_on_ray(trainer, work, involved)
+    return run_in_processes(work, len(settings.selection.settings.device_indices), involved, before=begin_alike())
+
+
+def _run_on_ray(trainer: Any, work: Callable[[], Any], involved: Iterable[object]) -> Any:
+    """Run a stage on Ray. Afterwards this process has rank 0's weights, progress, metrics, and the attributes of its
+    callbacks and loggers.
+    """
+    task = trainer.run.task
+    settings = trainer.settings
+    nodes = settings.selection.settings.num_nodes
+    options = parse_launcher(settings.arguments.launcher)
+    job = RayJob(
+        [sys.executable, "-u", "-m", "trainwright.processes.worker", WORK, PARENT],
+        settings.selection.settings.num_processes,
+        nodes if nodes > 1 else None,
+        gpus=0 if settings.selection.settings.device_type == "cpu" else 1,
+        variables={STARTED_BY_TRAINER: "ray"},
+        work=serialize((begin_alike(), _Work(trainer, work, task), sys.argv), [*involved, task]),
+        **options,
+    )
+    found = run_on_ray(job)
+    assert found is not None  # rank 0 has ended without an error
+    return _take(trainer, task, pickle.loads(found))  # written by this user's own process
+
+
+class _Work:
+    """The work of a rank: the stage, and on rank 0 the result for the process that has started it."""
+
+    def __init__(self, trainer: Any, work: Callable[[], Any], task: TaskModule) -> None:
+        self._trainer, self._work, self._task = trainer, work, task
+
+    def __call__(self) -> None:
+        result = self._work()
+        if variable("RANK") != "0":
+            return
+        trainer, run = self._trainer, self._trainer.run
+        state = TrainState()
+        state.load_dict(trainer.state.to_dict())
+        found = {
+            "result": result,
+            "weights": {name: value.detach().cpu() for name, value in _tensors(self._task)},
+            "history": replace(trainer.history, state=state),
+            "callbacks": [vars(callback) for callback in trainer.settings.callbacks],
+            "loggers": [logger.__getstate__() for logger in trainer.settings.loggers],
+            "shown": run.shown,
+            "interrupted": run.interrupted,
+        }
+        write_result(serialize((found,), [self._task, *trainer.settings.callbacks, *trainer.settings.loggers]))
+
+
+def _tensors(task: TaskModule) -> Iterable[tuple[str, torch.Tensor]]:
+    return ((name, value) for name, value in task.state_dict().items() if isinstance(value, torch.Tensor))
+
+
+def _take(trainer: Any, task: TaskModule, received: tuple[dict[str, Any]]) -> Any:
+    (found,) = received
+    task.load_state_dict(found["weights"], strict=False)
+    history = found["history"]
+    trainer.history = replace(history, state=RunState(trainer, history.state))
+    run = trainer.run
+    run.history, run.state, run.shown, run.interrupted = (
+        trainer.history,
+        trainer.history.state,
+        found["shown"],
+        found["interrupted"],
+    )
+    for mine, attributes in zip(
+        [*trainer.settings.callbacks, *trainer.settings.loggers], [*found["callbacks"], *found["loggers"]], strict=True
+    ):
+        vars(mine).update(attributes)
+    return found["result"]
