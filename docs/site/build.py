@@ -27,9 +27,12 @@ _WORKER = re.compile(r'https://unpkg\.com/iframe-worker/shim"')
 def write_pages(folder: Path) -> None:
     """Write the Markdown of every page but that of the pictures."""
     (folder / "examples").mkdir(parents=True)
-    for path in [*DOCS.glob("*.md"), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:
+    pages = [*DOCS.glob("*.md"), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+    titles = {path.name: path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for path in pages}
+    for path in pages:
         text = path.read_text(encoding="utf-8").replace("](../", "](").replace("](docs/", "](")
         text = re.sub(r"(\]\(examples/\w+)\.py\)", r"\1.md)", text).replace("```py-fragment", "```python")
+        text = re.sub(r"\[(?:docs/)?([\w-]+\.md)\](?=\(\1)", lambda match: f"[{titles[match[1]]}]", text)
         (folder / path.name).write_text(text, encoding="utf-8")
     for path in (DOCS / "examples").glob("*.py"):
         text = f"# {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n"

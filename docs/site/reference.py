@@ -17,8 +17,8 @@ from trainwright.strategies import STRATEGIES
 _CODE = re.compile(r"(`[^`]+`)")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Warns):\n((?: {4}.*\n?|\n)*)", re.MULTILINE)
-_ENTRY = re.compile(r"^(?=\S)(?:([\w.*]+(?:, [\w.*]+)*): )?", re.MULTILINE)
-_FILTER = """<input placeholder="Filter" aria-label="Filter" oninput="
+_ENTRY = re.compile(r"^([\w.*\\]+(?:, [\w.*\\]+)*): ", re.MULTILINE)
+_FILTER = """<input class="filter" placeholder="Filter" aria-label="Filter" oninput="
 for (const row of document.querySelectorAll('tbody tr'))
   row.hidden = !row.textContent.toLowerCase().includes(this.value.toLowerCase())">
 """
@@ -38,14 +38,24 @@ def _escaped(text: str) -> str:
 
 
 def _section(match: re.Match[str]) -> str:
-    """Return a section of a docstring as a list."""
+    """Return a section of a docstring, with its entries as a list."""
     title, text = match.groups()
-    entries = _ENTRY.sub(lambda found: f"- `{found[1]}`: " if found[1] else "- ", inspect.cleandoc(text))
+    entries = _ENTRY.sub(lambda found: f"- `{found[1]}`: ".replace("\\", ""), _escaped(inspect.cleandoc(text)))
     return f"**{title}**\n\n{entries}\n\n"
 
 
 def _docstring(value: Any) -> str:
-    return _SECTION.sub(_section, _escaped(inspect.getdoc(value) or ""))
+    """Return a docstring as Markdown. Paragraphs that are indented by four spaces are code."""
+    found = []
+    rest = inspect.getdoc(value) or ""
+    while rest:
+        section = _SECTION.search(rest)
+        text = rest[: section.start()] if section else rest
+        paragraphs = text.strip("\n").split("\n\n")
+        found += [one if one.startswith("    ") else _escaped(one) for one in paragraphs]
+        found += [_section(section)] if section else []
+        rest = rest[section.end() :] if section else ""
+    return "\n\n".join(found)
 
 
 def _first_sentence(value: Any) -> str:
@@ -111,7 +121,7 @@ def _page(path: str, value: Any, others: list[str], pages: dict[int, str]) -> st
 
 def _settings_page(pages: dict[int, str]) -> str:
     """Return the page with the table of every registered name, and one of every setting."""
-    text = f"# All settings\n\n{_FILTER}\n| name | kind | class | what it does |\n|---|---|---|---|\n"
+    text = f"---\nhide: [toc]\n---\n\n# All settings\n\n{_FILTER}\n| name | kind | class | what it does |\n|---|---|---|---|\n"
     owners: dict[str, Any] = {"Trainer": Trainer, "Accelerator": Accelerator}
     for kind, registry in {"callback": CALLBACKS, "logger": LOGGERS, "strategy": STRATEGIES}.items():
         for name in registry:
