@@ -11,12 +11,13 @@ if (location.protocol === "file:") {
       this.ready = new Promise(resolve => (this.frame.onload = resolve));
       document.body.append(this.frame);
       window.addEventListener("worker", event => {
-        const message = new MessageEvent("message", { data: event.detail });
+        const message = new MessageEvent("message", { data: structuredClone(event.detail) });
         this.dispatchEvent(message);
         this.onmessage?.(message);
       });
     }
-    postMessage(data) {
+    postMessage(value) {
+      const data = structuredClone(value);
       this.ready.then(() => this.frame.contentWindow.dispatchEvent(new MessageEvent("message", { data })));
     }
     terminate() {
