@@ -20,14 +20,15 @@ from data import DigitsData
 from task import DigitsClassifier
 from trainwright import Trainer, Tuner, seed_everything
 seed_everything(0)
-found = Tuner(Trainer(max_epochs=1, enable_progress_bar=False)).lr_find(DigitsClassifier(), datamodule=DigitsData())
+tuner = Tuner(Trainer(max_epochs=1, enable_progress_bar=False))
+found = tuner.lr_find(DigitsClassifier(width=8), datamodule=DigitsData())
 found.plot(suggest=True).savefig("lr_find.png", dpi=120)
 """
 _CHROMIUM = shutil.which("chromium")
 
 
 def _run(project: Path, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=project, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(arguments)}\n{done.stdout}{done.stderr}")
@@ -75,7 +76,9 @@ def shown_page(folder: Path, *, pictures: bool) -> str:
         shutil.copy(project / "lr_find.png", folder)
         text += "## The search for a learning rate\n\n![The loss over the learning rate](lr_find.png)\n\n"
         text += "## The report of a run\n\n"
-        _run(project, "-m", "trainwright", "fit", "--config", "config.yaml", "--trainer.max_epochs", "5")
+        _run(
+            project, "-m", "trainwright", "fit", "--config", "config.yaml", "task.width=8", "--trainer.max_epochs", "5"
+        )
         report = Path(_run(project, "-m", "trainwright", "report", "runs").strip())
         note = "The report is shown where chromium is installed.\n"
         return text + (_screenshots(project / report, folder) if _CHROMIUM else note)

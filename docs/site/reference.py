@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.pinned.arguments_page import arguments_table
 from tests.pinned.public_names import public_modules
+
 from trainwright import Accelerator, Trainer
 from trainwright.callbacks import CALLBACKS
 from trainwright.loggers import LOGGERS
@@ -101,10 +102,11 @@ def _members(cls: type, pages: dict[int, str]) -> Iterator[str]:
             continue
         for name, member in vars(base).items():
             function = getattr(member, "__func__", member)
-            if name.startswith("_") or name in seen or not (inspect.isfunction(function) or inspect.isdatadescriptor(member)):
+            is_function = inspect.isfunction(function)
+            if name.startswith("_") or name in seen or not (is_function or inspect.isdatadescriptor(member)):
                 continue
             seen.add(name)
-            signature = _signature(name, function) if inspect.isfunction(function) else ""
+            signature = _signature(name, function) if is_function else ""
             yield f"## {_escaped(name)}\n\n{signature}{_docstring(function)}\n\n"
 
 
@@ -121,7 +123,8 @@ def _page(path: str, value: Any, others: list[str], pages: dict[int, str]) -> st
 
 def _settings_page(pages: dict[int, str]) -> str:
     """Return the page with the table of every registered name, and one of every setting."""
-    text = f"---\nhide: [toc]\n---\n\n# All settings\n\n{_FILTER}\n| name | kind | class | what it does |\n|---|---|---|---|\n"
+    text = f"---\nhide: [toc]\n---\n\n# All settings\n\n{_FILTER}\n"
+    text += "| name | kind | class | what it does |\n|---|---|---|---|\n"
     owners: dict[str, Any] = {"Trainer": Trainer, "Accelerator": Accelerator}
     for kind, registry in {"callback": CALLBACKS, "logger": LOGGERS, "strategy": STRATEGIES}.items():
         for name in registry:
