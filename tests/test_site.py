@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from docs.site.pictures import shown_page
 from docs.site.reference import reference_pages
 
 from tests.helpers.sources import ROOT
+from trainwright import Accelerator, DeepSpeedStrategy, Trainer
 from trainwright.callbacks import CALLBACKS
 
 
@@ -41,8 +43,10 @@ def test_the_reference_shows_signature_arguments_and_members() -> None:
     assert "[ModelCheckpoint](trainwright.ModelCheckpoint.md)" in pages["reference"]
     for name in CALLBACKS:
         assert f"| `{name}` | callback | " in pages["settings"]
-    assert "| `max_epochs` | Trainer | `None` | " in pages["settings"]
     assert "| `patience` | EarlyStopping | `3` | " in pages["settings"]
+    for cls in (Trainer, Accelerator, DeepSpeedStrategy):
+        settings = re.findall(rf"^\| (`.+?`) \| {cls.__name__} \|", pages["settings"], re.MULTILINE)
+        assert set(inspect.signature(cls).parameters) <= set(re.findall(r"\w+", " ".join(settings)))
 
 
 @pytest.fixture(scope="module")

@@ -135,9 +135,14 @@ def _settings_page(pages: dict[int, str]) -> str:
             text += f"| `{name}` | {kind} | {link} | {_first_sentence(cls)} |\n"
     text += "\n| setting | of | default | meaning |\n|---|---|---|---|\n"
     for owner, cls in owners.items():
+        found = set()
         for row in list(arguments_table(cls))[1:]:
             setting, rest = row.removeprefix("| ").split(" | ", 1)
+            found |= set(re.findall(r"\w+", setting))
             text += f"| {setting} | {owner} | {rest}\n"
+        for one in inspect.signature(cls).parameters.values():
+            if one.name not in found and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+                text += f"| `{one.name}` | {owner} | `{one.default!r}` | see [{owner}]({pages[id(cls)]}.md) |\n"
     return text
 
 
