@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -64,6 +65,13 @@ def test_the_site_loads_nothing_from_the_network(built: Path) -> None:
             r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=\"?((?:https?:)?//[^\" >]*)", page.read_text()
         )
         assert loaded == [], page.name
+
+
+@pytest.mark.slow
+def test_the_search_index_has_the_reference(built: Path) -> None:
+    found = {item["title"]: item["location"] for item in json.loads((built / "search.json").read_text())["items"]}
+    assert found["ModelCheckpoint"] == "trainwright.ModelCheckpoint.html"
+    assert found["All settings"] == "settings.html"
 
 
 @pytest.mark.slow
