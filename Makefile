@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-xla | torture | check | check-oldest | bench | format | clean.
+# make demo | test | test-all | test-xla | torture | check | check-oldest | bench | docs | format | clean.
 # Needs git, make and Python 3.11 or newer, nothing else.
 
 PYTHON ?= python3
@@ -28,7 +28,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-xla torture check check-oldest lint bench format clean
+.PHONY: help venv demo test test-all test-xla torture check check-oldest lint bench docs format clean
 
 help:
 	@echo "make demo     a digits classifier from an empty folder to a trained checkpoint"
@@ -39,6 +39,7 @@ help:
 	@echo "make test-xla the tests of XLA, in an environment of 7 GB with torch_xla and its torch (four minutes)"
 	@echo "make torture  hundreds of kills of running trainings, thousands of damaged files (some minutes)"
 	@echo "make bench    the benchmarks"
+	@echo "make docs     the documentation as a site in build/site, with the API reference (a minute)"
 	@echo "make format   rewrite the sources in the house format"
 	@echo "make clean    remove what the other targets made (the environments stay)"
 
@@ -103,6 +104,9 @@ $(STAMP_OLDEST): pyproject.toml constraints.txt Makefile
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
 	$(BIN)/python -m benchmarks
+
+docs: $(STAMP)
+	$(BIN)/python -m docs.site.build
 
 format: $(STAMP)
 	$(BIN)/ruff format .

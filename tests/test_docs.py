@@ -232,8 +232,9 @@ def test_the_commands_from_texts_to_a_chat_model_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_the_readmes_command_lines_run(tmp_path: Path) -> None:
-    (block,) = _blocks(README, "sh")
+@pytest.mark.parametrize("path", [README, _page("start")], ids=lambda path: path.stem)
+def test_the_first_command_lines_run(path: Path, tmp_path: Path) -> None:
+    (block,) = _blocks(path, "sh")
     printed = _run(_shell(block.text), tmp_path)
     assert "test_acc" in printed
     assert (tmp_path / "digits" / "runs" / "config.yaml").is_file()

@@ -28,7 +28,7 @@ every public name, with the errors that each raises.
 _ENTRY = re.compile(r"^ {4}(?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {8,}.*)*)", re.MULTILINE)
 
 
-def _arguments(function: Callable[..., Any]) -> Iterator[str]:
+def arguments_table(function: Callable[..., Any]) -> Iterator[str]:
     """Yield a table row for each documented argument."""
     args = re.search(r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n)*)", inspect.getdoc(function) or "", re.MULTILINE)
     parameters = inspect.signature(function).parameters
@@ -63,10 +63,10 @@ def arguments_page() -> str:
         "TaskModule.log": TaskModule.log,
         "Accelerator": Accelerator,
     }.items():
-        parts.append(f"## {title}\n\n" + "\n".join(_arguments(function)) + "\n")
+        parts.append(f"## {title}\n\n" + "\n".join(arguments_table(function)) + "\n")
     listed = (Profiler, SimpleProfiler, AdvancedProfiler, PyTorchProfiler, ProfileKwargs)
     for cls in (*listed, BackboneFinetuning, GarbageCollection, ModelPruning, SlowRankDetector):
-        parts.append(f"## {cls.__name__}\n\n" + "\n".join(_arguments(cls)) + "\n")
+        parts.append(f"## {cls.__name__}\n\n" + "\n".join(arguments_table(cls)) + "\n")
     parts.append("## TaskModule\n\n" + "\n".join(_methods(TaskModule)) + "\n")
     return "\n".join(parts)
 

@@ -59,7 +59,8 @@ def _entry(value: Any) -> Any:
     return _signature(value) if callable(value) else type(value).__name__
 
 
-def _modules() -> Iterator[tuple[str, Any]]:
+def public_modules() -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the module of each public package."""
     for package in _PACKAGES:
         module = getattr(trainwright, package) if package else trainwright
         if hasattr(module, "__all__"):
@@ -70,7 +71,7 @@ def public_names() -> dict[str, Any]:
     """Return each public name of each public package, with what a caller sees of it."""
     found: dict[str, Any] = {}
     first: dict[int, str] = {}  # an object → the name under which it came first
-    for path, module in _modules():
+    for path, module in public_modules():
         for name in sorted(module.__all__):
             value = getattr(module, name)
             if inspect.ismodule(value) or name == "__version__":

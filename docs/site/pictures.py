@@ -1,0 +1,84 @@
+"""The page that shows what the tools print and draw, made by running them on a small project."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_LLAMA_8B = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
+_FIND_RATE = """
+import matplotlib; matplotlib.use("agg")
+from data import DigitsData
+from task import DigitsClassifier
+from trainwright import Trainer, Tuner, seed_everything
+seed_everything(0)
+tuner = Tuner(Trainer(max_epochs=1, enable_progress_bar=False))
+found = tuner.lr_find(DigitsClassifier(width=8), datamodule=DigitsData())
+found.plot(suggest=True).savefig("lr_find.png", dpi=120)
+"""
+_CHROMIUM = shutil.which("chromium")
+
+
+def _run(project: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *arguments], cwd=project, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(arguments)}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def _shown(project: Path, *words: str) -> str:
+    """Run a command of trainwright and return it with its output, as Markdown."""
+    printed = _run(project, "-m", "trainwright", *words).replace(str(project), "digits")
+    return f"```sh\ntrainwright {' '.join(words)}\n```\n\n```text\n{printed}```\n\n"
+
+
+def _screenshots(report: Path, folder: Path) -> str:
+    """Take pictures of a report in a browser, light and dark, and return the Markdown that shows them."""
+    from playwright.sync_api import sync_playwright
+
+    text = ""
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            tab = browser.new_page(color_scheme=scheme, viewport={"width": 1200, "height": 1000})
+            tab.goto(report.as_uri())
+            tab.wait_for_selector(".uplot")
+            tab.screenshot(path=folder / f"report-{scheme}.png")
+            text += f"![A report with curves and events](report-{scheme}.png#only-{scheme})\n"
+        browser.close()
+    return text
+
+
+def shown_page(folder: Path, *, pictures: bool) -> str:
+    """Return the page, and write its pictures into `folder`. A report is only shown where chromium is installed."""
+    text = "# What it looks like\n\n"
+    if not pictures:
+        return text + "This site was built without pictures. `make docs` makes them.\n"
+    with tempfile.TemporaryDirectory() as made:
+        _run(Path(made), "-m", "trainwright", "new", "digits")
+        project = Path(made).resolve() / "digits"
+        text += "The classifier that `trainwright new digits` writes.\n\n## The plan of a run\n\n"
+        text += _shown(project, "plan", "config.yaml")
+        text += "## A forecast of memory\n\nA language model with 8 billion parameters. Nothing is allocated.\n\n"
+        (project / "model.json").write_text(json.dumps(_LLAMA_8B))
+        sizes = ("--batch-size", "1", "--sequence-length", "2048", "--devices", "8", "--device-memory", "80GB")
+        text += _shown(project, "estimate", "model.json", *sizes)
+        _run(project, "-c", _FIND_RATE)
+        shutil.copy(project / "lr_find.png", folder)
+        text += "## The search for a learning rate\n\n![The loss over the learning rate](lr_find.png)\n\n"
+        text += "## The report of a run\n\n"
+        _run(
+            project, "-m", "trainwright", "fit", "--config", "config.yaml", "task.width=8", "--trainer.max_epochs", "5"
+        )
+        report = Path(_run(project, "-m", "trainwright", "report", "runs").strip())
+        note = "The report is shown where chromium is installed.\n"
+        return text + (_screenshots(project / report, folder) if _CHROMIUM else note)
