@@ -154,6 +154,7 @@ def _measures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return seen
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_kept_changes_add_up_and_are_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +228,7 @@ def test_a_configuration_that_cannot_train_is_an_error(folder: Path, capsys: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_workers_are_found_for_samples_that_wait(capsys: pytest.CaptureFixture[str]) -> None:
     def samples_per_s(config: str, *words: str) -> float:
         assert main(["profile", config, "--steps", "40", "--warmup", "20", "--json", *words]) == 0

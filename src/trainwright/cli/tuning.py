@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -119,7 +120,13 @@ def difference(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the largest difference of two series of losses, relative to the mean loss."""
     if len(one) != len(other) or not one:
         return float("nan")
-    return max(abs(a - b) for a, b in zip(one, other, strict=True)) / max(fmean(map(abs, one)), 1e-12)
+    return _largest(abs(a - b) for a, b in zip(one, other, strict=True)) / max(fmean(map(abs, one)), 1e-12)
+
+
+def _largest(values: Iterable[float]) -> float:
+    """Return the maximum; NaN if there is one, which the order of values does not hide."""
+    found = list(values)
+    return max(found, default=0.0, key=lambda value: (math.isnan(value), value))
 
 
 def judge(
@@ -142,8 +149,8 @@ def judge(
     old, new = median(olds), median(news)
     noise = max(max(olds) - min(olds), max(news) - min(news))
     startup = median(each.startup_s for each in after) - median(each.startup_s for each in before)
-    own = max((difference(a.losses, b.losses) for a, b in pairwise(before)), default=0.0)
-    changed = None if tolerance is None else max(difference(a.losses, b.losses) for a in before for b in after)
+    own = _largest(difference(a.losses, b.losses) for a, b in pairwise(before))
+    changed = None if tolerance is None else _largest(difference(a.losses, b.losses) for a in before for b in after)
     result, kept = f"kept; noise {noise:.3g} ms, start {startup:+.1f} s", False
     if new - old > noise:
         result = "not kept: slower"
@@ -317,7 +324,7 @@ def tune(words: list[str], names: Sequence[str], wanted: Any) -> int:
     if start["seed_everything"] is None:
         tuning.seed = ["seed_everything=0"]
     if start["trainer"]["strategy"] == "ddp":
-        tuning.words.append("trainer.strategy=DDPStrategy")  # the same, with its arguments
+        tuning.words.append("trainer.strategy={class_path: trainwright.strategies.DDPStrategy}")  # with its arguments
     chosen = names or list(REMEDIES)
     reasons = {name: found for name in chosen if isinstance(found := change(tuning.config(), name), str)}
     if len(reasons) == len(chosen):
