@@ -136,7 +136,7 @@ def judge(
     tolerance: float | None,
     sizes: tuple[int, int] = (1, 1),
 ) -> Row:
-    """Decide whether a remedy is kept: its gain exceeds the spread of the repetitions, and losses agree.
+    """Decide whether a remedy is kept: its gain exceeds the spread of `before`, and losses agree.
 
     Args:
         remedy: the change, as text.
@@ -147,7 +147,7 @@ def judge(
     growth = sizes[1] / sizes[0]
     olds, news = [each.step_ms for each in before], [each.step_ms / growth for each in after]
     old, new = median(olds), median(news)
-    noise = max(max(olds) - min(olds), max(news) - min(news))
+    noise = max(olds) - min(olds)
     startup = median(each.startup_s for each in after) - median(each.startup_s for each in before)
     own = _largest(difference(a.losses, b.losses) for a, b in pairwise(before))
     changed = None if tolerance is None else _largest(difference(a.losses, b.losses) for a in before for b in after)
