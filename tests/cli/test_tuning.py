@@ -229,12 +229,16 @@ def test_a_configuration_that_cannot_train_is_an_error(folder: Path, capsys: pyt
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_workers_are_found_for_samples_that_wait(capsys: pytest.CaptureFixture[str]) -> None:
-    def samples_per_s(config: str, *words: str) -> float:
-        assert main(["profile", config, "--steps", "40", "--warmup", "20", "--json", *words]) == 0
+    def samples_per_s(workers: int) -> float:
+        words = ["--steps", "40", "--warmup", "20", "--json", f"data.num_workers={workers}"]
+        assert main(["profile", "config.yaml", *words]) == 0
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return 4000 / found["step_ms"]
 
     assert main(["profile", "config.yaml", "--apply", "workers", "--steps", "40", "--repeats", "2"]) == 0
     assert "data.num_workers=2" in capsys.readouterr().out
-    rates = [samples_per_s("config.yaml", f"data.num_workers={workers}") for workers in (0, 2, 4, 8, 16)]
-    assert samples_per_s("config.tuned.yaml") >= 0.9 * max(rates)
+    chosen = yaml.safe_load(Path("config.tuned.yaml").read_text())["data"]["init_args"]["num_workers"]
+    # The best of two rounds: other programs only slow runs down.
+    rounds = [{workers: samples_per_s(workers) for workers in (0, 2, 4, 8, 16)} for _ in range(2)]
+    rates = {workers: max(each[workers] for each in rounds) for workers in (0, 2, 4, 8, 16)}
+    assert rates[chosen] >= 0.9 * max(rates.values())
