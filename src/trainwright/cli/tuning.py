@@ -246,7 +246,8 @@ class Tuning:
         if done.returncode == INTERRUPTED:
             raise KeyboardInterrupt
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            lines = [line for line in done.stderr.splitlines() if line.strip() and line[0] != " "]  # without notes
+            last = (lines or [f"exit code {done.returncode}"])[-1]
             raise TrialError(last.removeprefix("trainwright: error: "))
         found = json.loads(done.stdout)
         return Trial(found["step_ms"], found["losses"], seconds - self.steps * found["step_ms"] / 1000)
