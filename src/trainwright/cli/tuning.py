@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -246,7 +247,7 @@ class Tuning:
         if done.returncode == INTERRUPTED:
             raise KeyboardInterrupt
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip() and line[0] != " "]  # without notes
+            lines = [line for line in done.stderr.splitlines() if re.match(r"[\w.]+: ", line)]  # without notes
             last = (lines or [f"exit code {done.returncode}"])[-1]
             raise TrialError(last.removeprefix("trainwright: error: "))
         found = json.loads(done.stdout)
