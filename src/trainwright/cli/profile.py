@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
@@ -19,18 +19,22 @@ from trainwright.profilers.step_parts import OTHER, StepPartsProfiler
 from trainwright.strategies.precision import Precision
 
 if TYPE_CHECKING:
+    import torch
     from torch.optim import Optimizer
+
+    from trainwright.core.state import StepResult
 
 _TRACED_STEPS = 3  # further steps that measure communication, if there are several processes
 _NOTABLE = 20.0  # minimum percentage at which a part other than the largest gets advice
 _SHORT_MS = 2.0  # shorter steps get advice
-_OPTIONS = ("--steps", "--warmup", "--json", "--help")
+_OPTIONS = ("--steps", "--warmup", "--json", "--apply", "--output", "--repeats", "--help")
 _SECTIONS = ("--task", "--data", "--trainer")
 _DROPPED = (ModelCheckpoint, ModelSummary, ProgressBar)
 _OFF = ("logger", "barebones", "fast_dev_run", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 _UNSET = ("profiler", "preemption_grace", "max_time", "max_samples", "max_tokens", "min_epochs", "min_steps")
 _REPLACED = {**dict.fromkeys(_OFF, False), **dict.fromkeys(_UNSET), "max_epochs": -1, "num_sanity_val_steps": 0}
 _LOADER_FACTS = ("num_workers", "prefetch_factor", "batch_size", "pin_memory")
+_REPEATS = 3  # of a trial run
 _SHORT_WAIT_MS = 0.5  # a worker's own costs for a batch are about as long
 _UNEVEN = 3.0  # the longest wait in means, from which batches that are prepared ahead help
 
@@ -39,8 +43,14 @@ class _Gather(Callback):
     """Gathers the results of all ranks at the end of training, with the facts that the advice needs."""
 
     def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []  # of this rank, also of warm-up steps
         self.ranks: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: StepResult) -> None:
+        """Keep the loss."""
+        if result.loss is not None:
+            self.losses.append(result.loss)
 
     def on_train_end(self, trainer: Any, task: Any) -> None:
         """Collective."""
@@ -134,19 +144,24 @@ def profile(argv: Sequence[str]) -> int:
     from trainwright.cli.configs.parsing import build, listed
     from trainwright.cli.fit import read_settings
     from trainwright.cli.main import INTERRUPTED
+    from trainwright.cli.tuning import tune
     from trainwright.core.rng import seed_everything
 
-    wanted, rest = _parser().parse_known_args(argv)
+    names, words = _named_remedies(argv)
+    wanted, rest = _parser().parse_known_args(words)
     if wanted.steps < 1 or wanted.warmup < 1:
         raise ConfigurationError(f"--steps {wanted.steps} --warmup {wanted.warmup}: expected at least 1 of each.")
-    configs = [rest.pop(0)] if rest and not rest[0].startswith("-") and "=" not in rest[0] else []
+    if rest and not rest[0].startswith("-") and "=" not in rest[0]:
+        rest.insert(0, "--config")
     for word in rest:
         option = word.partition("=")[0]
         if option[:2] == "--" and option not in _SECTIONS and "." not in option and (hint := nearest(option, _OPTIONS)):
             raise ConfigurationError(f"unknown option {option}.{hint}")
-    line = read_command_line(rest)
-    line.configs[:0] = [Path(each) for each in configs]
-    parser, settings = read_settings("fit", line)
+    if wanted.apply:
+        return tune(rest, names, wanted)
+    if wanted.output or wanted.repeats != _REPEATS:
+        raise ConfigurationError("--output and --repeats are options of --apply. Add it.")
+    parser, settings = read_settings("fit", read_command_line(rest))
     given = settings.trainer
     for name, value in _REPLACED.items():
         given[name] = value
@@ -175,6 +190,13 @@ def profile(argv: Sequence[str]) -> int:
     return 0
 
 
+def _named_remedies(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the names after `--apply`, and the arguments without them."""
+    end = list(argv).index("--apply") + 1 if "--apply" in argv else len(argv)
+    names = list(takewhile(str.isidentifier, argv[end:]))
+    return names, [*argv[:end], *argv[end + len(names) :]]
+
+
 def _is_dropped(spec: Any) -> bool:
     """Return whether the configuration names a callback that saves or writes to the terminal."""
     module, _, name = str(spec["class_path"]).rpartition(".")
@@ -182,9 +204,11 @@ def _is_dropped(spec: Any) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from trainwright.cli.tuning import REMEDIES
+
     parser = argparse.ArgumentParser(
         prog="trainwright profile",
-        usage="trainwright profile CONFIG [--steps N] [--warmup N] [--json] [KEY=VALUE …]",
+        usage="trainwright profile CONFIG [--steps N] [--warmup N] [--json] [--apply [NAME …]] [KEY=VALUE …]",
         description="Train a few steps of a configuration, without saving or logging, and show where their time goes.",
         epilog="CONFIG, or --config CONFIG, is that of `trainwright fit`; overrides: trainer.devices=2 task.lr=0.1",
         allow_abbrev=False,
@@ -192,6 +216,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps to measure (default: 20)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    names = ", ".join(REMEDIES)
+    parser.add_argument("--apply", action="store_true", help=f"try changes in trial runs: all, or those named: {names}")
+    parser.add_argument("--output", help="configuration to write with --apply (default: CONFIG.tuned.yaml)")
+    parser.add_argument(
+        "--repeats", type=int, default=_REPEATS, help="trial runs of each side of a comparison (default: 3)"
+    )
     return parser
 
 
@@ -205,6 +235,7 @@ def _report(gather: _Gather, wanted: argparse.Namespace) -> None:
     texts = advice(main, gather.facts)
     if wanted.json:
         numbers = {**main, "warmup": wanted.warmup, "world_size": len(work), "largest": largest, "advice": texts}
+        numbers["losses"] = [loss.item() for loss in gather.losses]
         print(json.dumps({**numbers, "slowest_rank": slowest, "slowest": gather.ranks[slowest]["parts"]}, indent=2))
         return
     several = len(work) > 1

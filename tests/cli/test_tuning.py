@@ -1,0 +1,244 @@
+"""`trainwright profile --apply`: what gains and keeps the losses is kept, and written into a new configuration."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainwright.cli.main import main
+from trainwright.cli.tuning import REMEDIES, Trial, TrialError, Tuning, change, judge
+
+_PROJECT = """
+import time
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import trainwright as tw
+
+
+class Sleeps(Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, i):
+        time.sleep(0.005)
+        return torch.ones(4) * (i % 7)
+
+
+class Data(tw.DataModule):
+    def __init__(self, num_workers: int = 0, batch_size: int = 4):
+        super().__init__()
+        self.options = {"num_workers": num_workers, "batch_size": batch_size}
+
+    def train_dataloader(self):
+        return DataLoader(Sleeps(), shuffle=True, **self.options)
+
+
+class Net(tw.TaskModule):
+    def __init__(self, fused: bool = False):
+        super().__init__()
+        self.fused = fused
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.001, fused=self.fused)
+
+
+class Fails(Net):
+    def training_step(self, batch, batch_idx):
+        raise RuntimeError("no kernel")
+"""
+_CONFIG = """
+trainer: {accelerator: cpu, devices: 1}
+task: {class_path: tuned_project.Net}
+data: {class_path: tuned_project.Data}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "tuned_project.py").write_text(_PROJECT)
+    (tmp_path / "config.yaml").write_text(_CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("tuned_project", None)
+
+
+def _trials(*step_ms: float, losses: Sequence[float] = (2.0, 1.0)) -> list[Trial]:
+    return [Trial(each, losses) for each in step_ms]
+
+
+@pytest.mark.parametrize(
+    ("after", "tolerance", "result"),
+    [
+        (_trials(5, 5.5, 5.2), 1e-3, "kept"),
+        (_trials(9.6, 9.8, 9.7), 1e-3, "not kept: no gain beyond the noise of 1 ms"),
+        (_trials(12, 13, 14), 1e-3, "not kept: slower"),
+        (_trials(5, 5, 5, losses=(2.0, 1.01)), 1e-3, "not kept: losses differ by more than 0.001"),
+        (_trials(5, 5, 5, losses=(2.0, 1.01)), 5e-2, "kept"),
+        (_trials(5, 5, 5, losses=(2.0, float("nan"))), 5e-2, "not kept: losses differ"),
+        (_trials(5, 5, 5, losses=(9.0,)), None, "kept"),
+    ],
+)
+def test_a_change_is_kept_if_it_gains_and_losses_agree(
+    after: list[Trial], tolerance: float | None, result: str
+) -> None:
+    row = judge("x=1", _trials(10, 9.5, 10.5), after, tolerance)
+    assert row.result.startswith(result)
+    assert row.kept == (result == "kept")
+    assert (row.before, row.unit) == (10, "ms")
+
+
+def test_losses_that_cannot_be_compared_keep_nothing() -> None:
+    before, after = _trials(10, 10, losses=()), _trials(5, 5, losses=())
+    assert judge("x=1", before, after, 1e-3).result == "not kept: the steps return no loss to compare"
+    before = [Trial(10, (2.0,)), Trial(10, (1.0,))]
+    assert judge("x=1", before, before[:1] + _trials(5, losses=(1.0,)), 1e-3).kept is False
+    assert "equal runs differ by" in judge("x=1", before, _trials(5, 5, losses=(2.0,)), 1e-3).result
+
+
+def test_batch_sizes_compare_as_many_samples() -> None:
+    row = judge("data.batch_size=8", _trials(10, 10), _trials(12, 12), None, (4, 8))
+    assert row.kept
+    assert row.gain == pytest.approx(40)
+    assert (row.before, row.after, row.unit) == (400, pytest.approx(4000 / 6), "/s")
+
+
+def test_changes_are_those_of_arguments_that_exist_and_are_not_set() -> None:
+    optimizer = {"class_path": "torch.optim.SGD", "init_args": {"fused": None, "foreach": True}}
+    config = {
+        "trainer": {"compile": False, "precision": "16-mixed", "strategy": "auto"},
+        "task": {"class_path": "x.Net", "init_args": {"optimizer": optimizer}},
+        "data": {"class_path": "x.Data", "init_args": {"num_workers": 0, "prefetch_factor": None, "batch_size": 4}},
+    }
+    assert {name: change(config, name) for name in REMEDIES if name != "pin_memory"} == {
+        "workers": (["data.init_args.num_workers=2"], (1, 1)),
+        "prefetch": "not tried: num_workers is not set",
+        "persistent": "not tried: data has no argument persistent_workers",
+        "fused": (["task.init_args.optimizer.init_args.fused=true"], (1, 1)),
+        "foreach": "not tried: it is True already",
+        "channels_last": "not tried: task has no argument channels_last",
+        "buckets": "not tried: trainer has no argument bucket_cap_mb",
+        "compile": (["trainer.compile=true"], (1, 1)),
+        "bf16": "not tried: it is 16-mixed already",
+        "batch_size": (["data.init_args.batch_size=8"], (4, 8)),
+    }
+
+
+def _measures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Replace trial runs by numbers: 2 and 4 workers and larger batches gain, compile fails, bf16 changes losses."""
+    seen = []
+
+    def trial(self: Tuning, overrides: Sequence[str] = ()) -> Trial:
+        seen.append(tuple(overrides))
+        if "trainer.compile=true" in overrides:
+            raise TrialError("no compiler")
+        ms = (
+            10.0 - 3 * ("data.init_args.num_workers=2" in overrides) - 2 * ("data.init_args.num_workers=4" in overrides)
+        )
+        return Trial(ms, [1.0, 1.5 if "trainer.precision=bf16-mixed" in overrides else 1.0])
+
+    monkeypatch.setattr(Tuning, "trial", trial)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
+def test_kept_changes_add_up_and_are_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = _measures(monkeypatch)
+    assert main(["profile", "config.yaml", "--apply", "--json", "trainer.max_epochs=7", "trainer.strategy=ddp"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    kept = ["data.num_workers=2", "data.num_workers=4"]
+    assert [row["remedy"] for row in found["rows"] if row["kept"]] == kept
+    results = {row["remedy"]: row["result"] for row in found["rows"]}
+    assert results["trainer.compile=true"] == "not kept: failed: no compiler"
+    assert results["data.batch_size=8"] == "proposed: it changes training; --apply batch_size"
+    assert results["trainer.strategy.bucket_cap_mb=50"].startswith("not kept: no gain")
+    assert (found["total"]["before"], found["total"]["after"]) == (10, 5)
+    both = ("data.init_args.num_workers=2", "data.init_args.num_workers=4")
+    assert seen[:3] == [(), (), both[:1]]  # alternating, after a first trial
+    assert (*both, "trainer.precision=bf16-mixed") in seen
+    text = Path("config.tuned.yaml").read_text()
+    assert "# data.num_workers=4: 28.6 % of a step's time" in text
+    written = yaml.safe_load(text)
+    assert written["data"]["init_args"] == {"num_workers": 4, "batch_size": 4}
+    assert (written["trainer"]["max_epochs"], written["seed_everything"]) == (7, None)
+    assert Path("config.yaml").read_text() == _CONFIG
+    assert main(["plan", "config.tuned.yaml"]) == 0
+
+
+def test_a_batch_size_that_is_named_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    _measures(monkeypatch)
+    monkeypatch.setitem(REMEDIES, "batch_size", REMEDIES["batch_size"].__class__("data", "batch_size", _double, None))
+    assert main(["profile", "config.yaml", "--apply", "batch_size", "--output", "out/fast.yaml"]) == 0
+    assert yaml.safe_load(Path("out/fast.yaml").read_text())["data"]["init_args"] == {"num_workers": 0, "batch_size": 8}
+
+
+def _double(size: int) -> int:
+    return 2 * size
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--apply", "worker"], "--apply='worker' is unknown. Did you mean 'workers'?"),
+        (["--apply", "persistent"], "persistent: not tried: data has no argument persistent_workers"),
+        (["--apply", "--repeats", "1"], "expected at least 2"),
+        (["--apply", "--output", "config.yaml"], "is a file of the configuration"),
+        (["--apply", "--output", "tuned_project.py"], "was not written by --apply"),
+        (["--output", "x.yaml"], "--output and --repeats are options of --apply"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_trial(
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = _measures(monkeypatch)
+    assert main(["profile", "config.yaml", *words]) == 2
+    assert told in capsys.readouterr().err
+    assert not seen
+
+
+def test_without_a_gain_nothing_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _measures(monkeypatch)
+    assert main(["profile", "config.yaml", "--apply", "fused"]) == 0
+    assert capsys.readouterr().out.endswith("No change is kept, and no configuration is written.\n")
+    assert not (folder / "config.tuned.yaml").exists()
+
+
+@pytest.mark.slow
+def test_a_configuration_that_cannot_train_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "config.yaml", "--apply", "task=tuned_project.Fails"]) == 2
+    assert "a trial run of the configuration failed: RuntimeError: no kernel" in capsys.readouterr().err
+    assert not (folder / "config.tuned.yaml").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
+def test_workers_are_found_for_samples_that_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    def samples_per_s(workers: int) -> float:
+        words = ["--steps", "40", "--warmup", "20", "--json", f"data.num_workers={workers}"]
+        assert main(["profile", "config.yaml", *words]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return 4000 / found["step_ms"]
+
+    assert main(["profile", "config.yaml", "--apply", "workers", "--steps", "40", "--repeats", "2"]) == 0
+    assert "data.num_workers=2" in capsys.readouterr().out
+    chosen = yaml.safe_load(Path("config.tuned.yaml").read_text())["data"]["init_args"]["num_workers"]
+    # The best of two rounds: other programs only slow runs down.
+    rounds = [{workers: samples_per_s(workers) for workers in (0, 2, 4, 8, 16)} for _ in range(2)]
+    rates = {workers: max(each[workers] for each in rounds) for workers in (0, 2, 4, 8, 16)}
+    assert rates[chosen] >= 0.9 * max(rates.values())
