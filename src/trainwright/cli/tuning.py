@@ -28,7 +28,7 @@ _WIDTHS = "{:<36}{:>11}{:>11}{:>10}{:>9}  {}"
 
 
 class TrialError(TrainwrightError):
-    """Trial run that failed; the message is the last line of its error."""
+    """TrialRun run that failed; the message is the last line of its error."""
 
 
 def _turned_on(value: Any) -> Any:
@@ -74,7 +74,7 @@ REMEDIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TrialRun:
     """Measurements of one trial run.
 
     Attributes:
@@ -89,7 +89,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TriedChange:
     """One tried change, its costs and gain.
 
     Attributes:
@@ -132,12 +132,14 @@ def _largest(values: Iterable[float]) -> float:
 
 def judge(
     remedy: str,
-    before: Sequence[Trial],
-    after: Sequence[Trial],
+    before: Sequence[TrialRun],
+    after: Sequence[TrialRun],
     tolerance: float | None,
     sizes: tuple[int, int] = (1, 1),
-) -> Row:
-    """Decide whether a remedy is kept: its gain exceeds the spread of `before`, and losses agree.
+) -> TriedChange:
+    """Decide whether a remedy is kept: every trial with it is faster than every one without it, and losses agree.
+
+    Without an effect, this happens in one of 20 comparisons of three repetitions (of six with two).
 
     Args:
         remedy: the change, as text.
@@ -148,15 +150,15 @@ def judge(
     growth = sizes[1] / sizes[0]
     olds, news = [each.step_ms for each in before], [each.step_ms / growth for each in after]
     old, new = median(olds), median(news)
-    noise = max(olds) - min(olds)
     startup = median(each.startup_s for each in after) - median(each.startup_s for each in before)
     own = _largest(difference(a.losses, b.losses) for a, b in pairwise(before))
     changed = None if tolerance is None else _largest(difference(a.losses, b.losses) for a in before for b in after)
-    result, kept = f"kept; noise {noise:.3g} ms, start {startup:+.1f} s", False
-    if new - old > noise:
+    result, kept = f"kept; start {startup:+.1f} s", False
+    if min(news) > max(olds):
         result = "not kept: slower"
-    elif old - new <= noise:
-        result = f"not kept: no gain beyond the noise of {noise:.3g} ms"
+    elif max(news) >= min(olds):
+        spans = [f"{min(times):.3g} to {max(times):.3g} ms" for times in (olds, news)]
+        result = f"not kept: no gain beyond the noise ({spans[0]} without, {spans[1]} with it)"
     elif changed is None or changed <= (tolerance or 0.0):
         kept = True
     elif not before[0].losses:
@@ -166,7 +168,7 @@ def judge(
     else:
         result = f"not kept: losses differ by more than {tolerance:g}"
     shown, unit = ((old, new), "ms") if growth == 1 else ((1000 * sizes[0] / old, 1000 * sizes[0] / new), "/s")
-    return Row(remedy, result, kept, *shown, 100 * (old - new) / old, changed, unit)
+    return TriedChange(remedy, result, kept, *shown, 100 * (old - new) / old, changed, unit)
 
 
 def arguments(config: Mapping[str, Any], remedy: Remedy) -> dict[str, Any]:
@@ -214,16 +216,16 @@ class Tuning:
     """
 
     def __init__(
-        self, words: Sequence[str], steps: int, warmup: int, repeats: int, tell: Callable[[Row], None]
+        self, words: Sequence[str], steps: int, warmup: int, repeats: int, tell: Callable[[TriedChange], None]
     ) -> None:
         self.words, self.options = list(words), ["--steps", str(steps), "--warmup", str(warmup), "--json"]
         self.repeats, self._tell = repeats, tell
         self.steps = steps
         self.seed: list[str] = []  # for trials only
         self.kept: list[str] = []
-        self.rows: list[Row] = []
+        self.rows: list[TriedChange] = []
 
-    def add(self, row: Row) -> Row:
+    def add(self, row: TriedChange) -> TriedChange:
         """Store a row and print it."""
         self.rows.append(row)
         self._tell(row)
@@ -238,7 +240,7 @@ class Tuning:
         )
         return found
 
-    def trial(self, overrides: Sequence[str] = ()) -> Trial:
+    def trial(self, overrides: Sequence[str] = ()) -> TrialRun:
         """Profile a few steps in a separate process."""
         command = [sys.executable, "-m", "trainwright", "profile", *self.words, *self.seed, *overrides, *self.options]
         began = perf_counter()
@@ -251,9 +253,9 @@ class Tuning:
             last = (lines or [f"exit code {done.returncode}"])[-1]
             raise TrialError(last.removeprefix("trainwright: error: "))
         found = json.loads(done.stdout)
-        return Trial(found["step_ms"], found["losses"], seconds - self.steps * found["step_ms"] / 1000)
+        return TrialRun(found["step_ms"], found["losses"], seconds - self.steps * found["step_ms"] / 1000)
 
-    def compare(self, old: Sequence[str], new: Sequence[str]) -> tuple[list[Trial], list[Trial]]:
+    def compare(self, old: Sequence[str], new: Sequence[str]) -> tuple[list[TrialRun], list[TrialRun]]:
         """Run trials with two sets of overrides in turn."""
         pairs = [(self.trial(old), self.trial(new)) for _ in range(self.repeats)]
         return [a for a, _ in pairs], [b for _, b in pairs]
@@ -265,14 +267,14 @@ class Tuning:
             found = change(self.config(), name)
             if isinstance(found, str):
                 if not (self.rows and self.rows[-1].kept and remedy.climbs):
-                    self.add(Row(name, found))
+                    self.add(TriedChange(name, found))
                 return
             words, sizes = found
             text = " ".join(words).replace(".init_args", "")
             try:
                 row = judge(text, *self.compare(self.kept, [*self.kept, *words]), remedy.tolerance, sizes)
             except TrialError as error:
-                self.add(Row(text, f"not kept: failed: {error}"))
+                self.add(TriedChange(text, f"not kept: failed: {error}"))
                 return
             if row.kept and proposed:
                 row = replace(row, kept=False, result=f"proposed: it changes training; --apply {name}")
@@ -282,7 +284,7 @@ class Tuning:
             if not remedy.climbs:
                 return
 
-    def total(self) -> Row | None:
+    def total(self) -> TriedChange | None:
         """Return the row of all kept remedies, compared with the configuration itself; None if there are none."""
         kept = [row for row in self.rows if row.kept]
         if not kept:
