@@ -86,7 +86,7 @@ def test_a_flag_is_refused_with_a_reason(flag: str, tmp_path: Path) -> None:
 
 def test_the_tables_hold_every_option() -> None:
     names = {flag.partition("=")[0] for flag in (_ACCEPTED + _REFUSED).split()}
-    own = {"rdzv_id"}
+    own = {"rdzv_id", "min_nodes"}
     clusters = {name for name in known_options() if name.startswith(("slurm", "mpi", "ray", "kubernetes", "print"))}
     hostfile = {"deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"}  # test_hostfile.py
     assert set(known_options()) - own - hostfile - clusters <= names

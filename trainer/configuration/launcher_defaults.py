@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
-from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.kwargs_handler import as_flag, read_variable
-from trainwright.core.process import detect, variable
+from trainwright.core.process import ALL_PROCESSES, detect, variable
 from trainwright.strategies.launched import TorchDynamoPlugin, read_launched
 from trainwright.strategies.select import ENGINE_VARIABLES, choose_for_loop
 from trainwright.trainer.configuration.arguments import TrainerArguments
@@ -62,11 +62,32 @@ def with_launched(arguments: TrainerArguments) -> TrainerArguments:
     said, stated = launched.mixed_precision, None
     if choice.argument is not None:  # the variables select the engine, whose configuration may set these
         said, stated = said or choice.mixed_precision, choice.accumulation
+    accumulate = _with_machines_that_left(steps if steps != 1 else stated or launched.accumulation)
     return replace(
         arguments,
         strategy=strategy,
         precision=_PRECISIONS[said] if precision is None and said else precision,
-        accumulate_grad_batches=steps if steps != 1 else stated or launched.accumulation,
+        accumulate_grad_batches=accumulate,
         accelerator="cpu" if launched.cpu and arguments.accelerator == "auto" else arguments.accelerator,
         compile=options if options is not None and arguments.compile is False else arguments.compile,
     )
+
+
+def _with_machines_that_left(accumulate: int) -> int:
+    """Return the micro-batches of a step that give the same global batch with the processes that are left.
+
+    Raises:
+        ConfigurationError: the remaining processes cannot have the same global batch.
+    """
+    complete = variable(ALL_PROCESSES)
+    if complete is None:
+        return accumulate
+    left = detect().world_size
+    total = int(complete) * accumulate
+    if total % left:
+        fitting = ", ".join(str(n) for n in range(1, int(complete) + 1) if total % n == 0)
+        raise ConfigurationError(
+            f"{left} of {complete} processes are left, and {total} micro-batches of a step cannot be divided among "
+            f"them. Possible numbers are {fitting}. Set accumulate_grad_batches to a multiple of {left}."
+        )
+    return total // left

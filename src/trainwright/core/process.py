@@ -18,7 +18,8 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning, unkn
 
 LauncherName = Literal["auto", "torchrun", "slurm", "mpi", "none"]
 STARTED_BY_TRAINER = "TRAINWRIGHT_STARTED_BY_TRAINER"
-JOB = "TRAINWRIGHT_JOB"  # the job of processes that Ray has started; the same in all attempts
+JOB = "TRAINWRIGHT_JOB"  # name of a job of Ray or of machines that may leave; the same in all attempts
+ALL_PROCESSES = "TRAINWRIGHT_ALL_PROCESSES"  # processes of a job of machines that may leave, while none has left
 RESULT_FILE = "TRAINWRIGHT_RESULT_FILE"
 RAY = "ray"
 _LAUNCHERS: tuple[LauncherName, ...] = ("auto", "torchrun", "slurm", "mpi", "none")
@@ -221,8 +222,8 @@ class Job:
 def job(environ: Mapping[str, str] | None = None) -> Job:
     """Return the job of this process and its attempt: torchrun's restarts, Slurm's requeues."""
     env = os.environ if environ is None else environ
-    if JOB in env:
-        return Job(env[JOB], _integer(env, "TORCHELASTIC_RESTART_COUNT"))
+    if JOB in env:  # torch does not count restarts after a machine has joined
+        return Job(env[JOB], max(_integer(env, "TORCHELASTIC_RESTART_COUNT"), int(ALL_PROCESSES in env)))
     if "TORCHELASTIC_RESTART_COUNT" in env and STARTED_BY_TRAINER not in env:
         return Job(None, _integer(env, "TORCHELASTIC_RESTART_COUNT"))  # its run id is "none" by default
     number = slurm_job(env)

@@ -33,6 +33,7 @@ from trainwright.processes.launcher import patch_environment, set_variable, set_
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _ALL = "all"
+_ELASTIC_RESTARTS = 100  # a machine that leaves costs one
 # Errors that follow from the end of another process.
 _CONSEQUENCE = re.compile(r"[Cc]onnection|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|DistNetworkError")
 
@@ -108,6 +109,11 @@ def check_options(config: LaunchConfig) -> None:
             raise ConfigurationError(f"--{name} {value}: write a whole number of at least {least}.")
     check_cluster(config)
     machines = config.num_machines or 1
+    if config.min_nodes is not None:
+        if config.rdzv_backend != "c10d" or config.rdzv_id is None or config.num_processes is None:
+            raise ConfigurationError("--min_nodes needs --rdzv_backend c10d, --rdzv_id and --num_processes too.")
+        if not 1 <= config.min_nodes <= machines:
+            raise ConfigurationError(f"--min_nodes {config.min_nodes}: expected 1 to --num_machines {machines}.")
     if machines > 1 and config.engine is None:
         missing = [n for n in ("machine_rank", "main_process_ip", "main_process_port") if getattr(config, n) is None]
         if missing and not (config.rdzv_backend == "c10d" and missing == ["machine_rank"]):
@@ -275,7 +281,10 @@ def _agent_options(config: LaunchConfig, local: int, logs: str) -> list[str]:
     machines = config.num_machines or 1
     # The first process of a machine writes to the terminal itself, so that progress bars move.
     tee = config.tee or ",".join(f"{rank}:3" for rank in range(1, local)) or "0"
-    found = ["--nproc-per-node", str(local), "--nnodes", str(machines), "--log-dir", logs, "--tee", tee]
+    nodes = str(machines) if config.min_nodes is None else f"{config.min_nodes}:{machines}"
+    found = ["--nproc-per-node", str(local), "--nnodes", nodes, "--log-dir", logs, "--tee", tee]
+    if config.min_nodes is not None and config.max_restarts is None:
+        found += ["--max-restarts", str(_ELASTIC_RESTARTS)]
     for name in ("max_restarts", "monitor_interval", "role", "rdzv_conf", "rdzv_id"):
         value = getattr(config, name)
         if value is not None:

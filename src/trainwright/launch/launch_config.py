@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.process import ALL_PROCESSES, JOB
 from trainwright.core.process import variable as read
 
 _TRUE, _FALSE = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
@@ -171,6 +172,7 @@ class LaunchConfig:
     rdzv_backend: str | None = _nodes("How machines meet: 'static' or 'c10d'.", str.lower, choices=("static", "c10d"))
     rdzv_conf: str | None = _nodes("Further options of the rendezvous: key=value, separated by commas.")
     rdzv_id: str | None = _nodes("Name of the job, the same on all machines.")
+    min_nodes: int | None = _nodes("Continue with as few machines if others leave. Needs --rdzv_id.", int)
     slurm: bool | None = _slurm("Submit a job to Slurm by sbatch.", as_bool)
     slurm_partition: str | None = _slurm("Partition. Default: the cluster's.")
     slurm_account: str | None = _slurm("Account that is charged. Default: the user's.")
@@ -272,6 +274,8 @@ class LaunchConfig:
             value = getattr(self, option.name)
             if option.variable is not None and value is not None:
                 found[option.variable] = str(value).lower() if isinstance(value, bool) else str(value)
+        if self.min_nodes is not None:
+            found |= {JOB: str(self.rdzv_id), ALL_PROCESSES: str(self.num_processes)}
         return found | ({"PJRT_DEVICE": read("PJRT_DEVICE") or "TPU"} if self.tpu else {})
 
 
