@@ -41,6 +41,10 @@ def content_of(config: LaunchConfig, devices: str = "MULTI_GPU") -> dict[str, An
     kind = _type_of(config, devices)
     implied: dict[str, Any] = dict(TYPES.get(kind, {}))
     content: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind}
+    if config.sagemaker:
+        kind = config.sagemaker_distributed_type or "NO"
+        implied = {"sagemaker": True, "sagemaker_distributed_type": kind}
+        content = {"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": kind}
     sections: dict[str, dict[str, Any]] = {}
     for name, value in config.set_options().items():
         section = known_options()[name].section

@@ -236,9 +236,13 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
         raise ConfigurationError(f"{origin} does not hold a mapping. Write one with `trainwright config`.")
     left = dict(content)
     where = left.pop("compute_environment", "LOCAL_MACHINE")
-    if where != "LOCAL_MACHINE":
-        raise ConfigurationError(f"{origin}: compute_environment={where!r} is not supported. Use LOCAL_MACHINE.")
+    if where not in ("LOCAL_MACHINE", "AMAZON_SAGEMAKER"):
+        raise ConfigurationError(
+            f"{origin}: compute_environment={where!r} is not supported. Use LOCAL_MACHINE or AMAZON_SAGEMAKER."
+        )
     kind = str(left.pop("distributed_type", "NO")).upper()
+    if where == "AMAZON_SAGEMAKER":
+        left, kind = {"sagemaker": True, "sagemaker_distributed_type": kind, **left}, "NO"
     if kind not in TYPES and kind not in DEVICES:
         raise ConfigurationError(
             f"{origin}: distributed_type={kind!r} is not supported. Use {', '.join((*TYPES, *DEVICES))}."
