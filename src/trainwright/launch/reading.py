@@ -240,9 +240,9 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
         raise ConfigurationError(
             f"{origin}: compute_environment={where!r} is not supported. Use LOCAL_MACHINE or AMAZON_SAGEMAKER."
         )
-    kind = str(left.pop("distributed_type", "NO")).upper()
     if where == "AMAZON_SAGEMAKER":
-        left, kind = {"sagemaker": True, "sagemaker_distributed_type": kind, **left}, "NO"
+        left |= {"sagemaker": True, "sagemaker_distributed_type": left.pop("distributed_type", None)}
+    kind = str(left.pop("distributed_type", "NO")).upper()
     if kind not in TYPES and kind not in DEVICES:
         raise ConfigurationError(
             f"{origin}: distributed_type={kind!r} is not supported. Use {', '.join((*TYPES, *DEVICES))}."
