@@ -51,7 +51,8 @@ def ask(devices: int) -> LaunchConfig:
             questions.confirm(name, False)
     if "deepspeed_config_file" not in questions.answers:
         questions.choose("mixed_precision", "no", "fp16", "bf16", "fp8")
-        questions.number("gradient_accumulation_steps", 1)
+        if not questions.answers["sagemaker"]:  # Accelerate reads no section of DeepSpeed in such a file
+            questions.number("gradient_accumulation_steps", 1)
     # Answers that are not written: what is off anyway.
     off = ["sagemaker", *(name for name in questions.answers if name.startswith("use_"))]
     off = [name for name in off if questions.answers[name] is False]

@@ -20,7 +20,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, MissingPackageError, nearest, require_package
-from trainwright.core.names.constants import SageMakerDistributedType
 from trainwright.core.process import variable
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand
@@ -32,18 +31,18 @@ _PORT = "7777"  # of SageMaker's containers
 
 def check_job(config: LaunchConfig) -> None:
     """Check the options of a job."""
-    kind = config.sagemaker_distributed_type or SageMakerDistributedType.NO.value
+    kind = config.sagemaker_distributed_type or "NO"
     missing = [name for name in ("ec2_instance_type", "iam_role_name") if getattr(config, name) is None]
     if config.image_uri is None:
         missing += [name for name in ("py_version", "pytorch_version") if getattr(config, name) is None]
     if missing:
         raise ConfigurationError(f"--sagemaker needs --{missing[0]} too, or a file with {missing[0]}.")
-    if kind == SageMakerDistributedType.MODEL_PARALLEL:
+    if kind == "MODEL_PARALLEL":
         raise ConfigurationError(
             "--sagemaker_distributed_type MODEL_PARALLEL is not supported. Use DATA_PARALLEL, and --use_fsdp to shard "
             "models."
         )
-    if kind == SageMakerDistributedType.NO and (config.num_machines or 1) > 1 and not _starts_itself(config):
+    if kind == "NO" and (config.num_machines or 1) > 1 and not _starts_itself(config):
         raise ConfigurationError(
             f"--num_machines {config.num_machines} needs --sagemaker_distributed_type DATA_PARALLEL too."
         )
@@ -61,17 +60,17 @@ def start_job(command: LaunchCommand) -> int:
     try:
         session = _session(config)
         with TemporaryDirectory(prefix="trainwright-sagemaker-") as folder:
-            if config.sagemaker_distributed_type == SageMakerDistributedType.DATA_PARALLEL and not _starts_itself(
-                config
-            ):
+            if config.sagemaker_distributed_type == "DATA_PARALLEL" and not _starts_itself(config):
                 arguments |= _with_entry(Path(command.script), Path(folder))
             estimator = _estimator_class(config, arguments)(**arguments, sagemaker_session=session)
             estimator.fit(inputs)
-    except (errors.BotoCoreError, errors.ClientError) as error:
-        raise ConfigurationError(f"SageMaker: {error}") from error
+    except ConfigurationError:
+        raise
     except require_package("sagemaker.exceptions", purpose=_NAME).UnexpectedStatusException as error:
         print(f"\ntrainwright launch: {error}.", file=sys.stderr)
         return 1
+    except (errors.BotoCoreError, errors.ClientError, ValueError) as error:
+        raise ConfigurationError(f"SageMaker: {error}") from error
     print(f"The model is at {estimator.model_data}")
     return 0
 
