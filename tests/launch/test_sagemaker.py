@@ -215,7 +215,7 @@ def test_errors_of_the_service_are_reported(sdk: _Sdk, capsys: pytest.CaptureFix
 
 def test_a_missing_or_newer_package_is_an_error(sdk: _Sdk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sagemaker, "version", lambda _: "3.27.0")
-    with pytest.raises(MissingPackageError, match=r"pip install 'sagemaker>=2.200,<3'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'sagemaker>=2.257,<3'"):
         launch(_options("train.py"))
 
 
@@ -334,14 +334,15 @@ def test_the_estimator_uploads_the_script_and_creates_a_job(monkeypatch: pytest.
     session.default_bucket.return_value, session.default_bucket_prefix = "bucket", None
     session.settings.local_download_dir = None
     session.expand_role.side_effect = lambda role: role
-    session.wait_for_job.return_value = {}
+    model = {"ModelArtifacts": {"S3ModelArtifacts": "s3://bucket/model.tar.gz"}}
+    session.sagemaker_client.describe_training_job.return_value = model
     uploaded: list[str] = []
 
     def upload(file: str, **_: Any) -> None:
         with tarfile.open(file) as archive:
             uploaded.extend(sorted(member.name for member in archive if member.isfile()))
 
-    session.boto_session.resource.return_value.Object.return_value.upload_file.side_effect = upload
+    session.s3_resource.Object.return_value.upload_file.side_effect = upload
     monkeypatch.setattr(sagemaker, "_session", lambda config: session)
     assert launch([*_COMMAND, "--lr", "0.1"]) == 0
     assert uploaded == ["requirements.txt", "sm.yaml", "train.py", "trainwright_sagemaker.py"]

@@ -24,7 +24,7 @@ from trainwright.core.process import variable
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand
 
-_NAME, _INSTALL = "trainwright launch --sagemaker", "'sagemaker>=2.200,<3'"
+_NAME, _INSTALL = "trainwright launch --sagemaker", "'sagemaker>=2.257,<3'"
 _ENTRY = "trainwright_sagemaker.py"
 _PORT = "7777"  # of SageMaker's containers
 
