@@ -193,7 +193,10 @@ def test_the_commands_of_our_page_are_right(
 ) -> None:
     _mpirun("mpirun (Open MPI) 4.1.4", tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
+    for name in ("train.py", "inputs.tsv", "metrics.tsv"):
+        (tmp_path / name).touch()
+    (yaml,) = re.findall(r"```yaml\n(.*?)```", _PAGE, re.DOTALL)
+    (tmp_path / "sagemaker.yaml").write_text(yaml)
     assert launch([*(() if "--kubernetes" in words else ("--print",)), *words]) == 0
     assert "train.py" in (capsys.readouterr().out + "".join(file.read_text() for file in tmp_path.glob("*.yaml")))
 

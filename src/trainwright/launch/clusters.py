@@ -46,7 +46,7 @@ def check_cluster(config: LaunchConfig) -> None:
         owner = _ENGINES.get(known_options()[name].group, engine)
         if owner != engine and value is not False and (name, value) != ("mpirun_ccl", 1):
             raise ConfigurationError(f"--{name} needs --{owner} too.")
-    if config.print and engine not in ("slurm", "mpi"):
+    if config.print and engine not in ("slurm", "mpi", "sagemaker"):
         raise ConfigurationError("--print needs --slurm or --mpi too.")
     if engine is None:
         return

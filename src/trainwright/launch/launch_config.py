@@ -206,7 +206,7 @@ class LaunchConfig:
     mpi: bool | None = _mpi("Start the processes by mpirun. --mpirun_hostfile does it too.", as_bool)
     mpirun_hostfile: str | None = _mpi("File with the machines.", section="mpirun_config")
     mpirun_ccl: int | None = _mpi("Worker threads of oneCCL. Default: 1.", int, section="mpirun_config")
-    print: bool | None = _nodes("Print the script for sbatch or the command of mpirun, and start nothing.", as_bool)
+    print: bool | None = _nodes("Print the script or command of a cluster, and start nothing.", as_bool)
     kubernetes: bool | None = _kubernetes("Write a manifest for kubectl.", as_bool)
     kubernetes_kind: str | None = _kubernetes(
         "Kind of the job. Default: pytorchjob.", str.lower, choices=("pytorchjob", "trainjob", "jobset")

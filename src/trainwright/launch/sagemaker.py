@@ -50,11 +50,13 @@ def check_job(config: LaunchConfig) -> None:
 
 def start_job(command: LaunchCommand) -> int:
     """Submit a job, show its output until it ends, and return the exit code."""
-    config = command.config
+    config, arguments = command.config, estimator_arguments(command)
+    if config.print:
+        print(json.dumps(arguments, indent=2))
+        return 0
     require_package("sagemaker", purpose=_NAME, install=_INSTALL)
     if int(version("sagemaker").partition(".")[0]) > 2:
         raise MissingPackageError(f"{_NAME} needs sagemaker 2, not {version('sagemaker')}. Run: pip install {_INSTALL}")
-    arguments = estimator_arguments(command)
     inputs = dict(_table(config.sagemaker_inputs_file)) or None
     errors = require_package("botocore.exceptions", purpose=_NAME)
     try:
