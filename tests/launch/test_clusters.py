@@ -82,7 +82,7 @@ def test_jobs_on_the_cpu_request_no_gpus() -> None:
         ({"slurm": True, "slurm_option": "exclusive"}, "--slurm_option exclusive: expected an option of sbatch"),
         ({"slurm_time": "1:00"}, "--slurm_time needs --slurm too"),
         ({"mpirun_ccl": 2}, "--mpirun_ccl needs --mpi too"),
-        ({"print": True}, "--print needs --slurm or --mpi too"),
+        ({"print": True}, "--print needs --slurm, --mpi or --sagemaker too"),
         ({"mpirun_hostfile": "no-such-file"}, "--mpirun_hostfile no-such-file does not exist"),
     ],
 )

@@ -47,7 +47,7 @@ def check_cluster(config: LaunchConfig) -> None:
         if owner != engine and value is not False and (name, value) != ("mpirun_ccl", 1):
             raise ConfigurationError(f"--{name} needs --{owner} too.")
     if config.print and engine not in ("slurm", "mpi", "sagemaker"):
-        raise ConfigurationError("--print needs --slurm or --mpi too.")
+        raise ConfigurationError("--print needs --slurm, --mpi or --sagemaker too.")
     if engine is None:
         return
     for name, value in given.items():
