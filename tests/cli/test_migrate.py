@@ -378,9 +378,9 @@ def test_a_configuration_file_of_accelerate_is_checked(tmp_path: Path, capsys: p
     path = tmp_path / "default_config.yaml"
     path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 2\n")
     assert main(["migrate", str(path)]) == 0
-    path.write_text("compute_environment: AMAZON_SAGEMAKER\n")
+    path.write_text("compute_environment: AZURE\n")
     assert main(["migrate", str(path)]) == 1
-    assert "compute_environment='AMAZON_SAGEMAKER' is not supported" in capsys.readouterr().err
+    assert "compute_environment='AZURE' is not supported" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("backend", ["", "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy NO_WRAP"])

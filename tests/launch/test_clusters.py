@@ -82,7 +82,7 @@ def test_jobs_on_the_cpu_request_no_gpus() -> None:
         ({"slurm": True, "slurm_option": "exclusive"}, "--slurm_option exclusive: expected an option of sbatch"),
         ({"slurm_time": "1:00"}, "--slurm_time needs --slurm too"),
         ({"mpirun_ccl": 2}, "--mpirun_ccl needs --mpi too"),
-        ({"print": True}, "--print needs --slurm or --mpi too"),
+        ({"print": True}, "--print needs --slurm, --mpi or --sagemaker too"),
         ({"mpirun_hostfile": "no-such-file"}, "--mpirun_hostfile no-such-file does not exist"),
     ],
 )
@@ -193,7 +193,10 @@ def test_the_commands_of_our_page_are_right(
 ) -> None:
     _mpirun("mpirun (Open MPI) 4.1.4", tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
+    for name in ("train.py", "inputs.tsv", "metrics.tsv"):
+        (tmp_path / name).touch()
+    (yaml,) = re.findall(r"```yaml\n(.*?)```", _PAGE, re.DOTALL)
+    (tmp_path / "sagemaker.yaml").write_text(yaml)
     if "--ray" in words or "--min_nodes" in words:  # they have no `--print`; other tests start them
         check_options(read_command(words).config)
         return

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.launch.config_file import content_of, to_fsdp2, write_file
-from trainwright.launch.launch_config import LaunchConfig, Option, as_bool, options
+from trainwright.launch.launch_config import LaunchConfig, Option, as_bool, as_mapping, options
 from trainwright.launch.reading import options_of, read_file
 from trainwright.utils import write_basic_config
 
@@ -33,6 +33,9 @@ def _values(option: Option) -> st.SearchStrategy[Any]:
         return st.integers()
     if option.read is float:
         return st.floats(allow_nan=False)
+    if option.read is as_mapping:
+        keys = st.text(max_size=3)  # shorter than those that are refused
+        return st.dictionaries(keys, st.booleans() | st.text() | st.dictionaries(keys, st.integers()))
     return st.text() | st.sampled_from(
         ["True", "False", "true", "no", "null", "3", "0,1", "1_000", "12:30", "~", "a: b"]
     )

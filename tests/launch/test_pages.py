@@ -317,10 +317,7 @@ def test_a_file_for_four_cpu_machines_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (
-            "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\nregion: us-east-1",
-            "AMAZON_SAGEMAKER",
-        ),
+        ("compute_environment: AMAZON_SAGEMAKER\naws_secret_access_key: abc", "by --profile"),
         ("distributed_type: TPU\ntpu_use_cluster: true", "start the script on each machine of a pod"),
         ("mixed_precision: fp8\nfp8_config: {backend: MSAMP, opt_level: O2}", "fp8"),
         ("mixed_precision: fp8\nfp8_config: {amax_compute_algorithm: max, backend: TE, margin: 0}", "fp8"),

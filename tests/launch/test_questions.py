@@ -42,11 +42,11 @@ def _typed(text: str) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("devices", "keys", "expected"),
     [
-        # machines, cpu, processes, deepspeed; dynamo, precision, accumulation
-        (1, ["", "", "", "", "", "", "", ""],
+        # SageMaker, machines, cpu, processes, deepspeed; dynamo, precision, accumulation
+        (1, ["", "", "", "", "", "", "", "", ""],
          {"num_machines": 1, "cpu": False, "gpu_ids": "all", "num_processes": 1, "mixed_precision": "no",
           "gradient_accumulation_steps": 1}),
-        (0, ["", "", "", "", _DOWN * 2, _CLEAR + "4"],
+        (0, ["", "", "", "", "", _DOWN * 2, _CLEAR + "4"],
          {"num_machines": 1, "cpu": True, "num_processes": 1, "mixed_precision": "bf16",
           "gradient_accumulation_steps": 4}),
     ],
@@ -169,6 +169,7 @@ class _Terminal:
 def test_a_terminal_asks_and_a_file_is_written(tmp_path: Path) -> None:
     file = tmp_path / "new/config.yaml"
     terminal = _Terminal("--config_file", str(file))
+    terminal.answer("sagemaker: ", "n")
     terminal.answer("num_machines: ", _ENTER)
     terminal.answer("cpu: ", "y")
     terminal.answer("num_processes: ", f"{_CLEAR}2{_ENTER}")
@@ -205,6 +206,7 @@ def test_a_terminal_asks_and_a_file_is_written(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_ctrl_c_in_a_terminal_writes_nothing(tmp_path: Path) -> None:
     terminal = _Terminal("--config_file", str(tmp_path / "new/config.yaml"))
+    terminal.answer("sagemaker: ", "n")
     terminal.answer("num_machines: ", _ENTER)
     terminal.answer("cpu: ", "\x03")
     assert terminal.end() == 130

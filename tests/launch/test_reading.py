@@ -184,7 +184,7 @@ def test_what_is_wrong_is_said_before_anything_starts(argv: list[str], text: str
     ("content", "text"),
     [
         (["a"], "does not hold a mapping"),
-        ({"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment='AMAZON_SAGEMAKER' is not supported"),
+        ({"compute_environment": "AZURE"}, "compute_environment='AZURE' is not supported"),
         ({"megatron_lm_config": {"megatron_lm_tp": 2}}, "has the unknown key 'megatron_lm_tp'"),
         ({"num_procesess": 2}, "has the unknown key 'num_procesess'. Did you mean 'num_processes'"),
         ({"fsdp_config": 3}, "fsdp_config=3 is not a mapping"),

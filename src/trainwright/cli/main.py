@@ -34,7 +34,7 @@ COMMANDS: dict[str, Command] = {
     "check": Command("trainwright.launch.check:check", "check that the processes of launch can train"),
     "config": Command("trainwright.launch.config_commands:config", "write, update or show the options of launch"),
     "to-fsdp2": Command("trainwright.launch.config_commands:to_fsdp2", "write options of FSDP1 as those of FSDP2"),
-    "tpu-config": Command("trainwright.launch.tpu_config:tpu_config", "run commands on the machines of a TPU pod"),
+    "tpu-config": Command("trainwright.launch.config_commands:tpu_config", "run commands on the machines of a TPU pod"),
     "fit": Command("trainwright.cli.fit:fit", "train the task of a configuration file"),
     "validate": Command("trainwright.cli.fit:validate", "run the validation of a configuration file"),
     "test": Command("trainwright.cli.fit:test", "run the test of a configuration file"),

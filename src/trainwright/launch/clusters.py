@@ -1,4 +1,4 @@
-"""Start a script by Slurm, MPI or Ray, with the options of `trainwright launch`.
+"""Start a script by Slurm, MPI, Ray, Kubernetes or Amazon SageMaker, with the options of `trainwright launch`.
 
 Invalid options raise ConfigurationError, and a missing program MissingPackageError, before anything is started.
 """
@@ -19,7 +19,8 @@ from trainwright.launch import child
 from trainwright.launch.hostfile import handed_variables
 from trainwright.launch.kubernetes import write_manifest
 from trainwright.launch.launch_config import LaunchConfig
-from trainwright.launch.reading import LaunchCommand
+from trainwright.launch.reading import LaunchCommand, known_options
+from trainwright.launch.sagemaker import check_job, start_job
 from trainwright.processes.launcher import free_port
 from trainwright.processes.ray_actors import PARENT, RayJob, run_on_ray
 
@@ -36,6 +37,8 @@ _OF_THE_LAUNCHER: dict[str, object] = {
     ),
 }
 _PORT = 29500  # of torchrun
+# Heading of options that need an engine → the engine.
+_ENGINES = {"Slurm": "slurm", "MPI": "mpi", "Ray": "ray", "Kubernetes": "kubernetes", "Amazon SageMaker": "sagemaker"}
 
 
 def check_cluster(config: LaunchConfig) -> None:
@@ -43,20 +46,24 @@ def check_cluster(config: LaunchConfig) -> None:
     engine = config.engine
     given = config.set_options()
     for name, value in given.items():
-        owner = "mpi" if name == "mpirun_ccl" and value != 1 else name.partition("_")[0]
-        if owner in ("slurm", "mpi", "ray", "kubernetes") and owner != engine and value is not False:
+        owner = _ENGINES.get(known_options()[name].group, engine)
+        if owner != engine and value is not False and (name, value) != ("mpirun_ccl", 1):
             raise ConfigurationError(f"--{name} needs --{owner} too.")
-    if config.print and engine not in ("slurm", "mpi"):
-        raise ConfigurationError("--print needs --slurm or --mpi too.")
+    if config.print and engine not in ("slurm", "mpi", "sagemaker"):
+        raise ConfigurationError("--print needs --slurm, --mpi or --sagemaker too.")
     if engine is None:
         return
     for name, value in given.items():
         unused = name in _OF_THE_LAUNCHER and value not in (False, _OF_THE_LAUNCHER[name])
         if name == "max_restarts" and engine in ("ray", "kubernetes"):
             unused = False
+        if engine == "sagemaker" and name in ("num_processes", "main_process_port"):
+            unused = True
         if unused or (name == "main_process_ip" and value and engine != "mpi"):
             raise ConfigurationError(f"--{name} {value} has no effect with --{engine}. Remove it.")
-    if config.num_processes is None:
+    if engine == "sagemaker":
+        check_job(config)
+    elif config.num_processes is None:
         raise ConfigurationError(
             f"--{engine} needs --num_processes too: the number on all machines, which is one for each GPU."
         )
@@ -68,12 +75,14 @@ def check_cluster(config: LaunchConfig) -> None:
 
 
 def start_on_cluster(command: LaunchCommand) -> int:
-    """Submit a job to Slurm, start mpirun, run actors of Ray or write a manifest, and return the exit code.
+    """Submit a job to Slurm or SageMaker, start mpirun, run actors of Ray or write a manifest; return the exit code.
 
     mpirun replaces this process.
     """
     if command.config.engine == "kubernetes":
         return write_manifest(command)
+    if command.config.engine == "sagemaker":
+        return start_job(command)
     if command.config.engine == "slurm":
         return _submit(command)
     if command.config.engine == "ray":

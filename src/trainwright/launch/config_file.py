@@ -41,6 +41,11 @@ def content_of(config: LaunchConfig, devices: str = "MULTI_GPU") -> dict[str, An
     kind = _type_of(config, devices)
     implied: dict[str, Any] = dict(TYPES.get(kind, {}))
     content: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind}
+    if config.sagemaker:
+        implied = {"sagemaker": True, "sagemaker_distributed_type": config.sagemaker_distributed_type}
+        content = {"compute_environment": "AMAZON_SAGEMAKER"}
+        if config.sagemaker_distributed_type is not None:
+            content["distributed_type"] = config.sagemaker_distributed_type
     sections: dict[str, dict[str, Any]] = {}
     for name, value in config.set_options().items():
         section = known_options()[name].section

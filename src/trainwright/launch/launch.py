@@ -93,8 +93,8 @@ def check_options(config: LaunchConfig) -> None:
         *combinations(("use_fsdp", "use_deepspeed", "use_megatron_lm"), 2),
         ("use_parallelism_config", "use_megatron_lm"),
         *combinations(("tpu", "cpu", "multi_gpu"), 2),
-        *combinations(("slurm", "mpi", "ray", "kubernetes"), 2),
-        *(("mpirun_hostfile", name) for name in ("slurm", "ray", "kubernetes")),
+        *combinations(("slurm", "mpi", "ray", "kubernetes", "sagemaker"), 2),
+        *(("mpirun_hostfile", name) for name in ("slurm", "ray", "kubernetes", "sagemaker")),
     ):
         if getattr(config, one) and getattr(config, other):
             raise ConfigurationError(f"--{one} and --{other} exclude each other. Pass one of them.")

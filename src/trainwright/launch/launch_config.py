@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -70,12 +71,16 @@ class Option:
             raise ConfigurationError(f"{origin} is not supported: {self.later}.")
         if value is None or self.is_refused:
             return None
+        value = json.dumps(value) if isinstance(value, dict) else value
         text = "no" if value is False and "no" in self.choices else str(value)  # YAML reads `no` as false
         try:
             found = self.read(text)
         except ValueError:
-            expected = {as_bool: "true or false", int: "a whole number"}.get(self.read, "a number")
+            kinds = {as_bool: "true or false", int: "a whole number", as_mapping: "a mapping of JSON"}
+            expected = kinds.get(self.read, "a number")
             raise ConfigurationError(f"{origin}: {self.name}={text!r}, expected {expected}.") from None
+        if isinstance(found, dict):
+            _check_secrets(found, origin)
         if self.choices and str(found) not in self.choices:
             raise ConfigurationError(
                 f"{origin}: {self.name}={text!r} is unknown.{nearest(text, self.choices)} Known: "
@@ -95,6 +100,27 @@ def as_bool(text: str) -> bool:
     return text.lower() in _TRUE
 
 
+def as_mapping(text: str) -> dict[str, Any]:
+    """Return the mapping that a text of JSON contains.
+
+    Raises:
+        ValueError: The text is not JSON, or contains something else.
+    """
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(text)
+    return found
+
+
+def _check_secrets(values: Mapping[str, Any], origin: str) -> None:
+    """Check that no key of a mapping names AWS credentials."""
+    for key, value in values.items():
+        if any(word in key.lower() for word in ("secret_access", "access_key", "session_token")):
+            raise ConfigurationError(f"{origin}: {key} is not supported: {_SECRET}.")
+        if isinstance(value, dict):
+            _check_secrets(value, origin)
+
+
 def _option(group: str, help: str, read: Callable[[str], Any] = str, variable: str | None = None, **more: Any) -> Any:
     """Return the field of an option. `{}` in `variable` is its name in capitals."""
     return field(default=None, metadata={"option": Option("", group, help, read, variable, **more)})
@@ -103,7 +129,7 @@ def _option(group: str, help: str, read: Callable[[str], Any] = str, variable: s
 _LATER = "not supported yet"
 _MEGATRON = "Megatron-LM itself does not run; remove the option, or pass it to MegatronLMPlugin for what to write"
 _TPU = "start the script on each machine of a pod with --tpu; trainwright tpu-config runs commands there"
-_SECRET = "SageMaker is not supported, and a secret does not belong on a command line; delete it"
+_SECRET = "a secret does not belong in a command or a file; delete it, and name a profile of AWS by --profile"
 _IPEX = "Intel ended intel_extension_for_pytorch with torch 2.8; its work is in torch, where bf16 uses AMX"
 _OFFLOAD = "inputs of recomputed layers stay on the device; use --fsdp_activation_checkpointing true alone"
 _FP8 = (
@@ -142,6 +168,7 @@ _slurm = partial(_option, "Slurm")
 _mpi = partial(_option, "MPI")
 _ray = partial(_option, "Ray")
 _kubernetes = partial(_option, "Kubernetes")
+_sagemaker = partial(_option, "Amazon SageMaker")
 _results = partial(_option, "output and restarts")
 _training = partial(_option, "training", variable="ACCELERATE_{}")
 _dynamo = partial(_option, "compilation", variable="ACCELERATE_{}", section="dynamo_config")
@@ -182,7 +209,7 @@ class LaunchConfig:
     mpi: bool | None = _mpi("Start the processes by mpirun. --mpirun_hostfile does it too.", as_bool)
     mpirun_hostfile: str | None = _mpi("File with the machines.", section="mpirun_config")
     mpirun_ccl: int | None = _mpi("Worker threads of oneCCL. Default: 1.", int, section="mpirun_config")
-    print: bool | None = _nodes("Print the script for sbatch or the command of mpirun, and start nothing.", as_bool)
+    print: bool | None = _nodes("Print the script or command of a cluster, and start nothing.", as_bool)
     ray: bool | None = _ray("Start the processes as actors of Ray.", as_bool)
     ray_address: str | None = _ray("Address of the cluster. Default: a running one, or else a local one.")
     kubernetes: bool | None = _kubernetes("Write a manifest for kubectl.", as_bool)
@@ -194,6 +221,24 @@ class LaunchConfig:
     kubernetes_namespace: str | None = _kubernetes("Namespace of the job. Default: kubectl's.")
     kubernetes_claim: str | None = _kubernetes("Volume claim to mount, and where: runs:/runs.")
     kubernetes_output: str | None = _kubernetes("File for the manifest. Default: standard output.")
+    sagemaker: bool | None = _sagemaker("Train on Amazon SageMaker.", as_bool)
+    sagemaker_distributed_type: str | None = _sagemaker(
+        "DATA_PARALLEL: a process for each GPU of all instances. Default: NO, one process.",
+        str.upper,
+        choices=("NO", "DATA_PARALLEL", "MODEL_PARALLEL"),
+    )
+    ec2_instance_type: str | None = _sagemaker("Type of the instances, such as ml.g5.xlarge, or local.")
+    iam_role_name: str | None = _sagemaker("Name or ARN of an existing IAM role that the job receives.")
+    profile: str | None = _sagemaker("Profile of AWS credentials. Default: that of the environment.")
+    region: str | None = _sagemaker("Region of AWS. Default: that of the profile or the environment.")
+    image_uri: str | None = _sagemaker("Docker image with torch. Default: that of the versions.")
+    py_version: str | None = _sagemaker("Python of the image without --image_uri, such as py312.")
+    pytorch_version: str | None = _sagemaker("PyTorch of that image, such as 2.8.0.")
+    transformers_version: str | None = _sagemaker("Transformers of that image. Default: an image without them.")
+    base_job_name: str | None = _sagemaker("Beginning of the job's name. Default: that of the image.")
+    sagemaker_inputs_file: str | None = _sagemaker("TSV file with a heading and lines of channel and S3 address.")
+    sagemaker_metrics_file: str | None = _sagemaker("TSV file with a heading and lines of metric and pattern.")
+    additional_args: Mapping[str, Any] | None = _sagemaker("Further arguments of the estimator, as JSON.", as_mapping)
     max_restarts: int | None = _results("How often all processes start again after a failure. Default: 0.", int)
     monitor_interval: float | None = _results("Seconds between two looks at the processes. Default: 0.1.", float)
     log_dir: str | None = _results("Folder with a file for the output of each process but the first.")
@@ -258,10 +303,11 @@ class LaunchConfig:
 
     @property
     def engine(self) -> str | None:
-        """Engine that starts the processes: `"slurm"`, `"mpi"`, `"ray"` or `"kubernetes"`. None: the launcher."""
+        """What starts the processes: the name of an engine's flag, such as `"slurm"`. None: the launcher."""
         if self.mpi or self.mpirun_hostfile:
             return "mpi"
-        return next((name for name in ("slurm", "ray", "kubernetes") if getattr(self, name)), None)
+        engines = ("slurm", "ray", "kubernetes", "sagemaker")
+        return next((name for name in engines if getattr(self, name)), None)
 
     def set_options(self) -> dict[str, Any]:
         """Return the options that are set, by their names."""

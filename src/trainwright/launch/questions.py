@@ -41,6 +41,41 @@ def ask(devices: int) -> LaunchConfig:
         KeyboardInterrupt: Ctrl-C.
     """
     questions = Questions()
+    if questions.confirm("sagemaker", False):
+        _ask_sagemaker(questions)
+    else:
+        _ask_machines(questions, devices)
+    if questions.choose("dynamo_backend", "no", "inductor", "aot_eager", "cudagraphs", "eager") != "no":
+        questions.choose("dynamo_mode", "default", "reduce-overhead", "max-autotune")
+        for name in ("dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation"):
+            questions.confirm(name, False)
+    if "deepspeed_config_file" not in questions.answers:
+        questions.choose("mixed_precision", "no", "fp16", "bf16", "fp8")
+        if not questions.answers["sagemaker"]:  # Accelerate reads no section of DeepSpeed in such a file
+            questions.number("gradient_accumulation_steps", 1)
+    # Answers that are not written: what is off anyway.
+    off = ["sagemaker", *(name for name in questions.answers if name.startswith("use_"))]
+    off = [name for name in off if questions.answers[name] is False]
+    off += ["dynamo_backend"] if questions.answers["dynamo_backend"] == "no" else []
+    return LaunchConfig(**{name: answer for name, answer in questions.answers.items() if name not in off})
+
+
+def _ask_sagemaker(questions: Questions) -> None:
+    for name in ("profile", "region"):
+        questions.text(name, required=False)
+    questions.text("iam_role_name")
+    if not questions.text("image_uri", required=False):
+        questions.text("py_version", "py312")
+        questions.text("pytorch_version", "2.8.0")
+        questions.text("transformers_version", required=False)
+    for name in ("sagemaker_inputs_file", "sagemaker_metrics_file"):
+        questions.text(name, required=False)
+    questions.text("ec2_instance_type", "ml.g5.xlarge")
+    if questions.choose("sagemaker_distributed_type", "NO", "DATA_PARALLEL") == "DATA_PARALLEL":
+        questions.number("num_machines", 1)
+
+
+def _ask_machines(questions: Questions, devices: int) -> None:
     _ask_processes(questions, devices)
     several = questions.answers["num_processes"] > 1
     if several and questions.confirm("use_fsdp", False):
@@ -50,17 +85,6 @@ def ask(devices: int) -> LaunchConfig:
     elif several and questions.confirm("use_megatron_lm", False):
         _ask_megatron(questions)
     _ask_axes(questions)
-    if questions.choose("dynamo_backend", "no", "inductor", "aot_eager", "cudagraphs", "eager") != "no":
-        questions.choose("dynamo_mode", "default", "reduce-overhead", "max-autotune")
-        for name in ("dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation"):
-            questions.confirm(name, False)
-    if "deepspeed_config_file" not in questions.answers:
-        questions.choose("mixed_precision", "no", "fp16", "bf16", "fp8")
-        questions.number("gradient_accumulation_steps", 1)
-    # Answers that are not written: what is off anyway.
-    off = [name for name, answer in questions.answers.items() if name.startswith("use_") and answer is False]
-    off += ["dynamo_backend"] if questions.answers["dynamo_backend"] == "no" else []
-    return LaunchConfig(**{name: answer for name, answer in questions.answers.items() if name not in off})
 
 
 def _ask_processes(questions: Questions, devices: int) -> None:

@@ -236,8 +236,12 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
         raise ConfigurationError(f"{origin} does not hold a mapping. Write one with `trainwright config`.")
     left = dict(content)
     where = left.pop("compute_environment", "LOCAL_MACHINE")
-    if where != "LOCAL_MACHINE":
-        raise ConfigurationError(f"{origin}: compute_environment={where!r} is not supported. Use LOCAL_MACHINE.")
+    if where not in ("LOCAL_MACHINE", "AMAZON_SAGEMAKER"):
+        raise ConfigurationError(
+            f"{origin}: compute_environment={where!r} is not supported. Use LOCAL_MACHINE or AMAZON_SAGEMAKER."
+        )
+    if where == "AMAZON_SAGEMAKER":
+        left |= {"sagemaker": True, "sagemaker_distributed_type": left.pop("distributed_type", None)}
     kind = str(left.pop("distributed_type", "NO")).upper()
     if kind not in TYPES and kind not in DEVICES:
         raise ConfigurationError(
