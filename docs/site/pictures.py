@@ -27,17 +27,17 @@ found.plot(suggest=True).savefig("lr_find.png", dpi=120)
 _CHROMIUM = shutil.which("chromium")
 
 
-def _run(project: Path, *arguments: str) -> str:
+def _run(project: Path, *arguments: str, fails: bool = False) -> str:
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=project, env=environment, capture_output=True, text=True)
-    if done.returncode:
+    if bool(done.returncode) != fails:
         sys.exit(f"{' '.join(arguments)}\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
-def _shown(project: Path, *words: str) -> str:
+def _shown(project: Path, *words: str, fails: bool = False) -> str:
     """Run a command of trainwright and return it with its output, as Markdown."""
-    printed = _run(project, "-m", "trainwright", *words).replace(str(project), "digits")
+    printed = _run(project, "-m", "trainwright", *words, fails=fails).replace(str(project), project.name)
     return f"```sh\ntrainwright {' '.join(words)}\n```\n\n```text\n{printed}```\n\n"
 
 
@@ -65,20 +65,27 @@ def shown_page(folder: Path, *, pictures: bool) -> str:
         return text + "This site was built without pictures. `make docs` makes them.\n"
     with tempfile.TemporaryDirectory() as made:
         _run(Path(made), "-m", "trainwright", "new", "digits")
-        project = Path(made).resolve() / "digits"
-        text += "The classifier that `trainwright new digits` writes.\n\n## The plan of a run\n\n"
-        text += _shown(project, "plan", "config.yaml")
+        _run(Path(made), "-m", "trainwright", "new", "language", "--template", "language-model")
+        digits, project = Path(made).resolve() / "digits", Path(made).resolve() / "language"
+        text += "The language model that `trainwright new language --template language-model` writes.\n\n"
+        text += "## The plan of a run\n\n" + _shown(project, "plan", "config.yaml")
+        text += "## Where a step's time goes\n\n" + _shown(project, "profile", "config.yaml", "--steps", "10")
+        text += "## The report of a run\n\n"
+        fit = ("-m", "trainwright", "fit", "--config", "config.yaml")
+        _run(project, *fit, "trainer.max_epochs=1")
+        shutil.copytree((project / "runs/checkpoints/last").resolve(), project / "runs/checkpoints/first")
+        _run(project, *fit, "trainer.max_epochs=2", "--ckpt_path", "last")
+        report = project / _run(project, "-m", "trainwright", "report", "runs").strip()
+        note = "The report is shown where chromium is installed.\n"
+        text += _screenshots(report, folder) if _CHROMIUM else note
+        text += "\n## The difference of two runs\n\n"
+        _run(project, *fit, "trainer.max_epochs=1", "trainer.default_root_dir=other", "task.lr=0.01")
+        text += _shown(project, "diff", "runs/tensorboard/version_0", "runs/tensorboard/version_1", fails=True)
+        text += "## A step again\n\n" + _shown(project, "replay", "runs/checkpoints/first", "--step", "80")
         text += "## A forecast of memory\n\nA language model with 8 billion parameters. Nothing is allocated.\n\n"
         (project / "model.json").write_text(json.dumps(_LLAMA_8B))
         sizes = ("--batch-size", "1", "--sequence-length", "2048", "--devices", "8", "--device-memory", "80GB")
         text += _shown(project, "estimate", "model.json", *sizes)
-        _run(project, "-c", _FIND_RATE)
-        shutil.copy(project / "lr_find.png", folder)
-        text += "## The search for a learning rate\n\n![The loss over the learning rate](lr_find.png)\n\n"
-        text += "## The report of a run\n\n"
-        _run(
-            project, "-m", "trainwright", "fit", "--config", "config.yaml", "task.width=8", "--trainer.max_epochs", "5"
-        )
-        report = Path(_run(project, "-m", "trainwright", "report", "runs").strip())
-        note = "The report is shown where chromium is installed.\n"
-        return text + (_screenshots(project / report, folder) if _CHROMIUM else note)
+        _run(digits, "-c", _FIND_RATE)
+        shutil.copy(digits / "lr_find.png", folder)
+        return text + "## The search for a learning rate\n\n![The loss over the learning rate](lr_find.png)\n"

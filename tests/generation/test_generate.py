@@ -144,6 +144,29 @@ def test_wrong_arguments_are_errors(arguments: dict[str, Any], message: str) -> 
         generate(Plain(), _PROMPTS, num_beams=2)
 
 
+def test_inputs_of_another_kind_and_logits_of_another_shape_are_errors() -> None:
+    with pytest.raises(ConfigurationError, match=r"input_ids is a list\. Pass token numbers as an integer tensor"):
+        generate(Plain(), [[1, 2]])  # type: ignore[arg-type]  # the error
+    with pytest.raises(ConfigurationError, match=r"input_ids is a torch\.float32 tensor"):
+        generate(Plain(), torch.ones(1, 2))
+    with pytest.raises(ConfigurationError, match="seed=1 has no effect without temperature"):
+        generate(Plain(), _PROMPTS, seed=1)
+    with pytest.raises(ConfigurationError, match=r"returned logits of shape \(3, 24\) for tokens of \(3, 4\)"):
+        generate(nn.Sequential(nn.Embedding(24, 24), nn.Flatten(0, 0), _Last()), _PROMPTS)
+
+
+class _Last(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the logits of the last token only."""
+        return values[:, -1]
+
+
+@needs_transformers
+def test_a_token_outside_of_the_vocabulary_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="the token 1000000, and the model's vocabulary"):
+        generate(make_model("llama"), torch.tensor([[1, 1_000_000]]), max_new_tokens=2)
+
+
 def _as_documented() -> list[Tensor]:
     """Generate as the page on Megatron-LM of Accelerate's documentation does."""
     accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree=2), cpu=True)

@@ -62,14 +62,16 @@ def generate(
         seed: Of samples. Default: None, which draws one from torch's generator.
 
     Raises:
-        ConfigurationError: An argument is out of range, options exclude each other, a prompt is empty, or a prompt with
-            its continuation is longer than the model's context.
+        ConfigurationError: An argument is out of range or has no effect, options exclude each other, a prompt is empty
+            or has unknown tokens, or a prompt with its continuation is longer than the model's context.
     """
     sampling = None
     if temperature is not None or top_k or top_p < 1:
         sampling = Sampling(1.0 if temperature is None else temperature, top_k, top_p, top_p_decay)
     if max_new_tokens < 1 or num_beams < 1:
         raise ConfigurationError(f"max_new_tokens={max_new_tokens}, num_beams={num_beams}: write at least 1.")
+    if sampling is None and seed is not None:
+        raise ConfigurationError(f"seed={seed} has no effect without temperature, top_k or top_p. Remove it.")
     if sampling is not None and num_beams > 1:
         raise ConfigurationError("num_beams searches the most probable sequences: remove temperature, top_k and top_p.")
     prompts = _prompts(input_ids, attention_mask, bos_token)
@@ -78,6 +80,7 @@ def generate(
         eos_token = _first(getattr(library.generation_config, "eos_token_id", None))
     pad = pad_token if pad_token is not None else eos_token or 0
     _check_length(library, max(map(len, prompts)) + max_new_tokens)
+    _check_tokens(library, prompts)
     stop = StopWords([*stop_words, *([] if eos_token is None else [[eos_token]])], list(map(len, prompts)))
     was_training = model.training
     model.eval()
@@ -99,6 +102,9 @@ def generate(
 
 def _prompts(input_ids: Tensor, mask: Tensor | None, bos_token: int | None) -> list[Tensor]:
     """Return the tokens of each row without padding."""
+    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
+        kind = f"{input_ids.dtype} tensor" if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ConfigurationError(f"input_ids is a {kind}. Pass token numbers as an integer tensor of (batch, length).")
     if input_ids.dim() != 2 or (mask is not None and mask.shape != input_ids.shape):
         shape = None if mask is None else tuple(mask.shape)
         raise ConfigurationError(
@@ -127,6 +133,15 @@ def _check_length(library: Any, length: int) -> None:
         raise ConfigurationError(
             f"The longest prompt and max_new_tokens have {length} tokens, and the model's context {context}. Shorten "
             "one of them."
+        )
+
+
+def _check_tokens(library: Any, prompts: list[Tensor]) -> None:
+    size = getattr(getattr(library, "config", None), "vocab_size", None)
+    largest = max(int(prompt.max()) for prompt in prompts)
+    if isinstance(size, int) and largest >= size:
+        raise ConfigurationError(
+            f"input_ids has the token {largest}, and the model's vocabulary {size} tokens. Use the model's tokenizer."
         )
 
 
@@ -167,8 +182,15 @@ def _by_logits(
     ends = lengths.clone()
     for step in range(num):
         places = lengths + step - 1  # of the newest token of each row; what follows it is not seen by it
-        logits = model(tokens[:, : int(places.max()) + 1])
-        logits = getattr(logits, "logits", logits)[rows, places].float()
+        seen = tokens[:, : int(places.max()) + 1]
+        logits = model(seen)
+        logits = getattr(logits, "logits", logits)
+        if logits.dim() != 3 or logits.shape[:2] != seen.shape:
+            raise ConfigurationError(
+                f"the model returned logits of shape {tuple(logits.shape)} for tokens of {tuple(seen.shape)}. Expected "
+                "(batch, length, vocabulary)."
+            )
+        logits = logits[rows, places].float()
         scores = logits if sampling is None else sampling(tokens, logits)
         chosen = scores.argmax(-1) if sampling is None else torch.multinomial(scores.softmax(-1), 1).squeeze(-1)
         if int(places.max()) + 2 > tokens.shape[1]:

@@ -18,6 +18,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.loggers.csv_logger import CSVLogger
 
 _PROJECT = """
+import torch
 from torch.utils.data import DataLoader
 from tests.helpers.tasks import RegressionTask, regression_data
 from trainwright import DataModule
@@ -29,6 +30,12 @@ class Data(DataModule):
 class Net(RegressionTask):
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__(lr, momentum=0.9, dropout=0.5)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 """
 _CONFIG = """
 seed_everything: 3
@@ -89,6 +96,7 @@ def test_several_ranks_are_replayed_by_further_micro_batches(tmp_path: Path) -> 
         num_ranks=2,
         accumulate_grad_batches=2,
         seed=1,
+        max_steps=6,
     )
     logged = {line["step"]: line["loss"] for line in read_run(tmp_path).progress}
     assert found.losses == {5: logged[5], 6: logged[6]}

@@ -79,6 +79,8 @@ class _Recorder(Callback):
             self._replay.losses[trainer.state.step] = float(result.loss)
         if result.grad_norm is not None:
             self._replay.grad_norms[trainer.state.step] = float(result.grad_norm)
+        if trainer.state.step >= self._replay.step:
+            trainer.request_stop("the step to replay is complete", closes_epoch=False)
 
 
 def replay_step(
@@ -104,7 +106,7 @@ def replay_step(
         train_dataloaders, datamodule: the data of the run, as for `Trainer.fit`.
         num_ranks: ranks of the run that read different batches. Default: None, all of the checkpoint's processes.
         accumulate_grad_batches: micro-batches of a step on one rank. Default: 1.
-        arguments: further arguments of the `Trainer` of the run.
+        arguments: further arguments of the `Trainer` of the run. Schedules may depend on `max_epochs` and `max_steps`.
 
     Raises:
         ConfigurationError: the checkpoint is not of an earlier step, or the data ends before `step`.
@@ -118,12 +120,10 @@ def replay_step(
     found = Replay(step)
     ranks = num_ranks or manifest.topology.get("world_size", 1)
     settings = {
-        "max_epochs": -1,
         **arguments,
         "devices": 1,
         "strategy": "single",
         "accumulate_grad_batches": accumulate_grad_batches * ranks,
-        "max_steps": step,
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
         "logger": False,
@@ -137,7 +137,9 @@ def replay_step(
         warnings.filterwarnings("ignore", ".* holds the state of a callback")
         Trainer(**settings).fit(task, train_dataloaders, datamodule=datamodule, ckpt_path=checkpoint)
     if step not in found.losses and step not in found.grad_norms:
-        raise ConfigurationError(f"step {step} was not reached: training ended after step {max(found.losses)}.")
+        raise ConfigurationError(
+            f"step {step} was not reached: training ended after step {max(found.losses, default=manifest.step)}."
+        )
     return found
 
 
@@ -228,7 +230,7 @@ def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: 
         num_ranks=None if run is None or not run.start else readers,
         accumulate_grad_batches=given["accumulate_grad_batches"] or 1,
         seed=given["seed"] if run is None else run.start.get("seed"),
-        **{name: given[name] for name in STEP_ARGUMENTS},
+        **{name: given[name] for name in (*STEP_ARGUMENTS, "max_epochs", "max_steps")},
     )
 
 
