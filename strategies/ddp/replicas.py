@@ -67,7 +67,9 @@ class FlatGradients:
         self._grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         has_grad = torch.tensor([float(p.grad is not None) for p in parameters], dtype=parameters[0].dtype)
         grads = [grad.reshape(-1) for grad in self._grads]
-        self.values = torch.cat([*(grads if weight == 1 else (weight * g for g in grads)), has_grad.to(grads[0].device)])
+        self.values = torch.cat(
+            [*(grads if weight == 1 else (weight * g for g in grads)), has_grad.to(grads[0].device)]
+        )
 
     def write_mean(self, total_weight: float) -> None:
         """Divide the sums by a number, and write them to the gradients that exist on any replica."""
