@@ -71,28 +71,37 @@ class TorchFTStrategy(Strategy):
 
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
-        for name, value in (("replica", self.replica), ("num_replicas", self.num_replicas)):
-            if value is None:
-                raise ConfigurationError(
-                    f"{self!r} has no {name}. Pass it, or set REPLICA_GROUP_ID and NUM_REPLICA_GROUPS."
-                )
-        assert self.replica is not None and self.num_replicas is not None  # checked above
-        if not 0 <= self.replica < self.num_replicas or not 1 <= self.min_replicas <= self.num_replicas:
-            raise ConfigurationError(
-                f"replica={self.replica}, num_replicas={self.num_replicas}, min_replicas={self.min_replicas}: expected "
-                "0 ≤ replica < num_replicas and 1 ≤ min_replicas ≤ num_replicas."
-            )
-        if self.lighthouse is None:
-            raise ConfigurationError(
-                f"{self!r} has no lighthouse. Start `torchft_lighthouse --min_replicas {self.min_replicas}`, and pass "
-                "lighthouse='http://host:29510' or set TORCHFT_LIGHTHOUSE."
-            )
+        self.place()
         if settings.precision.scaled:
             raise ConfigurationError(
                 f"precision={settings.precision.name!r} skips steps whose gradients overflow, which would differ "
                 "between the replicas of TorchFTStrategy. Use precision='bf16-mixed'."
             )
         load_torchft()
+
+    def place(self) -> tuple[int, int, str]:
+        """Return the number of this replica, the number of replicas, and the address of the lighthouse.
+
+        Raises:
+            ConfigurationError: One of them is missing or not valid.
+        """
+        replica, num, lighthouse = self.replica, self.num_replicas, self.lighthouse
+        if replica is None or num is None:
+            raise ConfigurationError(
+                f"{self!r}: replica={replica}, num_replicas={num}. Pass both, or set REPLICA_GROUP_ID and "
+                "NUM_REPLICA_GROUPS."
+            )
+        if not 0 <= replica < num or not 1 <= self.min_replicas <= num:
+            raise ConfigurationError(
+                f"replica={replica}, num_replicas={num}, min_replicas={self.min_replicas}: expected "
+                "0 ≤ replica < num_replicas and 1 ≤ min_replicas ≤ num_replicas."
+            )
+        if lighthouse is None:
+            raise ConfigurationError(
+                f"{self!r} has no lighthouse. Start `torchft_lighthouse --min_replicas {self.min_replicas}`, and pass "
+                "lighthouse='http://host:29510' or set TORCHFT_LIGHTHOUSE."
+            )
+        return replica, num, lighthouse
 
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         return replace(super().outline(task, settings), shards=1, peak="single")
@@ -123,10 +132,9 @@ class TorchFTEngine(Engine):
 
     def start(self, topology: Topology) -> None:
         super().start(topology)
-        given = self.strategy
-        assert given.replica is not None and given.num_replicas is not None  # see `TorchFTStrategy.check`
+        replica, num_replicas, _ = self.strategy.place()
         # Every replica is a run of one process. What it would gather from other replicas is its own value.
-        self.data_ranks = DataRanks(self.processes, given.replica, [0] * given.num_replicas)
+        self.data_ranks = DataRanks(self.processes, replica, [0] * num_replicas)
 
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
@@ -145,10 +153,10 @@ class TorchFTEngine(Engine):
     def _connect(self, step: TorchFTStep) -> None:
         """Join the live replicas, and take over their progress before the first batch is read."""
         given, progress = self.strategy, step.run.state
-        assert given.replica is not None and given.lighthouse is not None  # see `TorchFTStrategy.check`
+        replica, _, lighthouse = given.place()
         self.replicas = LiveReplicas(
-            replica=given.replica,
-            lighthouse=given.lighthouse,
+            replica=replica,
+            lighthouse=lighthouse,
             host=given.host,
             timeout=given.timeout,
             min_replicas=given.min_replicas,

@@ -61,7 +61,7 @@ def main() -> None:
     torch.set_num_threads(1)
     task = Task(step_s)
     with torch.no_grad():
-        task.net[0].weight += float(number)  # the replicas must become equal
+        next(task.parameters()).add_(float(number))  # the replicas must become equal
     callbacks = [Printer(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=num_steps)]
     strategy = TorchFTStrategy(host="127.0.0.1", timeout=20)
     train(task, num_steps, strategy=strategy, callbacks=callbacks, default_root_dir=folder)

@@ -59,7 +59,8 @@ class Replicas:
         """Wait until the last attempt of a replica has completed a step."""
         end_s = time.monotonic() + 120
         while not (steps := self.steps(number)) or steps[-1][0] < step:
-            assert time.monotonic() < end_s and self._processes[number].poll() is None, self._errors(number)
+            assert time.monotonic() < end_s, self._errors(number)
+            assert self._processes[number].poll() is None, self._errors(number)
             time.sleep(0.05)
 
     def kill(self, number: int) -> None:
@@ -154,7 +155,7 @@ def test_a_run_survives_ten_kills(start: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "arguments", "problem"),
     [
-        ({"replica": None}, {}, "has no replica.*REPLICA_GROUP_ID"),
+        ({"replica": None}, {}, "replica=None.*REPLICA_GROUP_ID"),
         ({"lighthouse": None}, {}, "has no lighthouse.*TORCHFT_LIGHTHOUSE"),
         ({"replica": 3}, {}, "replica=3, num_replicas=3"),
         ({"min_replicas": 4}, {}, "min_replicas=4"),
