@@ -32,12 +32,12 @@ class TorchFTStrategy(Strategy):
 
     Gradients are averaged over the replicas that are alive, in every step. A replica that is started again receives
     weights, optimizer states, schedules and progress from a live one, and continues with its next step. Replica r reads
-    shard r of `num_replicas` of the data; the samples of a dead replica are not read. Replica 0 writes checkpoints and
+    shard r of `max_replicas` of the data; the samples of a dead replica are not read. Replica 0 writes checkpoints and
     logs. The library torchft detects failures, with a `torchft_lighthouse` that all replicas can reach.
 
     Args:
-        replica: Number of this replica, 0 to `num_replicas` - 1. Default: None, the variable `REPLICA_GROUP_ID`.
-        num_replicas: Number of replicas if all are alive. Default: None, the variable `NUM_REPLICA_GROUPS`.
+        replica: Number of this replica, 0 to `max_replicas` - 1. Default: None, the variable `REPLICA_GROUP_ID`.
+        max_replicas: Number of replicas if all are alive. Default: None, the variable `NUM_REPLICA_GROUPS`.
         lighthouse: Address of the lighthouse, `"http://host:29510"`. Default: None, the variable `TORCHFT_LIGHTHOUSE`.
         min_replicas: Number of live replicas below which training waits. Default: 1.
         timeout: Maximum duration of an exchange of gradients: seconds, a timedelta, a Duration or text such as
@@ -56,14 +56,14 @@ class TorchFTStrategy(Strategy):
         self,
         *,
         replica: int | None = None,
-        num_replicas: int | None = None,
+        max_replicas: int | None = None,
         lighthouse: str | None = None,
         min_replicas: int = 1,
         timeout: float | datetime.timedelta | Duration | str = 60.0,
         host: str | None = None,
     ) -> None:
         self.replica = _number("replica", replica, "REPLICA_GROUP_ID")
-        self.num_replicas = _number("num_replicas", num_replicas, "NUM_REPLICA_GROUPS")
+        self.max_replicas = _number("max_replicas", max_replicas, "NUM_REPLICA_GROUPS")
         self.lighthouse = lighthouse or variable("TORCHFT_LIGHTHOUSE")
         self.min_replicas = min_replicas
         self.timeout = length_of_time("timeout", timeout)
@@ -85,16 +85,16 @@ class TorchFTStrategy(Strategy):
         Raises:
             ConfigurationError: One of them is missing or not valid.
         """
-        replica, num, lighthouse = self.replica, self.num_replicas, self.lighthouse
+        replica, num, lighthouse = self.replica, self.max_replicas, self.lighthouse
         if replica is None or num is None:
             raise ConfigurationError(
-                f"{self!r}: replica={replica}, num_replicas={num}. Pass both, or set REPLICA_GROUP_ID and "
+                f"{self!r}: replica={replica}, max_replicas={num}. Pass both, or set REPLICA_GROUP_ID and "
                 "NUM_REPLICA_GROUPS."
             )
         if not 0 <= replica < num or not 1 <= self.min_replicas <= num:
             raise ConfigurationError(
-                f"replica={replica}, num_replicas={num}, min_replicas={self.min_replicas}: expected "
-                "0 ≤ replica < num_replicas and 1 ≤ min_replicas ≤ num_replicas."
+                f"replica={replica}, max_replicas={num}, min_replicas={self.min_replicas}: expected "
+                "0 ≤ replica < max_replicas and 1 ≤ min_replicas ≤ max_replicas."
             )
         if lighthouse is None:
             raise ConfigurationError(
@@ -132,9 +132,9 @@ class TorchFTEngine(Engine):
 
     def start(self, topology: Topology) -> None:
         super().start(topology)
-        replica, num_replicas, _ = self.strategy.place()
+        replica, max_replicas, _ = self.strategy.place()
         # Every replica is a run of one process. What it would gather from other replicas is its own value.
-        self.data_ranks = DataRanks(self.processes, replica, [0] * num_replicas)
+        self.data_ranks = DataRanks(self.processes, replica, [0] * max_replicas)
 
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan

@@ -63,7 +63,7 @@ def main() -> None:
     with torch.no_grad():
         next(task.parameters()).add_(float(number))  # the replicas must become equal
     callbacks = [Printer(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=num_steps)]
-    strategy = TorchFTStrategy(host="127.0.0.1", timeout=20)
+    strategy = TorchFTStrategy(host="127.0.0.1", timeout=5)
     train(task, num_steps, strategy=strategy, callbacks=callbacks, default_root_dir=folder)
     torch.save(task.state_dict(), folder / f"weights_{number}.pt")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -62,6 +63,10 @@ class Replicas:
             assert time.monotonic() < end_s, self._errors(number)
             assert self._processes[number].poll() is None, self._errors(number)
             time.sleep(0.05)
+
+    def signal(self, number: int, signum: signal.Signals) -> None:
+        """Send a signal to a replica."""
+        self._processes[number].send_signal(signum)
 
     def kill(self, number: int) -> None:
         """Kill a replica."""
@@ -136,6 +141,20 @@ def test_a_killed_replica_rejoins_at_the_step_of_the_others(start: Any, tmp_path
 
 
 @_NEEDS
+@pytest.mark.slow
+def test_a_replica_that_hangs_catches_up_without_training(start: Any) -> None:
+    replicas = start(num=3, num_steps=150, step_s=0.05)
+    replicas.wait_for_step(2, 10)
+    replicas.signal(2, signal.SIGSTOP)
+    replicas.wait_for_step(0, replicas.steps(2)[-1][0] + 5)
+    replicas.signal(2, signal.SIGCONT)
+    first, second, third = replicas.weights()
+    assert_equal_weights(first, second)
+    assert_equal_weights(first, third)
+    assert replicas.steps(2)[-140:] == replicas.steps(0)[-140:]
+
+
+@_NEEDS
 @pytest.mark.exhaustive
 def test_a_run_survives_ten_kills(start: Any) -> None:
     replicas, draw = start(num=3, num_steps=900, step_s=0.05), random.Random(0)
@@ -150,6 +169,9 @@ def test_a_run_survives_ten_kills(start: Any) -> None:
     first, second, third = replicas.weights()
     assert_equal_weights(first, second)
     assert_equal_weights(first, third)
+    for number in range(3):
+        numbers = [step for step, *_ in replicas.steps(number)]
+        assert numbers == list(range(numbers[0], 901))
 
 
 @pytest.mark.parametrize(
@@ -157,21 +179,21 @@ def test_a_run_survives_ten_kills(start: Any) -> None:
     [
         ({"replica": None}, {}, "replica=None.*REPLICA_GROUP_ID"),
         ({"lighthouse": None}, {}, "has no lighthouse.*TORCHFT_LIGHTHOUSE"),
-        ({"replica": 3}, {}, "replica=3, num_replicas=3"),
+        ({"replica": 3}, {}, "replica=3, max_replicas=3"),
         ({"min_replicas": 4}, {}, "min_replicas=4"),
         ({}, {"precision": "16-mixed"}, "16-mixed.*bf16-mixed"),
         ({}, {"devices": 2}, "runs one process"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], arguments: dict[str, Any], problem: str) -> None:
-    strategy = TorchFTStrategy(**{"replica": 0, "num_replicas": 3, "lighthouse": "http://nowhere:1", **options})
+    strategy = TorchFTStrategy(**{"replica": 0, "max_replicas": 3, "lighthouse": "http://nowhere:1", **options})
     with pytest.raises(ConfigurationError, match=problem):
         quiet_trainer(strategy=strategy, **arguments).fit(RegressionTask(), regression_loader())
 
 
 def test_the_package_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    strategy = TorchFTStrategy(replica=0, num_replicas=3, lighthouse="http://nowhere:1")
+    strategy = TorchFTStrategy(replica=0, max_replicas=3, lighthouse="http://nowhere:1")
     with pytest.raises(MissingPackageError, match="pip install torchft"):
         quiet_trainer(strategy=strategy).fit(RegressionTask(), regression_loader())
 
@@ -179,7 +201,7 @@ def test_the_package_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) 
 @_NEEDS
 def test_a_user_written_loop_is_refused() -> None:
     accelerator = Accelerator(
-        cpu=True, strategy=TorchFTStrategy(replica=0, num_replicas=3, lighthouse="http://nowhere:1")
+        cpu=True, strategy=TorchFTStrategy(replica=0, max_replicas=3, lighthouse="http://nowhere:1")
     )
     with pytest.raises(ConfigurationError, match="not supported in user-written training loops"):
         accelerator.prepare(torch.nn.Linear(1, 1))
