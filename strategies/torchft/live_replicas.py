@@ -29,14 +29,12 @@ class LiveReplicas:
     """Connection to the replicas that are alive.
 
     Args:
-        replica: Number of this replica.
-        lighthouse: Address of the lighthouse, which knows the live replicas.
-        host: Name or address of this machine for the other replicas.
-        timeout: Maximum duration of an exchange of gradients.
-        min_replicas: Number of live replicas below which no step is taken.
-        device: Device of the gradients.
         state: Returns the state that a rejoining replica receives.
         step: Number of completed optimizer steps.
+        device: Device of the gradients.
+        timeout: Maximum duration of an exchange of gradients.
+        host: Name or address of this machine for the other replicas. None: its name.
+        **manager: Further arguments of torchft's Manager.
 
     Attributes:
         received: State of a replica that has completed more steps than this one, until it is loaded. None otherwise.
@@ -44,15 +42,13 @@ class LiveReplicas:
 
     def __init__(
         self,
-        *,
-        replica: int,
-        lighthouse: str,
-        host: str | None,
-        timeout: timedelta,
-        min_replicas: int,
-        device: torch.device,
         state: Callable[[], dict[str, Any]],
+        *,
         step: int,
+        device: torch.device,
+        timeout: timedelta,
+        host: str | None,
+        **manager: Any,
     ) -> None:
         torchft = load_torchft()
         host = host or socket.gethostname()
@@ -65,7 +61,6 @@ class LiveReplicas:
             pg=group(timeout=timeout),
             load_state_dict=self._receive,
             state_dict=state,
-            min_replica_size=min_replicas,
             use_async_quorum=False,  # a rejoining replica contributes to its first step
             timeout=timeout,
             quorum_timeout=DEFAULT_TIMEOUT,
@@ -73,9 +68,8 @@ class LiveReplicas:
             world_size=1,
             store_addr=host,
             store_port=self._store.port,
-            lighthouse_addr=lighthouse,
-            replica_id=f"replica_{replica}",
             hostname=host,
+            **manager,
         )
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 

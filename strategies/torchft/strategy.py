@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightError
-from trainwright.core.process import Topology, variable
+from trainwright.core.process import variable
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.processes.process_group import Processes, length_of_time
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_ranks import DataRanks
-from trainwright.strategies.engine import Engine, TrainingPlan
+from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.gradients import stack_counts, weights_of_one_rank, without_loss
 from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
@@ -130,11 +130,12 @@ class TorchFTEngine(Engine):
     def is_main(self) -> bool:
         return self.strategy.replica == 0
 
-    def start(self, topology: Topology) -> None:
-        super().start(topology)
-        replica, max_replicas, _ = self.strategy.place()
-        # Every replica is a run of one process. What it would gather from other replicas is its own value.
-        self.data_ranks = DataRanks(self.processes, replica, [0] * max_replicas)
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
+        if make_optimizers is not None:  # other stages read all data
+            replica, max_replicas, _ = self.strategy.place()
+            # Every replica is a run of one process. What it would gather from other replicas is its own value.
+            self.data_ranks = DataRanks(self.processes, replica, [0] * max_replicas)
+        return super().prepare(task, make_optimizers, plan)
 
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
@@ -155,14 +156,14 @@ class TorchFTEngine(Engine):
         given, progress = self.strategy, step.run.state
         replica, _, lighthouse = given.place()
         self.replicas = LiveReplicas(
-            replica=replica,
-            lighthouse=lighthouse,
-            host=given.host,
-            timeout=given.timeout,
-            min_replicas=given.min_replicas,
-            device=self.device,
-            state=step.state_to_send,
+            step.state_to_send,
             step=progress.step,
+            device=self.device,
+            timeout=given.timeout,
+            host=given.host,
+            replica_id=f"replica_{replica}",
+            min_replica_size=given.min_replicas,
+            lighthouse_addr=lighthouse,
         )
         self.replicas.join()
         if self.replicas.received is not None:

@@ -203,6 +203,14 @@ def test_the_package_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) 
 
 
 @_NEEDS
+def test_an_evaluation_reads_all_data() -> None:
+    strategy = TorchFTStrategy(replica=1, max_replicas=3, lighthouse="http://nowhere:1")
+    trainer = quiet_trainer(strategy=strategy)
+    expected = quiet_trainer().validate(RegressionTask(), regression_loader(8), verbose=False)
+    assert trainer.validate(RegressionTask(), regression_loader(8), verbose=False) == expected
+
+
+@_NEEDS
 def test_a_user_written_loop_is_refused() -> None:
     accelerator = Accelerator(
         cpu=True, strategy=TorchFTStrategy(replica=0, max_replicas=3, lighthouse="http://nowhere:1")
