@@ -37,4 +37,5 @@ from trainwright.strategies.strategy import DataParallel as DataParallel
 from trainwright.strategies.strategy import ParallelEngine as ParallelEngine
 from trainwright.strategies.strategy import SingleDeviceStrategy as SingleDeviceStrategy
 from trainwright.strategies.strategy import Strategy as Strategy
+from trainwright.strategies.torchft.strategy import TorchFTStrategy as TorchFTStrategy
 from trainwright.strategies.xla.strategy import XLAStrategy as XLAStrategy

@@ -21,6 +21,7 @@ STRATEGIES: Registry[Any] = Registry(
         "offload": "trainwright.strategies.offload.training:OffloadStrategy",
         "xla": "trainwright.strategies.xla.strategy:XLAStrategy",
         "tp": "trainwright.strategies.fsdp.tensor_parallel:TensorParallelStrategy",
+        "torchft": "trainwright.strategies.torchft.strategy:TorchFTStrategy",
         "megatron": "trainwright.strategies.megatron.strategy:MegatronStrategy",
     },
 )

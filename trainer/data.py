@@ -376,7 +376,10 @@ class StageData:
         if data is None:
             loaders = self.sources.make(kind, self._task)
             limit = self._settings.limit_batches[kind]
-            data = self.evaluations[kind] = EvaluationData(loaders, kind, self._options(), limit=limit)
+            options = self._options()
+            if self._engine.processes.world_size == 1:  # replicas that are separate runs evaluate all data
+                options = replace(options, rank=0, world=1, agree=None)
+            data = self.evaluations[kind] = EvaluationData(loaders, kind, options, limit=limit)
             if self.on_made is not None:
                 self.on_made(data)
         return data

@@ -239,7 +239,7 @@ class FitLoop:
         if samples is None:
             samples = (
                 batch_size(group.batches[0])
-                if n == 1 and not run.exchange
+                if n == 1 and run.engine.data_ranks.size == 1
                 else count_samples(group, run.engine, exact=self._samples_decide)
             )
         state.samples += samples

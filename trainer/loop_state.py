@@ -145,7 +145,7 @@ def count_samples(group: Group, engine: Engine, *, exact: bool) -> int:
         exact: sum the numbers of all ranks, which is collective. False multiplies this rank's number.
     """
     mine = sum(batch_size(batch) for batch in group.batches)
-    if engine.processes.world_size == 1:
+    if engine.data_ranks.size == 1:
         return mine
     return _sum(mine, engine) // engine.data_ranks.parts if exact else mine * engine.data_ranks.num_readers
 

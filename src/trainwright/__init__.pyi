@@ -103,6 +103,7 @@ from trainwright.strategies.megatron.strategy import MegatronStrategy as Megatro
 from trainwright.strategies.offload.training import OffloadStrategy as OffloadStrategy
 from trainwright.strategies.strategy import SingleDeviceStrategy as SingleDeviceStrategy
 from trainwright.strategies.strategy import Strategy as Strategy
+from trainwright.strategies.torchft.strategy import TorchFTStrategy as TorchFTStrategy
 from trainwright.strategies.xla.strategy import XLAStrategy as XLAStrategy
 from trainwright.trainer.search.tuner import Tuner as Tuner
 from trainwright.trainer.trainer import Trainer as Trainer

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _unflatten_dense_tensors
 
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.task import TaskModule
@@ -48,6 +49,47 @@ def average_replicas(ranks: DataRanks, parameters: Iterable[nn.Parameter], buffe
     ranks.average(parameter.detach() for parameter in parameters)
     for buffer in buffers:
         dist.broadcast(buffer, src=0)
+
+
+class FlatGradients:
+    """Gradients of trained parameters of one dtype in one tensor, for an all-reduce that sums over replicas.
+
+    Args:
+        parameters: The parameters.
+        weight: Factor of the gradients.
+
+    Attributes:
+        values: The tensor, to be summed in place.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], weight: float) -> None:
+        self._parameters = parameters
+        self._grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        has_grad = torch.tensor([float(p.grad is not None) for p in parameters], dtype=parameters[0].dtype)
+        grads = [grad.reshape(-1) for grad in self._grads]
+        self.values = torch.cat(
+            [*(grads if weight == 1 else (weight * g for g in grads)), has_grad.to(grads[0].device)]
+        )
+
+    def write_mean(self, total_weight: float) -> None:
+        """Divide the sums by a number, and write them to the gradients that exist on any replica."""
+        num = len(self._parameters)
+        used = self.values[-num:].tolist()
+        means = _unflatten_dense_tensors(self.values[:-num] / total_weight, self._grads)  # type: ignore[no-untyped-call]  # torch has no types here
+        for parameter, grad, mean, anywhere in zip(self._parameters, self._grads, means, used, strict=True):
+            if anywhere > 0:
+                grad.copy_(mean)
+                parameter.grad = grad
+
+
+@torch.no_grad()
+def flat_gradients(parameters: Iterable[nn.Parameter], weight: float = 1.0) -> list[FlatGradients]:
+    """Return the gradients of all trained parameters in one tensor for each dtype."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    return [FlatGradients(group, weight) for group in by_dtype.values()]
 
 
 def frozen_parameters(task: nn.Module) -> list[nn.Parameter]:

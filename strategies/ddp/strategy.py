@@ -14,7 +14,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _unflatten_dense_tensors
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -35,6 +34,7 @@ from trainwright.strategies.ddp.replicas import (
     any_trained,
     broadcast_from_main,
     check_can_be_alone,
+    flat_gradients,
     frozen_parameters,
     unused_parameters,
 )
@@ -305,22 +305,9 @@ class DDPEngine(ParallelEngine):
         A second average of averaged gradients changes nothing. A step may therefore have any number of backward
         passes, over any part of the parameters.
         """
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self.task.parameters():
-            if parameter.requires_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for parameters in by_dtype.values():
-            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-            has_grad = torch.tensor([float(p.grad is not None) for p in parameters], dtype=grads[0].dtype)
-            flat = torch.cat([*(g.reshape(-1) for g in grads), has_grad.to(self.device)])
-            dist.all_reduce(flat)
-            flat /= self.data_ranks.size
-            used = flat[-len(parameters) :].tolist()
-            means = _unflatten_dense_tensors(flat[: -len(parameters)], grads)  # type: ignore[no-untyped-call]  # torch has no types here
-            for parameter, grad, mean, anywhere in zip(parameters, grads, means, used, strict=True):
-                if anywhere > 0:
-                    grad.copy_(mean)
-                    parameter.grad = grad
+        for flat in flat_gradients(self.task.parameters()):
+            dist.all_reduce(flat.values)
+            flat.write_mean(self.data_ranks.size)
 
     def _unwrap(self) -> None:
         """Destroy the replica, and remove its hooks from the parameters."""

@@ -138,7 +138,8 @@ def save_now(
 
         def work() -> None:
             _wait(run)
-            upload(write_checkpoint(path, snapshot))
+            if run.is_main:  # else another run writes the checkpoints of both
+                upload(write_checkpoint(path, snapshot))
 
         if snapshot.in_shards:
             run.saves.joint.save(
@@ -248,6 +249,8 @@ def _target(run: StageRun, request: SaveRequest, snapshot: Snapshot, since: floa
 def _write_alone(run: StageRun, snapshot: Snapshot, targets: list[SaveTarget]) -> None:
     saves = run.saves
     _wait(run)
+    if not run.is_main:  # another run writes the checkpoints of both
+        return
     for number, target in enumerate(targets):
         path, metrics, then, fresh = target.path, target.metrics, target.then, target.fresh
         if saves.writer is None:

@@ -1,0 +1,1 @@
+"""Replicas that may die and rejoin during a run, with the library torchft."""

@@ -1,0 +1,111 @@
+"""The replicas that take part in a step, through the library torchft. The only file that imports it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported
+
+from trainwright.core.errors import require_package
+from trainwright.processes.process_group import DEFAULT_TIMEOUT
+from trainwright.strategies.ddp.replicas import flat_gradients
+
+
+def load_torchft() -> Any:
+    """Import torchft.
+
+    Raises:
+        MissingPackageError: It is not installed.
+    """
+    return require_package("torchft", purpose="strategy='torchft'")
+
+
+class LiveReplicas:
+    """Connection to the replicas that are alive.
+
+    Args:
+        state: Returns the state that a rejoining replica receives.
+        step: Number of completed optimizer steps.
+        device: Device of the gradients.
+        timeout: Maximum duration of an exchange of gradients.
+        host: Name or address of this machine for the other replicas. None: its name.
+        **manager: Further arguments of torchft's Manager.
+
+    Attributes:
+        received: State of a replica that has completed more steps than this one, until it is loaded. None otherwise.
+    """
+
+    def __init__(
+        self,
+        state: Callable[[], dict[str, Any]],
+        *,
+        step: int,
+        device: torch.device,
+        timeout: timedelta,
+        host: str | None,
+        **manager: Any,
+    ) -> None:
+        torchft = load_torchft()
+        host = host or socket.gethostname()
+        self.received: dict[str, Any] | None = None
+        self._is_open = False
+        self._device = device
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        group = torchft.ProcessGroupGloo if device.type == "cpu" else torchft.ProcessGroupNCCL
+        self._manager = torchft.Manager(
+            pg=group(timeout=timeout),
+            load_state_dict=self._receive,
+            state_dict=state,
+            use_async_quorum=False,  # a rejoining replica contributes to its first step
+            timeout=timeout,
+            quorum_timeout=DEFAULT_TIMEOUT,
+            rank=0,
+            world_size=1,
+            store_addr=host,
+            store_port=self._store.port,
+            hostname=host,
+            **manager,
+        )
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    def _receive(self, state: dict[str, Any]) -> None:
+        self.received = state
+
+    def join(self) -> None:
+        """Agree with the other live replicas on the members of the next step, unless this was done. Blocks.
+
+        If another replica has completed more steps, `received` is set to its state.
+        """
+        if not self._is_open:
+            self._manager.start_quorum()
+            self._is_open = True
+
+    def average(self, parameters: Iterable[nn.Parameter], weight: float) -> bool:
+        """Replace gradients by their weighted mean over the live replicas. Blocks.
+
+        Args:
+            parameters: The parameters.
+            weight: Weight of this replica's gradients.
+
+        Returns:
+            False if a replica has failed. The gradients are then unchanged. Call `join` and repeat the average.
+        """
+        flats = flat_gradients(parameters, weight)
+        total = torch.tensor([weight], dtype=torch.float64, device=self._device)
+        for values in (*(flat.values for flat in flats), total):
+            self._manager.allreduce(values, reduce_op=torch.distributed.ReduceOp.SUM).wait()
+        self._is_open = False
+        if not self._manager.should_commit():
+            return False
+        for flat in flats:
+            flat.write_mean(max(float(total), 1e-12))  # the sums are 0 if all replicas had only padding
+        return True
+
+    def close(self) -> None:
+        """Leave the other replicas."""
+        self._manager.shutdown(wait=False)

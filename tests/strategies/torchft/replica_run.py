@@ -1,0 +1,72 @@
+"""One replica of a run: a script with the number of steps, the seconds per step and a folder as arguments."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_data
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.strategies.torchft.strategy import TorchFTStrategy
+
+
+class Task(RegressionTask):
+    """Has a momentum, a schedule that depends on the last rate, and batches with different numbers of items."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        super().__init__(lr=0.05, momentum=0.9)
+        self.step_s = step_s
+
+    def num_items(self, batch: Any) -> int:
+        """Count targets above 0, and one."""
+        return 1 + int((batch[1] > 0).sum())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Wait, and return the loss."""
+        time.sleep(self.step_s)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer and the schedule."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500), "interval": "step"}
+        ]
+
+
+class Printer(Callback):
+    """Prints the number of each step and its position in the data."""
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        """Print them."""
+        state = trainer.state
+        print("step", state.step, state.epoch, state.batch_in_epoch, state.samples, flush=True)
+
+
+def train(task: Task, num_steps: int, **arguments: Any) -> None:
+    """Train on shuffled batches of 4 samples, accumulating 2 of them."""
+    trainer = quiet_trainer(max_steps=num_steps, accumulate_grad_batches=2, seed=0, **arguments)
+    trainer.fit(task, torch.utils.data.DataLoader(regression_data(252), batch_size=4, shuffle=True))
+
+
+def main() -> None:
+    """Train one replica, and save the weights."""
+    num_steps, step_s, folder, number = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    task = Task(step_s)
+    with torch.no_grad():
+        next(task.parameters()).add_(float(number))  # the replicas must become equal
+    callbacks = [Printer(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=num_steps)]
+    strategy = TorchFTStrategy(host="127.0.0.1", timeout=5)
+    train(task, num_steps, strategy=strategy, callbacks=callbacks, default_root_dir=folder)
+    torch.save(task.state_dict(), folder / f"weights_{number}.pt")
+
+
+if __name__ == "__main__":
+    main()
