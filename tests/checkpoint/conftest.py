@@ -1,12 +1,18 @@
 """Remote folders of several kinds, and no waiting for the disk.
 
+S3 is moto's server in its own process: botocore reads its address and the keys from environment variables.
+
 Thousands of small files are written here; waiting for the disk each time would take longer than everything else.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +20,8 @@ import fsspec
 import pytest
 
 from tests.checkpoint.webhdfs_server import SERVED, FileServer, file_server
+
+S3 = pytest.mark.requires("moto", "its server stands for S3")
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +58,40 @@ def server(tmp_path: Path) -> Iterator[FileServer]:
         client.clear_instance_cache()
 
 
-@pytest.fixture(params=["memory", pytest.param("http", marks=SERVED), "disk"])
+@pytest.fixture(scope="session")
+def s3_address() -> Iterator[str]:
+    """Run moto's server and return its address."""
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None  # by the arguments
+        address = next(filter(None, (re.search(r"http://[\d.:]+", line) for line in process.stderr)))
+        # Nobody reads the log of requests: a full pipe would block the server.
+        reader = threading.Thread(target=process.stderr.read, daemon=True)
+        reader.start()
+        yield address.group()
+        process.kill()
+        reader.join()
+
+
+@pytest.fixture
+def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Return the URL of an empty bucket. Child processes reach it, too."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_address)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    files = fsspec.filesystem("s3")
+    bucket = f"test-{secrets.token_hex(4)}"
+    files.mkdir(bucket)
+    yield f"s3://{bucket}"
+    type(files).clear_instance_cache()
+
+
+@pytest.fixture(params=["memory", pytest.param("http", marks=SERVED), pytest.param("s3", marks=S3), "disk"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return a remote folder of each kind in turn; it does not exist yet."""
-    if request.param == "memory":
-        return f"{request.getfixturevalue('memory')}/run"
+    if request.param in ("memory", "s3"):
+        return f"{request.getfixturevalue(request.param)}/run"
     if request.param == "http":
         return f"{request.getfixturevalue('server').url}/run"
     return f"file://{tmp_path}/remote/run"

@@ -300,9 +300,9 @@ def test_an_unknown_service_is_an_error() -> None:
 def test_a_missing_package_of_a_service_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(MissingPackageError, match="s3fs"):
-        find_remote("s3://bucket/run")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(MissingPackageError, match="gcsfs"):
+        find_remote("gs://bucket/run")
 
 
 @SERVED

@@ -167,7 +167,7 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
             on_damaged=request.on_damaged or "fall_back",
             hash_files=hash_files,
         )
-        newer = remote_saves.newer_than(run, local, kind)
+        newer = remote_saves.fetch_newer(run, local, kind, skip_damaged=request.on_damaged != "error")
         if newer is None and local is None:
             raise errors.CheckpointNotFoundError(
                 f"{stage}(ckpt_path='last'): no valid checkpoint in {run.checkpoint_dir}. Pass a path or None."

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainwright.checkpoint.format.layout import Kind
 from trainwright.checkpoint.format.manifests import FoundCheckpoint
-from trainwright.checkpoint.remote import RemoteIndex, fetch_checkpoint, newest_remote
+from trainwright.checkpoint.remote import RemoteIndex, fetch_checkpoint, fetch_newest
 from trainwright.core.errors import CheckpointError
 from trainwright.core.host.folders import is_url, last_part, local_folder, parent_url
 from trainwright.core.run import SaveRequest
@@ -78,17 +78,16 @@ def fetch(run: StageRun, url: str) -> Path:
     return fetch_checkpoint(url, run.settings.root / DOWNLOADS)
 
 
-def newer_than(run: StageRun, local: FoundCheckpoint | None, kind: Kind | None) -> str | None:
-    """Return the URL of the newest checkpoint of the ModelCheckpoint's remote folder.
+def fetch_newer(run: StageRun, local: FoundCheckpoint | None, kind: Kind | None, *, skip_damaged: bool) -> Path | None:
+    """Return a local copy of the newest valid checkpoint of the ModelCheckpoint's remote folder; see `fetch_newest`.
 
     Returns:
-        None if there is no remote folder, if it is empty, or if `local` is the same checkpoint or newer.
+        None if there is no remote folder, if it has no valid checkpoint, or if `local` is the same checkpoint or newer.
     """
     remote = None if run.saver is None else run.saver.remote
     if remote is None:
         return None
-    last = newest_remote(remote, than=local, kind=kind)
-    return None if last is None else last.url
+    return fetch_newest(remote, run.settings.root / DOWNLOADS, than=local, kind=kind, skip_damaged=skip_damaged)
 
 
 def on_this_machine(run: StageRun, path: str) -> Path:

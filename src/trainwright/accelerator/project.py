@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.checkpoint.format.staging import remove_folder
-from trainwright.checkpoint.remote import RemoteIndex, fetch_checkpoint, find_remote, newest_remote, remote_names
+from trainwright.checkpoint.remote import RemoteIndex, fetch_checkpoint, fetch_newest, find_remote, remote_names
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.host.folders import is_url, last_part, local_folder, parent_url
@@ -163,10 +163,10 @@ class StateFolders:
         """
         if url is None:
             local = RunFolder(self.on_disk(f"{self.folder}/newest").parent).newest()
-            newest = newest_remote(self.folder, than=local) if is_url(self.folder) else None
-            if newest is None:
-                return None if local is None else os.fspath(local.path)
-            url = newest.url
+            newest = fetch_newest(self.folder, self._root / "downloaded", than=local) if is_url(self.folder) else None
+            if newest is None and local is not None:
+                newest = local.path
+            return None if newest is None else os.fspath(newest)
         try:
             return os.fspath(fetch_checkpoint(url, self._root / "downloaded"))
         except FileNotFoundError:

@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,14 +43,26 @@ from trainwright.checkpoint.format.layout import (
 )
 from trainwright.checkpoint.format.manifests import FoundCheckpoint, read_manifest, verify
 from trainwright.checkpoint.format.staging import remove_folder
-from trainwright.core.errors import CheckpointError, MissingPackageError, TrainwrightError, require_package
+from trainwright.core.errors import (
+    CheckpointError,
+    MissingPackageError,
+    TrainwrightError,
+    TrainwrightWarning,
+    require_package,
+)
 from trainwright.core.host.folders import held, is_url, last_part, local_folder
 
 # Words of access errors; the services have no common exception.
 _REFUSED = re.compile(
     r"credential|permission|forbidden|access.?denied|unauthori|not authori|\b40[13]\b|anonymous", re.I
 )
+# Schemes of services with buckets. Their packages create a missing bucket when asked to create a folder in it.
+_BUCKET_SCHEMES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 _RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+class DamagedRemoteError(CheckpointError):
+    """Remote checkpoint whose files are missing or do not match its manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +136,6 @@ def find_remote(url: str, *, storage_options: Mapping[str, Any] | None = None) -
     return sorted(found, key=lambda item: (item.manifest.step, item.manifest.created, item.url))
 
 
-def newest_remote(
-    url: str, *, than: FoundCheckpoint | None = None, kind: Kind | None = None
-) -> RemoteCheckpoint | None:
-    """Return the complete checkpoint directly below `url` that was written last; see `find_remote`.
-
-    Args:
-        url: the remote folder.
-        than: a local checkpoint. If it is the same checkpoint or newer, None is returned.
-        kind: `"full"` skips checkpoints that cannot be resumed.
-    """
-    found = [item for item in find_remote(url) if kind is None or item.manifest.kind == kind]
-    last = max(found, key=lambda item: (item.manifest.created, item.manifest.step), default=None)
-    is_older = last is not None and than is not None and than.manifest.created >= last.manifest.created
-    return None if is_older else last
-
-
 def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[str, Any] | None = None) -> Path:
     """Download the remote checkpoint `url` into the local folder `into`, under its own name.
 
@@ -187,6 +184,31 @@ def fetch_checkpoint(url: str, root: Path, *, storage_options: Mapping[str, Any]
     if target.is_dir() and verify(target):
         remove_folder(target)
     return download_checkpoint(url, folder, storage_options=storage_options)
+
+
+def fetch_newest(
+    url: str, root: Path, *, than: FoundCheckpoint | None = None, kind: Kind | None = None, skip_damaged: bool = True
+) -> Path | None:
+    """Return a local copy of the valid checkpoint directly below `url` that was written last; see `fetch_checkpoint`.
+
+    Args:
+        url: the remote folder.
+        root: the folder of the downloads.
+        than: a local checkpoint. If no valid remote one is newer, None is returned.
+        kind: `"full"` skips checkpoints that cannot be resumed.
+        skip_damaged: skip a damaged checkpoint with a warning. Default: True; False raises its error.
+    """
+    found = [item for item in find_remote(url) if kind is None or item.manifest.kind == kind]
+    for item in sorted(found, key=lambda item: (item.manifest.created, item.manifest.step), reverse=True):
+        if than is not None and than.manifest.created >= item.manifest.created:
+            return None
+        try:
+            return fetch_checkpoint(item.url, root)
+        except DamagedRemoteError as error:
+            if not skip_damaged:
+                raise
+            warnings.warn(f"{error} Falling back to an older checkpoint.", TrainwrightWarning, stacklevel=2)
+    return None
 
 
 def remote_names(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[str]:
@@ -339,6 +361,7 @@ class _Remote:
         if not is_url(url):
             raise CheckpointError(f"{url!r} is not a URL. Write one such as s3://bucket/run or memory://run.")
         self.url = url.rstrip("/")
+        self._in_bucket = self.url.rpartition("::")[2].partition("://")[0] in _BUCKET_SCHEMES
         fsspec = require_package("fsspec", purpose="a remote checkpoint")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, **dict(storage_options or {}))
@@ -353,14 +376,16 @@ class _Remote:
 
     @contextlib.contextmanager
     def _service_errors(self, verb: str, relative: str = "") -> Iterator[None]:
-        """Turn errors of a service into `CheckpointError`s. A FileNotFoundError is raised unchanged."""
+        """Turn errors of a service into `CheckpointError`s, except a FileNotFoundError of another verb than write."""
         try:
             yield
-        except (FileNotFoundError, TrainwrightError):
+        except TrainwrightError:
             raise
         except Exception as error:
+            if isinstance(error, FileNotFoundError) and verb != "write":
+                raise
             # Exceptions of services (botocore, aiohttp, ftplib) need not be OSErrors.
-            where, problem = _join(self.url, relative), f"{type(error).__name__}: {error}"
+            where, problem = _join(self.url, relative), f"{type(error).__name__}: {error}".rstrip(".")
             hint = ""
             if _REFUSED.search(problem):
                 scheme = self.url.partition(":")[0]
@@ -386,14 +411,14 @@ class _Remote:
     def write(self, relative: str, data: bytes) -> None:
         """Write a small file in one operation."""
         with self._service_errors("write", relative):
-            self._fs.makedirs(self._root, exist_ok=True)
+            self._make_folder(self._root)
             self._fs.pipe_file(self._path(relative), data)
 
     def send(self, local: Path, relative: str, entry: FileEntry) -> None:
         """Upload a file, and compare the uploaded bytes with the manifest."""
         digest = xxhash.xxh3_128()
         with self._service_errors("write", relative):
-            self._fs.makedirs(self._path(relative).rpartition("/")[0], exist_ok=True)
+            self._make_folder(self._path(relative).rpartition("/")[0])
             with open(local, "rb") as source, self._fs.open(self._path(relative), "wb") as target:
                 for chunk in _chunks(source):
                     digest.update(chunk)
@@ -416,9 +441,9 @@ class _Remote:
                 for chunk in _chunks(source):
                     target.write(chunk)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{self.url} is damaged: {relative} is missing.") from error
+            raise DamagedRemoteError(f"{self.url} is damaged: {relative} is missing.") from error
         if target.entry != entry:
-            raise CheckpointError(
+            raise DamagedRemoteError(
                 f"{self.url} is damaged: {relative} has {target.entry.size} bytes and the hash "
                 f"{target.entry.xxh3_128}, expected {entry.size} and {entry.xxh3_128}."
             )
@@ -430,8 +455,25 @@ class _Remote:
                 self._fs.invalidate_cache()
                 listed = self._fs.ls(self._root, detail=True)
         except FileNotFoundError:
+            self._require_bucket()
             return []
         return sorted(_last(str(item["name"])) for item in listed if item["type"] == "directory")
+
+    def _make_folder(self, path: str) -> None:
+        if not self._in_bucket:
+            self._fs.makedirs(path, exist_ok=True)
+
+    def _require_bucket(self) -> None:
+        """Raise a CheckpointError if the bucket does not exist. Listings do not distinguish it from an empty folder."""
+        if self._in_bucket:
+            bucket = self._root.partition("/")[0]
+            try:
+                # Credentials may be limited to the folder.
+                with contextlib.suppress(CheckpointError), self._service_errors("list"):
+                    self._fs.ls(bucket)
+            except FileNotFoundError as error:
+                problem = f"{self.url}: the bucket {bucket!r} does not exist. Create it, or correct the URL."
+                raise CheckpointError(problem) from error
 
     def delete_tree(self) -> None:
         """Delete this folder, manifest first, so that an interrupted deletion leaves no checkpoint."""

@@ -39,32 +39,41 @@ class MachineWatch:
         self._address = (str(config.main_process_ip), config.main_process_port or 0)
         self._beats: dict[int, tuple[int, float]] = {}  # of each machine, with the time of the change
         self._finished, self._succeeded = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="trainwright-machines", daemon=True)
+        # An exchange blocks while the store cannot be reached, so that another thread checks the times.
+        self._threads = [
+            threading.Thread(target=run, name="trainwright-machines", daemon=True)
+            for run in (self._exchange_beats, self._check_beats)
+        ]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Send heartbeats and check those of the other machines in a thread, until the block ends."""
-        self._thread.start()
+        """Send heartbeats and check those of the other machines in threads, until the block ends."""
+        for thread in self._threads:
+            thread.start()
         try:
             yield
             self._succeeded = True
         finally:
             self._finished.set()
-            self._thread.join()
+            for thread in self._threads:
+                thread.join(_ENDING_S)
 
-    def _run(self) -> None:
+    def _exchange_beats(self) -> None:
         store: TCPStore | None = None
         while not self._finished.wait(_BEAT_S):
             with contextlib.suppress(RuntimeError):  # network errors: the store has not started, or has ended
                 store = store or self._connect()
                 self._exchange(store)
+        with contextlib.suppress(RuntimeError):
+            if store is not None and self._succeeded:
+                store.add(f"trainwright/finished/{self._rank}", 1)
+
+    def _check_beats(self) -> None:
+        while not self._finished.wait(_BEAT_S):
             silent = self._silent_machine()
             if silent is not None:
                 self._end(silent)
                 return
-        with contextlib.suppress(RuntimeError):
-            if store is not None and self._succeeded:
-                store.add(f"trainwright/finished/{self._rank}", 1)
 
     def _connect(self) -> TCPStore:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from its __all__

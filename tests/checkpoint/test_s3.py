@@ -1,0 +1,155 @@
+"""Checkpoints on an S3 server: files in several parts, kills, outdated listings, refused credentials, no bucket."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from tests.checkpoint.conftest import S3
+from tests.checkpoint.snapshots import files_of, write_small
+from tests.checkpoint.test_remote_runs import FirstStep, fit, folders, names, uninterrupted
+from tests.helpers.runs import assert_equal_weights, weights_of
+from tests.helpers.sources import ROOT
+from trainwright.callbacks import Callback
+from trainwright.checkpoint.remote import RemoteIndex, download_checkpoint, find_remote, upload_checkpoint
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
+
+pytestmark = S3
+PART_BYTES = 5 * 2**20  # the smallest part that S3 accepts
+
+
+def write_large(folder: Path) -> Path:
+    """Write a checkpoint whose model is a file of two parts."""
+    return write_small(folder, 1, model={"w": torch.arange(3_200_000, dtype=torch.float32)})
+
+
+def test_a_file_in_several_parts_arrives_unchanged(s3: str, tmp_path: Path) -> None:
+    local = write_large(tmp_path / "run")
+    there = upload_checkpoint(local, s3, storage_options={"default_block_size": PART_BYTES})
+    files, root = fsspec.core.url_to_fs(there)
+    tags = {item["ETag"].strip('"').rpartition("-")[2] for item in files.find(root, detail=True).values()}
+    assert "2" in tags
+    back = download_checkpoint(there, tmp_path / "back")
+    assert [path.read_bytes() for path in files_of(back)] == [path.read_bytes() for path in files_of(local)]
+
+
+_KILLED = """
+import os, signal, sys
+import s3fs
+from trainwright.checkpoint.remote import RemoteIndex
+upload = s3fs.S3File._upload_chunk
+def killed(file, final=False):
+    if file.parts:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return upload(file, final)
+s3fs.S3File._upload_chunk = killed
+RemoteIndex(sys.argv[2], run="mine", storage_options={"default_block_size": 5 * 2**20}).upload(sys.argv[1])
+"""
+
+
+@pytest.mark.distributed
+def test_an_upload_killed_between_two_parts_of_a_file_is_no_checkpoint_and_is_deleted(s3: str, tmp_path: Path) -> None:
+    local = write_large(tmp_path / "run")
+    command = [sys.executable, "-c", _KILLED, str(local), s3]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert find_remote(s3) == []
+    index = RemoteIndex(s3, run="mine")
+    assert index.delete_unfinished() == [local.name]
+    assert folders(s3) == []
+    index.upload(local)
+    assert names(s3) == [local.name]
+
+
+def test_an_upload_of_another_client_is_found_despite_a_cached_listing(s3: str, tmp_path: Path) -> None:
+    upload_checkpoint(write_small(tmp_path / "run", 1), s3)
+    files, root = fsspec.core.url_to_fs(s3)
+    assert len(files.ls(root)) == 1
+    upload_checkpoint(write_small(tmp_path / "run", 2), s3, storage_options={"skip_instance_cache": True})
+    assert len(files.ls(root)) == 1  # this client's cache
+    assert [item.manifest.step for item in find_remote(s3)] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_listing_without_the_newest_checkpoint_resumes_from_the_one_before(s3: str, tmp_path: Path) -> None:
+    fit(tmp_path / "a", f"{s3}/run", 2, save_top_k=-1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kind = type(fsspec.filesystem("s3"))
+        listed = kind._lsdir
+
+        async def outdated(self: Any, *arguments: Any, **options: Any) -> Any:
+            return [item for item in await listed(self, *arguments, **options) if "epoch=1" not in item["name"]]
+
+        monkeypatch.setattr(kind, "_lsdir", outdated)
+        trainer = fit(tmp_path / "b", f"{s3}/run", 3, save_top_k=-1, ckpt_path="last", callbacks=[first := FirstStep()])
+    assert first.step == 9
+    assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 3))
+    assert names(f"{s3}/run") == ["epoch=0", "epoch=1", "epoch=2"]
+
+
+@pytest.mark.slow
+def test_last_skips_a_damaged_remote_checkpoint_for_an_older_one(s3: str, tmp_path: Path) -> None:
+    fit(tmp_path / "a", f"{s3}/run", 2, save_top_k=-1)
+    files, root = fsspec.core.url_to_fs(f"{s3}/run/epoch=1/trainer.json")
+    files.rm_file(root)
+    with pytest.raises(CheckpointError, match=r"trainer\.json is missing"):
+        fit(tmp_path / "b", f"{s3}/run", 3, ckpt_path=f"{s3}/run/epoch=1")
+    with pytest.warns(TrainwrightWarning, match=r"trainer\.json is missing.*Falling back to an older checkpoint"):
+        trainer = fit(tmp_path / "b", f"{s3}/run", 3, ckpt_path="last", callbacks=[first := FirstStep()])
+    assert first.step == 9
+    assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 3))
+
+
+def test_a_missing_bucket_is_an_error_before_the_first_step_and_is_not_created(s3: str, tmp_path: Path) -> None:
+    missing = f"{s3}-missing"
+    with pytest.raises(CheckpointError, match=r"the bucket '.*-missing' does not exist"):
+        fit(tmp_path, f"{missing}/run", 1, callbacks=[first := FirstStep()])
+    assert first.step is None
+    with pytest.raises(CheckpointError, match=r"could not write .*bucket does not exist"):
+        upload_checkpoint(write_small(tmp_path / "run"), f"{missing}/run")
+    assert not fsspec.filesystem("s3").exists(missing)
+
+
+@pytest.fixture
+def refuse(s3_address: str) -> Iterator[Any]:
+    """Return a function that makes the server check credentials (True), or accept all of them again (False)."""
+
+    def set_to(refused: bool) -> None:
+        data, headers = (b"0" if refused else b"inf"), {"Content-Type": "text/plain"}
+        urllib.request.urlopen(urllib.request.Request(f"{s3_address}/moto-api/reset-auth", data, headers)).close()
+
+    yield set_to
+    set_to(False)
+
+
+def test_wrong_credentials_are_an_error_before_the_first_step(s3: str, refuse: Any, tmp_path: Path) -> None:
+    refuse(True)
+    with pytest.raises(CheckpointError, match=r"Access Key Id .* does not exist.*Set up credentials"):
+        fit(tmp_path, f"{s3}/run", 1, callbacks=[first := FirstStep()])
+    assert first.step is None
+
+
+@pytest.mark.slow
+def test_credentials_that_expire_end_the_run_and_lose_nothing(s3: str, refuse: Any, tmp_path: Path) -> None:
+    class Expires(Callback):
+        def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
+            refuse(trainer.current_epoch == 1)
+
+    url = f"{s3}/run"
+    with pytest.raises(CheckpointError, match="Set up credentials"):
+        fit(tmp_path, url, 2, async_save=False, callbacks=[Expires()])
+    refuse(False)
+    assert names(url) == ["epoch=0"]
+    trainer = fit(tmp_path, url, 3, ckpt_path="last", callbacks=[first := FirstStep()])
+    assert first.step == 17
+    assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 3))
+    assert names(url) == ["epoch=2"]
