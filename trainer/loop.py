@@ -44,6 +44,7 @@ class FitLoop:
         self._samples_decide = "samples" in run.settings.units
         self._agreement = Agreement(run.engine.processes, _AGREE_EVERY_N_STEPS)
         self._log_every = Interval(Duration(run.settings.log_every_n_steps, "steps"))
+        self._is_alone = run.engine.data_ranks.size == 1
         self._validates = False  # in the current epoch
         self._metrics_begun = False  # for the next epoch
         self._align()
@@ -239,7 +240,7 @@ class FitLoop:
         if samples is None:
             samples = (
                 batch_size(group.batches[0])
-                if n == 1 and run.engine.data_ranks.size == 1
+                if n == 1 and self._is_alone
                 else count_samples(group, run.engine, exact=self._samples_decide)
             )
         state.samples += samples

@@ -137,7 +137,8 @@ def _check_length(library: Any, length: int) -> None:
 
 
 def _check_tokens(library: Any, prompts: list[Tensor]) -> None:
-    size = getattr(getattr(library, "config", None), "vocab_size", None)
+    config = getattr(library, "config", None)
+    size = None if config is None else config.to_dict().get("vocab_size")
     largest = max(int(prompt.max()) for prompt in prompts)
     if isinstance(size, int) and largest >= size:
         raise ConfigurationError(
