@@ -34,13 +34,15 @@ def _facts(run: StageRun, folder: Path) -> dict[str, Any]:
     settings = planned_settings(run.settings, type(run.trainer).__init__)
     logs = [logger.log_dir for logger in run.loggers if logger.log_dir is not None]
     script = Path(sys.argv[0] or ".").absolute()
+    is_own = script.suffix == ".py" and script.name != "__main__.py"  # not the command line of a package
+    owners = [owner for owner in (run.datamodule, run.task) if owner is not None]
     return {
         "run_id": run.history.run_id,
         "resumed_from": None if run.origin is None else str(run.origin),
         "task": type(run.task).__qualname__,
         "parameters": sum(full_numel(parameter) for parameter in run.task.parameters()),
         "settings": {name: [setting.value, setting.source] for name, setting in settings.items()},
-        "hyperparameters": kept_and_left_out(run.task.hparams)[0],
+        "hyperparameters": {k: v for owner in owners for k, v in kept_and_left_out(owner.hparams)[0].items()},
         "strategy": type(selection.strategy).__name__,
         "options": as_data(selection.strategy.passed_arguments),
         "mesh": {name: length for name, length in outline.mesh.lengths.items() if length > 1},
@@ -55,7 +57,7 @@ def _facts(run: StageRun, folder: Path) -> dict[str, Any]:
             "checkpoints": os.path.relpath(run.checkpoint_dir, folder),
         },
         "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
-        "code": code_version(script.parent if script.is_file() else Path.cwd()),
+        "code": code_version(script.parent if is_own and script.is_file() else Path.cwd()),
         "python": platform.python_version(),
         "host": platform.node(),
         "platform": platform.platform(),

@@ -21,6 +21,7 @@ from trainwright.trainer.run import StageRun
 
 _SHOWN_PARAMETERS = 5
 _SHOWN_SAMPLES = 16
+_RECORDED_SAMPLES = 256  # of each rank
 _WARNED_EACH = 5  # the first skipped steps warn one by one, later ones at each doubling of their number
 
 Ids = list[int | str]
@@ -151,7 +152,9 @@ class GuardedStep:
             self._check_may_roll_back(found, group)
             path = find_checkpoint(run, run.state.step)
         run.history.skipped_batches.append(skipped)
-        run.note("skipped", **replace(skipped, sample_ids=None).to_dict())
+        ids = skipped.sample_ids
+        shown = None if ids is None else [of_rank[:_RECORDED_SAMPLES] for of_rank in ids]
+        run.note("skipped", **replace(skipped, sample_ids=shown).to_dict())
         run.history.skipped_in_a_row += 1
         run.engine.step.discard_step()
         if path is not None:

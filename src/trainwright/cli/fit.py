@@ -1,4 +1,4 @@
-"""`trainwright fit|validate|test|predict --config config.yaml`: run the task of a configuration file.
+"""`trainwright fit|validate|test|predict config.yaml`: run the task of a configuration file.
 
 A configuration file holds `seed_everything`, `trainer:` (the arguments of `Trainer`), `task:` and `data:` (each a
 `class_path` with `init_args`), and `ckpt_path`. Any of it can be overridden: `--trainer.max_epochs 3`, `task.lr=0.01`.
@@ -42,7 +42,8 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
     Returns:
         0, or 130 if the run was ended by Ctrl-C.
     """
-    parser, settings = read_settings(stage, read_command_line(argv))
+    words = ["--config", *argv] if argv and argv[0].endswith((".yaml", ".yml")) else argv
+    parser, settings = read_settings(stage, read_command_line(words))
     check_checkpoint(settings.ckpt_path)
     if settings.seed_everything is not None:
         from trainwright.core.rng import seed_everything

@@ -218,10 +218,16 @@ def _event(event: Mapping[str, Any]) -> tuple[str, int, str]:
         "validation": lambda: f"took {event['seconds']:.3g} s",
         "preemption": lambda: f"{event['signal']}: {event['text']}",
         "rollback": lambda: f"{event['reason']}; back to {Path(event['path']).name}",
-        "skipped": lambda: f"{event['reason']}; batch {event['first_batch']} of epoch {event['epoch']}",
+        "skipped": lambda: _skipped(event),
         "error": lambda: f"{event['type']}: {event['text']}",
     }
     return (kind, step, texts[kind]()) if kind in texts else ("", step, "")
+
+
+def _skipped(event: Mapping[str, Any]) -> str:
+    ids = [str(i) for of_rank in event.get("sample_ids") or [] for i in of_rank]
+    samples = f"; samples {', '.join(ids[:16])}{' …' if len(ids) > 16 else ''}" if ids else ""
+    return f"{event['reason']}; batch {event['first_batch']} of epoch {event['epoch']}{samples}"
 
 
 def _tables(run: RunFiles) -> list[dict[str, Any]]:

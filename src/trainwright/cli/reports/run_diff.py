@@ -25,7 +25,7 @@ def diff(argv: Sequence[str]) -> int:
     parser.add_argument("second", help="folder of the other run")
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=_fraction,
         default=0.01,
         metavar="X",
         help="curves part where values differ by more than X of the larger one. Default: 0.01",
@@ -41,10 +41,20 @@ def diff(argv: Sequence[str]) -> int:
     return 1 if any(found.values()) else 0
 
 
+def _fraction(text: str) -> float:
+    if not float(text) >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0.")
+    return float(text)
+
+
 def compare(first: RunFiles, second: RunFiles, *, tolerance: float = 0.01) -> dict[str, list[list[Any]]]:
-    """Return the differences of two runs, by topic: rows of a name and the value of each run, and for `curves` rows
-    with the name, the first step with unequal values, the first step whose values differ by more than `tolerance` (a
-    fraction of the larger one), and both values at the last common step. Equal curves have no row.
+    """Return the differences of two runs.
+
+    Returns:
+        Rows by topic; without two records only `metrics` and `curves`. A row has a name and the value of each run. A
+        row of `curves` has the name, the first step with unequal values, the first step whose values differ by more
+        than `tolerance` (a fraction of the larger one), and both values at the last common step. Equal curves have no
+        row.
 
     Raises:
         ConfigurationError: the runs have no metric and no record in common, or are the same folder.
@@ -58,7 +68,18 @@ def compare(first: RunFiles, second: RunFiles, *, tolerance: float = 0.01) -> di
         raise ConfigurationError(
             f"the runs share nothing: {first.folder} has {names[0]}, and {second.folder} has {names[1]}."
         )
-    found: dict[str, list[list[Any]]] = {
+    found: dict[str, list[list[Any]]] = {}
+    if a and b:
+        found |= _of_records(first, second)
+    found["metrics"] = _rows(*(dict.fromkeys(run.curves, "logged") for run in (first, second)))
+    rows = [[name, *_parting(first.curves[name], second.curves[name], tolerance)] for name in common]
+    found["curves"] = [row for row in rows if row[1] is not None]
+    return found
+
+
+def _of_records(first: RunFiles, second: RunFiles) -> dict[str, list[list[Any]]]:
+    a, b = first.start, second.start
+    return {
         "code": _rows(a.get("code") or {}, b.get("code") or {}),
         "model": _rows(*({name: start.get(name) for name in _MODEL} for start in (a, b))),
         "hyperparameters": _rows(a.get("hyperparameters", {}), b.get("hyperparameters", {})),
@@ -66,11 +87,7 @@ def compare(first: RunFiles, second: RunFiles, *, tolerance: float = 0.01) -> di
         "data order": _data_order(first, second),
         "environment": _rows(*({name: start.get(name) for name in _ENVIRONMENT} for start in (a, b))),
         "packages": _rows(a.get("packages", {}), b.get("packages", {})),
-        "metrics": _rows(*(dict.fromkeys(run.curves, "logged") for run in (first, second))),
     }
-    rows = [[name, *_parting(first.curves[name], second.curves[name], tolerance)] for name in common]
-    found["curves"] = [row for row in rows if row[1] is not None]
-    return found
 
 
 def _rows(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[list[Any]]:
@@ -120,4 +137,8 @@ def _text(found: Mapping[str, list[list[Any]]], first: RunFiles, second: RunFile
             ]
         lines += ["", topic, *(f"  {line}" for line in table_lines([head, *cells]))]
     same = [topic for topic, rows in found.items() if not rows]
-    return "\n".join([*lines, "", f"equal: {', '.join(same)}" if same else ""]).rstrip()
+    unknown = [str(run.folder) for run in (first, second) if not run.start]
+    notes = [f"not known: code, settings and environment, because {' and '.join(unknown)} has no record"] * bool(
+        unknown
+    )
+    return "\n".join([*lines, "", *([f"equal: {', '.join(same)}"] if same else []), *notes]).rstrip()

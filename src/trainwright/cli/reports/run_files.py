@@ -6,6 +6,7 @@ record, such as Lightning's `lightning_logs/version_0`, have curves only.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -84,7 +85,7 @@ def read_run(path: str | Path) -> RunFiles:
     if not given.exists():
         raise ConfigurationError(f"{given} does not exist. Pass the folder of a run, such as runs/version_0.")
     top = given if given.is_dir() else given.parent
-    record = _newest(top, RECORD_FILE)
+    record = _newest(top, RECORD_FILE) or _record_of(top)
     found = RunFiles(top if record is None else record.parent)
     if record is not None:
         _read_record(record, found)
@@ -102,6 +103,18 @@ def read_run(path: str | Path) -> RunFiles:
         found.folder = max(below, key=lambda file: file.stat().st_mtime).parent
         _read_curves(found.folder, found)
     return found
+
+
+def _record_of(logs: Path) -> Path | None:
+    """Return the record of the run that wrote a folder of logs, if it is in the folder of another logger nearby."""
+    place = logs.resolve()
+    for path in place.parents[1].glob(f"*/*/{RECORD_FILE}") if len(place.parents) > 1 else ():
+        with contextlib.suppress(RunFileError):
+            run = RunFiles(path.parent)
+            _read_record(path, run)
+            if place in [(path.parent / name).resolve() for name in run.start.get("folders", {}).get("logs", [])]:
+                return path
+    return None
 
 
 def _newest(top: Path, pattern: str) -> Path | None:

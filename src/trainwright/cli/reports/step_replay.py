@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,9 +24,10 @@ from trainwright.cli.parity import STEP_ARGUMENTS
 from trainwright.cli.reports.run_files import RunFileError, RunFiles, read_run
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.run import Run
-from trainwright.core.state import Group, StepResult
+from trainwright.core.state import Group, SkippedData, StepResult
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
+from trainwright.loggers.hyperparams import json_safe, plain
 from trainwright.loggers.run_record import RECORD_FILE
 from trainwright.trainer import Trainer
 
@@ -43,6 +45,7 @@ class Replay:
         losses, grad_norms: for each step, the mean loss over its data and the gradient norm before clipping.
         gradients: norm of each parameter's gradient in the last step, by name.
         samples: data set indices of the last step's samples; empty if unknown.
+        skipped: data that `on_nonfinite` skipped.
     """
 
     step: int
@@ -50,6 +53,7 @@ class Replay:
     grad_norms: dict[int, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
     samples: list[int | str] = field(default_factory=list)
+    skipped: list[SkippedData] = field(default_factory=list)
 
 
 class _Recorder(Callback):
@@ -121,6 +125,8 @@ def replay_step(
     ranks = num_ranks or manifest.topology.get("world_size", 1)
     settings = {
         **arguments,
+        # Without saves there is no way back.
+        "on_nonfinite": "skip" if arguments.get("on_nonfinite") == "rollback" else arguments.get("on_nonfinite"),
         "devices": 1,
         "strategy": "single",
         "accumulate_grad_batches": accumulate_grad_batches * ranks,
@@ -135,7 +141,9 @@ def replay_step(
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* holds the state of a callback")
-        Trainer(**settings).fit(task, train_dataloaders, datamodule=datamodule, ckpt_path=checkpoint)
+        trainer = Trainer(**settings)
+        trainer.fit(task, train_dataloaders, datamodule=datamodule, ckpt_path=checkpoint)
+    found.skipped = trainer.skipped_batches
     if step not in found.losses and step not in found.grad_norms:
         raise ConfigurationError(
             f"step {step} was not reached: training ended after step {max(found.losses, default=manifest.step)}."
@@ -159,7 +167,8 @@ def replay(argv: Sequence[str]) -> int:
     found = _replay_configured(checkpoint, wanted.step, run, line)
     rows = _compared(found, run)
     if wanted.json:
-        print(json.dumps({"compared": rows, "gradients": found.gradients, "samples": found.samples}, indent=2))
+        facts = {"compared": rows, "gradients": found.gradients, "samples": found.samples}
+        print(json.dumps(json_safe(plain({**facts, "skipped": found.skipped})), indent=2, allow_nan=False))
     else:
         print(_text(found, rows, wanted.tolerance))
     return int(any(not _is_close(logged, mine, wanted.tolerance) for *_, logged, mine in rows))
@@ -220,6 +229,16 @@ def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: 
     if settings.seed_everything is not None:
         seed_everything(settings.seed_everything)
     built = build(parser, settings)
+    recorded = {} if run is None else run.start.get("hyperparameters", {})
+    owners = [owner for owner in (built.data, built.task) if owner is not None]
+    own = json_safe(plain({name: value for owner in owners for name, value in owner.hparams.items()}))
+    for name in recorded.keys() & own.keys():
+        if recorded[name] != own[name]:
+            print(
+                f"note: {name} is {own[name]} in the configuration, and was {recorded[name]} in the run. Pass the "
+                "configuration of that run by --config, or override it.",
+                file=sys.stderr,
+            )
     mesh: Mapping[str, int] = {} if run is None else run.start.get("mesh", {})
     readers = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
     return replay_step(
@@ -230,7 +249,7 @@ def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: 
         num_ranks=None if run is None or not run.start else readers,
         accumulate_grad_batches=given["accumulate_grad_batches"] or 1,
         seed=given["seed"] if run is None else run.start.get("seed"),
-        **{name: given[name] for name in (*STEP_ARGUMENTS, "max_epochs", "max_steps")},
+        **{name: given[name] for name in (*STEP_ARGUMENTS, "max_epochs", "max_steps", "on_nonfinite", "max_skipped")},
     )
 
 
@@ -266,6 +285,10 @@ def _text(found: Replay, rows: list[list[Any]], tolerance: float) -> str:
     bad = [name for name, norm in found.gradients.items() if not math.isfinite(norm)]
     if bad:
         lines += ["", f"gradients that are not finite: {', '.join(bad[:_SHOWN])}{' …' if len(bad) > _SHOWN else ''}"]
+    for each in found.skipped:
+        ids = [str(i) for of_rank in each.sample_ids or [] for i in of_rank]
+        shown = f"; samples {', '.join(ids[:_SHOWN])}{' …' if len(ids) > _SHOWN else ''}" if ids else ""
+        lines.append(f"skipped after step {each.step}: {each.reason}{shown}")
     largest = sorted(found.gradients.items(), key=lambda item: -item[1])[:_SHOWN]
     lines += ["", "largest gradients:", *(f"  {name}  {norm:.4g}" for name, norm in largest)]
     if found.samples:
