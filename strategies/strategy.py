@@ -7,7 +7,7 @@ import copy
 import datetime
 import inspect
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -21,7 +21,9 @@ from trainwright.processes.process_group import DEFAULT_TIMEOUT, Processes, Proc
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.mesh import MeshShape
+
+if TYPE_CHECKING:
+    from trainwright.strategies.mesh import MeshShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,8 @@ class Strategy:
         Raises:
             ConfigurationError: The engine cannot train it.
         """
+        from trainwright.strategies.mesh import MeshShape  # imports much of torch
+
         return StrategyOutline(MeshShape(dp_replicate=settings.num_processes))
 
     @property

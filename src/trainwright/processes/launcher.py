@@ -32,6 +32,7 @@ _GRACE_S = 10.0  # how long the others may take to end after one has failed, or 
 _LEFT_ALONE_S = 0.5  # after this process has left them: they wait for it in vain
 _JUST_MADE_S = 30.0  # a folder this new may not be held yet
 _PREFIX = "trainwright-work-"
+_FIRST_PORT, _NUM_PORTS = 15_000, 14_000
 _EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _started: list[_Children] = []  # one for each running call of `run_in_processes`
 
@@ -286,8 +287,12 @@ def _importable(module: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is not in use."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
+    """Return a port of this machine that is not in use, below those that systems choose for outgoing connections: one
+    of these may be taken again before it is used.
+    """
+    for _ in range(100):
+        port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
+    raise ConfigurationError(f"no port from {_FIRST_PORT} to {_FIRST_PORT + _NUM_PORTS - 1} is free.")

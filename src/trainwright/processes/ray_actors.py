@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import subprocess
 import tempfile
 import warnings
@@ -21,7 +20,7 @@ from typing import Any
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, WorkerError, nearest, require_package
 from trainwright.core.process import JOB, RESULT_FILE, environment, variable
-from trainwright.processes.launcher import import_path
+from trainwright.processes.launcher import free_port, import_path
 
 PARENT, WORK = "{parent}", "{work}"  # in a command: the actor's process, and the file with the work
 _OPTIONS = ("max_restarts", "cpus")
@@ -67,10 +66,8 @@ class _RankActor:
         """Return the name and address of this machine, a free port, and the IDs of this actor's GPUs."""
         ray = require_package("ray", purpose="this actor", install="ray")
         ids = [*gpu_ids, *ray.get_gpu_ids()]
-        with socket.socket() as server:
-            server.bind(("", 0))
-            port: int = server.getsockname()[1]
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port, [str(i) for i in ids]
+        node = ray.get_runtime_context().get_node_id()
+        return node, ray.util.get_node_ip_address(), free_port(), [str(i) for i in ids]
 
     def run(
         self, command: Sequence[str], variables: Mapping[str, str], work: bytes | None
