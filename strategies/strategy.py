@@ -38,7 +38,7 @@ class StrategyOutline:
         param_dtype: Data type of gathered parameters. None: that of the stored parameters.
         reduce_dtype: Data type in which gradients are averaged. None: that of the gradients.
         reduces: False if the data type of the average is not known.
-        peak: The strategy's name in `rank_peaks`. None: there is no estimate.
+        peak: The strategy's name in `rank_peaks`. None: its memory is not estimated.
     """
 
     mesh: MeshShape

@@ -168,7 +168,7 @@ def test_a_model_of_configure_model_is_built_as_a_copy() -> None:
     assert (plan.parameters["total"], plan.parameters["trainable"], plan.parameters["frozen"]) == (43, 36, 7)
     assert plan.parameters["total_per_device"] == 4 * 4 + 4 + 7 + 1  # the largest chunks of 7, 7, 1 and 1 rows
     assert plan.memory["forecast_bytes"] is None
-    assert "forecast_bytes: there is no estimate for models with frozen parameters" in plan.notes
+    assert "forecast_bytes: memory is not estimated for models with frozen parameters" in plan.notes
 
 
 def test_what_is_not_known_has_a_reason() -> None:

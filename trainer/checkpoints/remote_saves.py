@@ -82,7 +82,7 @@ def fetch_newer(run: StageRun, local: FoundCheckpoint | None, kind: Kind | None,
     """Return a local copy of the newest valid checkpoint of the ModelCheckpoint's remote folder; see `fetch_newest`.
 
     Returns:
-        None if there is no remote folder, if it has no valid checkpoint, or if `local` is the same checkpoint or newer.
+        None without a remote folder, if it has no valid checkpoint, or if `local` is the same checkpoint or newer.
     """
     remote = None if run.saver is None else run.saver.remote
     if remote is None:

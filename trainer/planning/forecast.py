@@ -111,13 +111,13 @@ def forecast_bytes(
     """Return the peak memory of a device in a step of Adam without activations, or append a note and return None."""
     reason = None
     if outline.peak is None:
-        reason = "there is no estimate for this strategy with these options"
+        reason = "memory is not estimated for this strategy with these options"
     elif task is None:
         reason = "the model could not be built"
     elif precision.converts_layers:
-        reason = f"there is no estimate for precision={precision.name!r}"
+        reason = f"memory is not estimated for precision={precision.name!r}"
     elif any(not parameter.requires_grad for parameter in task.parameters()):
-        reason = "there is no estimate for models with frozen parameters"
+        reason = "memory is not estimated for models with frozen parameters"
     if reason is None and task is not None:
         sizes = {parameter.element_size() for parameter in task.parameters()}
         size = precision.param_dtype.itemsize if precision.param_dtype is not None else max(sizes, default=0)

@@ -42,8 +42,7 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
     Returns:
         0, or 130 if the run was ended by Ctrl-C.
     """
-    words = ["--config", *argv] if argv and argv[0].endswith((".yaml", ".yml")) else argv
-    parser, settings = read_settings(stage, read_command_line(words))
+    parser, settings = read_settings(stage, read_command_line(argv))
     check_checkpoint(settings.ckpt_path)
     if settings.seed_everything is not None:
         from trainwright.core.rng import seed_everything

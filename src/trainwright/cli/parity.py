@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.cli.configs.overrides import CommandLine, read_command_line
+from trainwright.cli.configs.overrides import SUFFIXES, CommandLine, read_command_line
 from trainwright.cli.main import table_lines
 from trainwright.core.errors import ConfigurationError, TrainwrightError
 from trainwright.core.registry import import_object
@@ -31,7 +31,6 @@ STEP_ARGUMENTS = (
     *("compile", "use_distributed_sampler", "per_sample_rng", "uneven_batches"),
     *("limit_train_batches", "overfit_batches", "reload_dataloaders_every_n_epochs"),
 )
-_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def parity(argv: Sequence[str]) -> int:
     _check_assignments(line.assignments)
     configs = list(line.configs)
     defaults: dict[str, object] = {}
-    if wanted.target.endswith(_SUFFIXES):
+    if wanted.target.endswith(SUFFIXES):
         configs.insert(0, Path(wanted.target))
     else:
         defaults["task"] = {"class_path": class_path(wanted.target)}
@@ -128,7 +127,7 @@ def class_path(text: str) -> str:
     if not module or not name:
         raise ConfigurationError(
             f"{text!r} names no class and no configuration file. Write file.py:Class, package.module:Class or a path "
-            f"that ends in {' or '.join(_SUFFIXES)}."
+            f"that ends in {' or '.join(SUFFIXES)}."
         )
     if module.endswith(".py"):
         file = Path(module)

@@ -151,8 +151,6 @@ def profile(argv: Sequence[str]) -> int:
     wanted, rest = _parser().parse_known_args(words)
     if wanted.steps < 1 or wanted.warmup < 1:
         raise ConfigurationError(f"--steps {wanted.steps} --warmup {wanted.warmup}: expected at least 1 of each.")
-    if rest and not rest[0].startswith("-") and "=" not in rest[0]:
-        rest.insert(0, "--config")
     for word in rest:
         option = word.partition("=")[0]
         if option[:2] == "--" and option not in _SECTIONS and "." not in option and (hint := nearest(option, _OPTIONS)):

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,9 +23,7 @@ def plan(argv: Sequence[str]) -> int:
     from trainwright.core.rng import seed_everything
 
     wanted, rest = _parser().parse_known_args(argv)
-    configs = [rest.pop(0)] if rest and not rest[0].startswith("-") and "=" not in rest[0] else []
     line = read_command_line(rest)
-    line.configs[:0] = map(Path, configs)
     with redirect_stdout(sys.stderr if wanted.json else sys.stdout):  # a reader of the JSON gets nothing else
         parser, settings = read_settings("fit", line)
         check_checkpoint(settings.ckpt_path)

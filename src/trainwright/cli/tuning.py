@@ -195,7 +195,7 @@ def change(config: Mapping[str, Any], name: str) -> tuple[list[str], tuple[int, 
     if not found:
         return f"not tried: {remedy.section} has no argument {remedy.argument.rpartition('.')[2]}"
     if name == "pin_memory" and not torch.cuda.is_available():
-        return "not tried: there is no GPU"
+        return "not tried: this machine has no GPU"
     if remedy.needs and not any(arguments(config, Remedy(remedy.section, remedy.needs)).values()):
         return f"not tried: {remedy.needs} is not set"
     following = {key: remedy.following(value) for key, value in found.items()}

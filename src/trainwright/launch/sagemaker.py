@@ -168,7 +168,7 @@ def _session(config: LaunchConfig) -> Any:
         raise ConfigurationError("SageMaker needs a region. Pass --region us-east-1, or write region into the file.")
     if boto.get_credentials() is None:
         raise ConfigurationError(
-            "there are no AWS credentials, so no job was submitted. Run `aws configure --profile NAME` and pass "
+            "no AWS credentials were found, and no job was submitted. Run `aws configure --profile NAME` and pass "
             "--profile NAME."
         )
     if str(config.ec2_instance_type).startswith("local"):

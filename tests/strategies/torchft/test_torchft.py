@@ -1,4 +1,4 @@
-"""Replicas that die and rejoin: the others go on, and all end with the same weights."""
+"""Replicas that die and rejoin: the others continue, and all end with the same weights."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_killed_replica_rejoins_at_the_step_of_the_others(start: Any, tmp_path
     replicas = start(num=3, num_steps=150, step_s=0.05)
     replicas.wait_for_step(1, 10)
     replicas.kill(1)
-    replicas.wait_for_step(0, replicas.steps(1)[-1][0] + 5)  # the others go on
+    replicas.wait_for_step(0, replicas.steps(1)[-1][0] + 5)  # the others continue
     replicas.restart(1)
     first, second, third = replicas.weights()
     assert_equal_weights(first, second)

@@ -15,6 +15,7 @@ from trainwright.core.errors import ConfigurationError
 
 _ASSIGNMENT = re.compile(r"(?:--)?(?P<key>[A-Za-z_][\w.]*\+?)=(?P<value>.*)", re.DOTALL)
 _OPTION = re.compile(r"--(?P<key>[A-Za-z_][\w.]*\+?)")
+SUFFIXES = (".yaml", ".yml")  # of configuration files
 _CONFIG_OPTIONS = ("--config", "-c")
 # Options without a value; everything else that begins with two dashes takes one.
 _FLAGS = re.compile(r"-h|--help|--print_config(=.*)?|--[\w.]+\.help(=.*)?")
@@ -35,13 +36,16 @@ class CommandLine:
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Sort the arguments into files, assignments and flags."""
+    """Sort the arguments into files, assignments and flags. A word that ends in `.yaml` or `.yml` is a file."""
     line = CommandLine()
     words = list(arguments)
     while words:
         word = words.pop(0)
         if _FLAGS.fullmatch(word):
             line.flags.append(word)
+            continue
+        if word.endswith(SUFFIXES) and not word.startswith("-") and "=" not in word:
+            line.configs.append(Path(word))
             continue
         if word in _CONFIG_OPTIONS:
             line.configs.append(Path(_value_of(word, words)))

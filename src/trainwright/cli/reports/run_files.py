@@ -65,7 +65,7 @@ class RunFiles:
 
     @property
     def start(self) -> dict[str, Any]:
-        """The line of the last `fit`, or of the last stage if there is no fit; empty without a record."""
+        """The line of the last `fit`, or of the last stage of another kind. Empty without a record."""
         starts = [event for event in self.events if event["event"] in STAGES]
         fits = [event for event in starts if event["event"] == "fit"]
         return next(reversed(fits or starts), {})
@@ -236,7 +236,7 @@ _READERS = {"metrics.csv": _read_csv, "metrics.jsonl": _read_jsonl, _EVENT_FILES
 
 
 def times_of(run: RunFiles) -> tuple[list[int], list[float]]:
-    """Return steps and their times in seconds since the first event, both increasing; empty without a record."""
+    """Return steps and their times in seconds since the first event, both increasing. Empty without a record."""
     points: dict[int, float] = {}
     lines: list[Mapping[str, Any]] = [*(event for event in run.events if event["event"] == "fit"), *run.progress]
     for line in lines:

@@ -125,7 +125,7 @@ def replay_step(
     ranks = num_ranks or manifest.topology.get("world_size", 1)
     settings = {
         **arguments,
-        # Without saves there is no way back.
+        # A replay writes no checkpoints to which it could roll back.
         "on_nonfinite": "skip" if arguments.get("on_nonfinite") == "rollback" else arguments.get("on_nonfinite"),
         "devices": 1,
         "strategy": "single",
