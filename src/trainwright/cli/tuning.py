@@ -28,7 +28,7 @@ _WIDTHS = "{:<36}{:>11}{:>11}{:>10}{:>9}  {}"
 
 
 class TrialError(TrainwrightError):
-    """TrialRun run that failed; the message is the last line of its error."""
+    """A trial run that failed. The message is the last line of its error."""
 
 
 def _turned_on(value: Any) -> Any:
