@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.names.version import __version__
 from trainwright.loggers.hyperparams import json_safe, plain
 from trainwright.loggers.versioned import cut_torn_line
 
 RECORD_FILE = "run.jsonl"
 _GIT_TIMEOUT_S = 5.0
-_PACKAGES = ("trainwright", "torch", "numpy", "safetensors", "deepspeed", "transformers", "peft", "torchao", "datasets")
+_PACKAGES = ("torch", "numpy", "safetensors", "deepspeed", "transformers", "peft", "torchao", "datasets")
 
 
 class RunRecord:
@@ -70,7 +72,12 @@ class RunRecord:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of the imported packages that may change the results of a run."""
-    return {name: importlib.metadata.version(name) for name in _PACKAGES if name in sys.modules}
+    found = {"trainwright": __version__}
+    for name in _PACKAGES:
+        if name in sys.modules:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout on the path
+                found[name] = importlib.metadata.version(name)
+    return found
 
 
 @functools.cache

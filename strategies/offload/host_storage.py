@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +19,19 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.host.byte_sizes import format_bytes
 
 PLACES = ("cpu", "disk")
+_REGISTERED_BYTES = 2**20  # smaller pinned tensors are allocated by torch
 _ALIGN_BYTES = 64  # torch's alignment: the summation order of kernels may depend on it
+
+
+def _registered(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return pinned memory of exactly this size for CUDA. Torch's own is rounded up to a power of two."""
+    memory = mmap.mmap(-1, numel * dtype.itemsize)
+    tensor = torch.frombuffer(memory, dtype=dtype)  # keeps the memory until its storage is freed
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types here
+    address = tensor.data_ptr()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, numel * dtype.itemsize, 0))
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    return tensor
 
 
 class HostStorage:
@@ -39,6 +54,8 @@ class HostStorage:
             ConfigurationError: The disk is full, or the folder is not writable.
         """
         if self.place == "cpu" or numel == 0:
+            if self.pinned and numel * dtype.itemsize >= _REGISTERED_BYTES and torch.cuda.is_available():
+                return _registered(numel, dtype)
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pinned)
         return self._mapped(numel, dtype)
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
@@ -25,6 +26,7 @@ from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.host_storage import PLACES, HostStorage
 from trainwright.strategies.offload.step import OffloadStep, can_be_split, portions_of, step_in_portions
 from trainwright.strategies.offload.streaming import WeightStream
+from trainwright.strategies.steps.gradients import HostGradients
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import Strategy, StrategyOutline
 from trainwright.strategies.units import WrapPolicy, find_units
@@ -131,6 +133,10 @@ class OffloadEngine(Engine):
         self._own_steps: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # of the optimizers of a loop
 
     # Model and optimizers
+
+    def start(self, topology: Topology) -> None:
+        super().start(topology)
+        self.gradients = HostGradients(self.device)
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
         """Build the model on the host, and stream its units to the device."""

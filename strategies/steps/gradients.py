@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError, TaskError, nearest
 from trainwright.core.host.device_types import properties
+
+_MIN_THREADED = 2**20  # elements on the host for whose norm threads are started
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ def clip_shards(
             grad.clamp_(-clip.value, clip.value)
         return None
     counted, p = [grad for grad, counts in shards if counts and grad.numel()], clip.norm_type
-    norm = nn.utils.get_total_norm(counted, p).to(device).double()  # powers may overflow in float32
+    norm = total_norm(counted, p).to(device).double()  # powers may overflow in float32
     if math.isinf(p):
         dist.all_reduce(norm, op=dist.ReduceOp.MAX)
     else:
@@ -96,8 +99,29 @@ def clip_shards(
     norm = norm.to(shards[0][0].dtype if shards else torch.float32)
     factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)
     for group in _by_kind([grad for grad, _ in shards]):
-        torch._foreach_mul_(group, factor.to(group[0].device))
+        own_factor = factor.to(group[0].device)
+        if own_factor.device.type != "cpu" or own_factor != 1:  # only the host can read it at no cost
+            torch._foreach_mul_(group, own_factor)
     return norm
+
+
+def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the result of `nn.utils.get_total_norm`, bit for bit, but with all threads for gradients on the host.
+
+    Torch computes the norm of a tensor on the CPU in one thread.
+    """
+    threads = min(len(gradients), torch.get_num_threads())
+    if threads < 2 or sum(grad.numel() for grad in gradients if grad.device.type == "cpu") < _MIN_THREADED:
+        return nn.utils.get_total_norm(gradients, norm_type)
+
+    def norm(grad: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():  # a setting of each thread
+            found: torch.Tensor = torch.linalg.vector_norm(grad, norm_type)
+            return found
+
+    with ThreadPoolExecutor(threads) as pool:
+        norms = [each.to(gradients[0].device) for each in pool.map(norm, gradients)]
+    return norm(torch.stack(norms))
 
 
 def _by_kind(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
@@ -151,6 +175,20 @@ class Gradients:
     def free(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Free the accumulated gradients of parameters. Return whether there were any."""
         return free_gradients(parameters)
+
+
+class HostGradients(Gradients):
+    """Full gradients in host memory, whose norm is computed by all threads."""
+
+    def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
+        """Clip as `nn.utils.clip_grad_norm_` does, without passing over gradients that are not changed."""
+        held = [parameter for parameter in parameters if parameter.grad is not None]
+        if clip.algorithm == "value" or any(parameter.grad.is_sparse for parameter in held):  # type: ignore[union-attr]  # not None
+            return clip_gradients(held, clip)
+        norm = total_norm([parameter.grad for parameter in held], clip.norm_type)  # type: ignore[misc]  # likewise
+        if not clip.value / (norm + 1e-6) >= 1:  # also if it is not a number
+            nn.utils.clip_grads_with_norm_(held, clip.value, norm)
+        return norm
 
 
 def loss_of(output: Any, origin: str) -> torch.Tensor | None:

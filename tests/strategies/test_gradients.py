@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError, TaskError
-from trainwright.strategies.steps.gradients import GradientClip, clip_gradients, loss_of, parameters_of, stack_counts
+from trainwright.strategies.steps.gradients import (
+    GradientClip,
+    HostGradients,
+    clip_gradients,
+    loss_of,
+    parameters_of,
+    stack_counts,
+)
 
 
 @pytest.mark.parametrize(
@@ -118,3 +125,24 @@ def test_counts_on_a_device_are_not_read() -> None:
     # A meta tensor has no value: reading it would raise.
     stacked = stack_counts([torch.empty((), device="meta"), 3], torch.device("meta"))
     assert (stacked.shape, stacked.device.type) == ((2,), "meta")
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("value", [1e-3, 1e9, float("nan")])
+def test_gradients_on_the_host_are_clipped_as_by_torch(
+    norm_type: float, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    generator, clip = torch.Generator().manual_seed(0), GradientClip(1.0, "norm", norm_type)
+    ours, theirs = ([nn.Parameter(torch.zeros(2**20 + i)) for i in range(4)] for _ in range(2))
+    for one, other in zip(ours[:3], theirs[:3], strict=True):  # the last one has no gradient
+        one.grad = torch.randn(one.shape, generator=generator) * min(value, 1e3)
+        if value == 1e9:
+            one.grad *= 1e-9  # is not clipped
+        other.grad = one.grad.clone()
+    norm = HostGradients(torch.device("cpu")).clip(ours, clip)
+    expected = nn.utils.clip_grad_norm_(theirs, 1.0, norm_type)
+    assert norm is not None
+    torch.testing.assert_close(norm, expected, rtol=0, atol=0, equal_nan=True)
+    for one, other in zip(ours[:3], theirs[:3], strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0, equal_nan=True)

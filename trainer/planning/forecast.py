@@ -106,7 +106,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def forecast_bytes(
-    task: nn.Module | None, precision: Precision, outline: StrategyOutline, notes: list[str]
+    task: nn.Module | None, precision: Precision, outline: StrategyOutline, device_type: str, notes: list[str]
 ) -> int | None:
     """Return the peak memory of a device in a step of Adam without activations, or append a note and return None."""
     reason = None
@@ -125,7 +125,8 @@ def forecast_bytes(
             ranks = outline.shards or 1
             from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape  # as above
 
-            peaks = rank_peaks(training_shape(task), world_size=ranks, activation_bytes=0)
+            by_all = device_type != "cpu"  # torch's default
+            peaks = rank_peaks(training_shape(task), world_size=ranks, activation_bytes=0, foreach=by_all)
             return peaks[str(outline.peak)] * size // torch.float32.itemsize
         reason = "the parameters have different data types" if sizes else "the model has no parameters"
     notes.append(f"forecast_bytes: {reason}")

@@ -86,7 +86,7 @@ def _plan(planner: Planner, task: TaskModule, sources: Sources) -> Plan:
     num_data_ranks = num_readers * outline.mesh.cp
     starts = "this process" if selection.runs_alone else "the Trainer"
     memory: dict[str, int | str | None] = {
-        "forecast_bytes": forecast_bytes(built, engine.precision, outline, notes),
+        "forecast_bytes": forecast_bytes(built, engine.precision, outline, engine.device_type, notes),
         "forecast_of": "weights, gradients and Adam's averages on one device, without activations",
     }
     return Plan(

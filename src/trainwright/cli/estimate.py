@@ -121,7 +121,7 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
     buckets = ZeroBuckets() if wanted.reduce_bucket_size is None else ZeroBuckets(reduce=wanted.reduce_bucket_size)
     batch = (wanted.batch_size, wanted.sequence_length)
     kept = 0 if wanted.batch_size is None else _activation_bytes(model, *batch, loss=True)
-    load: dict[str, Any] = {"activation_bytes": kept, "buckets": buckets}
+    load: dict[str, Any] = {"activation_bytes": kept, "buckets": buckets, "foreach": True}
     if wanted.devices is not None:
         facts["no_estimate"] = dict[str, str]()
         facts["peaks_float32_adam"] = rank_peaks(shape, world_size=wanted.devices, **load)
@@ -148,7 +148,7 @@ def _split_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
         called = replace(model, module=model_of_one_rank(model.module, wanted.devices, ends=False))
         kept = _activation_bytes(called, wanted.batch_size, wanted.sequence_length, loss=True)
         logits = 4 * wanted.batch_size * wanted.sequence_length * (model.config or {}).get("vocab_size", 0)
-    load = {"activation_bytes": kept, "logits_bytes": logits}
+    load: dict[str, Any] = {"activation_bytes": kept, "logits_bytes": logits, "foreach": True}
     return split_peak(training_shape(share), world_size=wanted.devices, **load)
 
 
@@ -163,7 +163,7 @@ def _pipeline_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
     kept, sent = [0] * pp, [0] * (pp - 1)
     if wanted.batch_size is not None:
         kept, sent = _stage_bytes(model, wanted.batch_size, wanted.sequence_length, loss=True, pp=pp)
-    load: dict[str, Any] = {"activation_bytes": kept, "sent_bytes": sent}
+    load: dict[str, Any] = {"activation_bytes": kept, "sent_bytes": sent, "foreach": True}
     return pipeline_peak(stages, num_micro_batches=wanted.num_micro_batches or pp, **load)
 
 
@@ -183,7 +183,7 @@ def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
     if length % (2 * cp):  # two chunks of a sequence on each rank
         return f"--sequence-length {length} is not divisible by 2 x {cp}"
     kept = _activation_bytes(model, wanted.batch_size, length // cp, loss=True)
-    return rank_peaks(training_shape(model.module), world_size=cp, activation_bytes=kept)["fsdp"]
+    return rank_peaks(training_shape(model.module), world_size=cp, activation_bytes=kept, foreach=True)["fsdp"]
 
 
 def _activation_bytes(model: _FoundModel, batch_size: int, sequence_length: int, *, loss: bool = False) -> int:

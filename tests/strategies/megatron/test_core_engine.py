@@ -76,13 +76,12 @@ def _batches(num: int = 10) -> list[dict[str, torch.Tensor]]:
 def _train(kind: str, strategy: Any, *, max_steps: int = 10, ckpt: Path | None = None, **given: Any) -> dict[str, Any]:
     task = CausalTask(kind)
     devices, accumulate = (1, 2) if strategy == "single" else ("auto", 1)
+    given = {"devices": devices, "accumulate_grad_batches": accumulate, **given}
     trainer = quiet_trainer(
         strategy=strategy,
-        devices=devices,
         max_steps=max_steps,
         gradient_clip_val=0.5,
         log_every_n_steps=1,
-        accumulate_grad_batches=accumulate,
         **given,
     )
     trainer.fit(task, _batches(), _batches(1), ckpt_path=ckpt)
@@ -117,6 +116,17 @@ def test_losses_weights_and_checkpoints_are_those_of_one_process(kind: str, tmp_
     for run in (found[0][0], found[1][1], resumed):
         torch.testing.assert_close(run["weights"], one["weights"], rtol=0, atol=1e-4)
         assert float(run["val"]) == pytest.approx(float(one["val"]), abs=1e-5)
+
+
+@pytest.mark.requires("cuda", reason="its kernels compute there")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_losses_on_a_gpu_are_those_of_torch(kind: str) -> None:
+    runs = [
+        _train(kind, strategy, accelerator="cuda", devices=1, accumulate_grad_batches=1)
+        for strategy in ("single", MegatronStrategy(engine="megatron-core"))
+    ]
+    assert runs[1]["losses"] == pytest.approx(runs[0]["losses"], abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from trainwright.strategies.fsdp.layers.plan import SplitLayers
 from trainwright.strategies.megatron.stages import find_stages
 
 _BYTES, _STATES = 4, 8  # of a weight or gradient in float32, and of Adam's two averages
-_TEMPORARIES = 2  # temporary tensors of a parameter's size in Adam's update
+_TEMPORARIES = 2  # temporary tensors of a parameter's size in Adam's update of one parameter after the other
 _ALIGNMENT = 2  # stages 1 and 2 of ZeRO pad each rank's shard to a multiple of this number of elements
 
 
@@ -105,21 +105,28 @@ def shape_of(sizes: Mapping[str, int]) -> TrainingShape:
 
 
 def rank_peaks(
-    shape: TrainingShape, *, world_size: int, activation_bytes: int, buckets: ZeroBuckets | None = None
+    shape: TrainingShape,
+    *,
+    world_size: int,
+    activation_bytes: int,
+    buckets: ZeroBuckets | None = None,
+    foreach: bool = False,
 ) -> dict[str, int]:
     """Return the peak bytes on one rank's device in a step, by strategy. All ranks have the same activations.
 
-    `activation_bytes` is what autograd saves in one rank's forward; see `count_stage_bytes`.
+    `activation_bytes` is what autograd saves in one rank's forward; see `count_stage_bytes`. With `foreach`, torch's
+    default on a GPU, Adam updates all parameters at once.
     """
     ranks, kept = world_size, activation_bytes
     weights = gradients = _BYTES * shape.elements
     states, largest = _STATES * shape.elements, _BYTES * shape.tensor
     unit, outside = _BYTES * shape.unit, _BYTES * shape.outside
-    stepping = gradients + _TEMPORARIES * largest
+    temporary = _temporary_bytes(shape, foreach)
+    stepping = gradients + temporary
     peaks = {
         "single": weights + states + max(stepping, kept + largest),
         # Gradients are views of buckets that DDP never frees.
-        "ddp": weights + states + gradients + max(_TEMPORARIES * largest, kept + largest),
+        "ddp": weights + states + gradients + max(temporary, kept + largest),
         # Five units: the current and the next one are gathered; the current one has full gradients and a copy of them
         # for the reduce-scatter, while the previous unit's are reduced. Parameters outside the units stay gathered for
         # the step. Gradient shards replace activations.
@@ -133,6 +140,11 @@ def rank_peaks(
         peaks[f"deepspeed_stage_{stage}"] = _flat_peak(shape.sizes, stage=stage, **zero)
     peaks["deepspeed_stage_3"] = _sharded_peak(shape.sizes, **zero)
     return {name: math.ceil(peak) for name, peak in peaks.items()}
+
+
+def _temporary_bytes(shape: TrainingShape, foreach: bool) -> int:
+    """Return the bytes of temporary tensors in Adam's update."""
+    return _BYTES * (shape.elements if foreach else _TEMPORARIES * shape.tensor)
 
 
 def _flat_peak(
@@ -211,13 +223,15 @@ def _gathered(sizes: Sequence[int], buckets: ZeroBuckets) -> int:
     return sum(sizes) - sum(others) + min(sum(others), ahead)
 
 
-def split_peak(share: TrainingShape, *, world_size: int, activation_bytes: int, logits_bytes: int) -> int:
+def split_peak(
+    share: TrainingShape, *, world_size: int, activation_bytes: int, logits_bytes: int, foreach: bool = False
+) -> int:
     """Return the peak bytes on one rank's device in a step under `tp`, for the shape of one rank's shards.
 
     The loss's backward makes two gradients of the size of the full logits. Collectives may still hold the rank's own
     logits and the gathered ones at that time.
     """
-    alone = rank_peaks(share, world_size=1, activation_bytes=activation_bytes)["single"]
+    alone = rank_peaks(share, world_size=1, activation_bytes=activation_bytes, foreach=foreach)["single"]
     loss = activation_bytes + 3 * logits_bytes + logits_bytes // world_size
     return max(alone, (_BYTES + _STATES) * share.elements + loss)
 
@@ -228,6 +242,7 @@ def pipeline_peak(
     num_micro_batches: int,
     activation_bytes: Sequence[int],
     sent_bytes: Sequence[int],
+    foreach: bool = False,
 ) -> int:
     """Return the peak bytes on one rank's device in a step of a pipeline with schedule `1f1b`.
 
@@ -242,7 +257,7 @@ def pipeline_peak(
         buffers = num_micro_batches * sum(sent_bytes[max(i - 1, 0) : i + 1])
         earlier = gradients if num_micro_batches > in_flight else 0  # accumulated in finished micro-batches
         moments = (
-            gradients + _TEMPORARIES * largest,
+            gradients + _temporary_bytes(shape, foreach),
             in_flight * kept + largest + earlier,
             (kept + largest + gradients) * (num_micro_batches > 1),
         )
@@ -278,14 +293,12 @@ def _streaming(shape: TrainingShape, activation_bytes: int) -> int:
     return streamed + tied_gradients + activation_bytes * remaining // max(inside, 1)
 
 
-def ranks_that_fit(
-    shape: TrainingShape, device_bytes: int, *, activation_bytes: int, buckets: ZeroBuckets | None = None
-) -> dict[str, int | None]:
-    """Return the smallest number of devices on which each strategy can train a model, or None above 4,096."""
-    by_count = {
-        ranks: rank_peaks(shape, world_size=ranks, activation_bytes=activation_bytes, buckets=buckets)
-        for ranks in (2**power for power in range(13))
-    }
+def ranks_that_fit(shape: TrainingShape, device_bytes: int, **load: Any) -> dict[str, int | None]:
+    """Return the smallest number of devices on which each strategy can train a model, or None above 4,096.
+
+    `load` are the other arguments of `rank_peaks`.
+    """
+    by_count = {ranks: rank_peaks(shape, world_size=ranks, **load) for ranks in (2**power for power in range(13))}
     found: dict[str, int | None] = {}
     for name in by_count[1]:
         counts = [1] if name in ("single", "ddp", "offload") else list(by_count)
