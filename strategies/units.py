@@ -255,7 +255,7 @@ def compile_in_place(module: nn.Module, options: Mapping[str, Any]) -> None:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
 
     if type(module).forward.__module__.startswith("torch."):
         module._compiled_call_impl = torch.compile(call, **options)

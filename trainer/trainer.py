@@ -58,8 +58,9 @@ MakeLoop = Callable[[StageRun], Loop]
 
 
 class Trainer(Planner, LightningNames):
-    """Trains, evaluates and predicts with a task. `trainwright launch` sets the defaults of `strategy`,
-    `precision`, `accumulate_grad_batches` and `compile`.
+    """Trains, evaluates and predicts with a task.
+
+    `trainwright launch` sets the defaults of `strategy`, `precision`, `accumulate_grad_batches` and `compile`.
 
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or a vendor's name.
