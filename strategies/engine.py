@@ -37,7 +37,7 @@ from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.gradients import Gradients
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
 from trainwright.strategies.steps.transfer import move_task
-from trainwright.strategies.units import is_compiled, repeated_blocks
+from trainwright.strategies.units import check_blocks, compile_in_place, is_compiled, repeated_blocks
 
 MakeOptimizers = Callable[[], list[Optimizer]]
 
@@ -86,7 +86,7 @@ class Engine(LightningMembers):
         scaler: Loss scaler for float16 mixed precision, once there are optimizers. None otherwise.
         state: State of the task by its own names. Set by `prepare`.
         step: Runs the optimizer steps. Set by `attach`.
-        conversions: Undoes the layer conversions of the precision.
+        conversions: Undoes the layer conversions of the precision and the compilation of blocks.
         sequences: Splits the sequences of batches over ranks. None: they are not split.
         run_group: For user-written loops, `run_group(step, batches)` runs all micro-batches of an optimizer step
             forward and backward, and returns the mean loss over all ranks (0-dim). None: micro-batches run separately.
@@ -181,13 +181,26 @@ class Engine(LightningMembers):
         move_task(task, self.device)
 
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
-        """Compile a step module, with calls of `task.log` outside of the graph."""
+        """Compile a step module, with calls of `task.log` outside of the graph, or only the task's repeated blocks."""
         task = self.task
+        if self.settings.compile_blocks:
+            blocks = repeated_blocks(task)
+            check_blocks(task, blocks)
+            for block in self._compile_blocks(blocks):
+                self.conversions.callback(vars(block).pop, "_compiled_call_impl", None)
+            return module
         if "log" not in vars(task):
             uncompiled = torch.compiler.disable(task.log)  # type: ignore[no-untyped-call]  # torch has no types here
             object.__setattr__(task, "log", uncompiled)
         compiled: Callable[..., Any] = torch.compile(module, **(self.settings.compile_options or {}))
         return compiled
+
+    def _compile_blocks(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+        """Compile blocks in place, which keeps the names of parameters. Return those that were not compiled before."""
+        found = [block for block in blocks if block._compiled_call_impl is None]
+        for block in found:
+            compile_in_place(block, self.settings.compile_options or {})
+        return found
 
     def attach(self, run: Run, hooks: HookTable, sink: MetricBuffer, *, counts_items: bool = True) -> None:
         """Create the step. Called after `prepare`, and again whenever the callbacks change.
@@ -366,8 +379,7 @@ class Engine(LightningMembers):
         if options is None or is_compiled(model) or not isinstance(prepared, nn.Module):
             return prepared
         blocks = repeated_blocks(model) if self.settings.compile_blocks else []
-        for block in blocks:
-            block.compile(**options)  # in place, which keeps the names of parameters
+        self._compile_blocks(blocks)
         if blocks:
             return prepared
         compiled: Callable[..., Any] = torch.compile(prepared, **options)

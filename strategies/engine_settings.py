@@ -21,7 +21,7 @@ class EngineSettings:
         compile_options: Arguments of `torch.compile`. None disables compilation.
         accumulate_grad_batches: Micro-batches per optimizer step.
         clip: Options of gradient clipping. None disables it.
-        compile_blocks: In user-written loops, compile only the repeated blocks of models.
+        compile_blocks: Compile each repeated block of the model instead of the step.
     """
 
     device_type: str

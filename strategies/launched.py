@@ -165,7 +165,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = from_variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", as_flag)
 
     def compile_options(self) -> dict[str, Any] | None:
-        """Return the arguments of `torch.compile`. None if nothing is compiled.
+        """Return the arguments of `torch.compile`, and `regional`. None if nothing is compiled.
 
         Raises:
             ConfigurationError: The backend is unknown.
@@ -183,6 +183,7 @@ class TorchDynamoPlugin(KwargsHandler):
             return None
         options = {"mode": self.mode, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": self.options}
         found = {name: value for name, value in options.items() if value is not None}
+        found |= {"regional": True} if self.use_regional_compilation else {}
         return {"backend": backend, **found, **({"disable": True} if self.disable else {})}
 
 

@@ -122,7 +122,8 @@ def select(
         )
     chosen = _chosen(strategy, world, sync_batchnorm=sync_batchnorm)
     nodes = topology.num_nodes if launched else num_nodes
-    settings = EngineSettings(kind, indices, nodes, precision, compile_options(compile), accumulate_grad_batches, clip)
+    options, blocks = compile_options(compile)
+    settings = EngineSettings(kind, indices, nodes, precision, options, accumulate_grad_batches, clip, blocks)
     chosen.check(settings)
     if launched and topology.world_size > 1 and not chosen.is_distributed:
         raise ConfigurationError(
@@ -268,7 +269,6 @@ def select_for_loop(
     cpu: bool,
     precision: Precision,
     compile: dict[str, Any] | None,
-    compile_blocks: bool,
     accumulate: int,
 ) -> Selection:
     """Select the strategy of a user-written loop. Only the launcher starts processes.
@@ -277,8 +277,7 @@ def select_for_loop(
         strategy: A strategy or its name. `"auto"` is one process without a launcher.
         cpu: Use the CPU even if there is an accelerator.
         precision: Precision of the forward.
-        compile: Arguments of `torch.compile`. None disables compilation.
-        compile_blocks: Compile repeated blocks instead of full models.
+        compile: Arguments of `torch.compile`, and `regional`. None disables compilation.
         accumulate: Micro-batches of one optimizer step.
 
     Raises:
@@ -286,7 +285,7 @@ def select_for_loop(
     """
     topology = detect()
     launched = topology.launcher != "none"
-    found = select(
+    return select(
         strategy=strategy,
         accelerator="cpu" if cpu else "auto",
         devices="auto" if launched else 1,
@@ -297,7 +296,6 @@ def select_for_loop(
         sync_batchnorm=False,
         accumulate_grad_batches=accumulate,
     )
-    return replace(found, settings=replace(found.settings, compile_blocks=compile_blocks))
 
 
 def _indices(
@@ -320,17 +318,29 @@ def _indices(
     return indices
 
 
-def compile_options(spec: bool | str | dict[str, Any]) -> dict[str, Any] | None:
-    """Parse a `compile=` argument: False, True, a mode, or keyword arguments of `torch.compile`."""
+def compile_options(spec: bool | str | dict[str, Any]) -> tuple[dict[str, Any] | None, bool]:
+    """Parse a `compile=` argument: False, True, `"regional"`, a mode, or a dict.
+
+    Returns:
+        The arguments of `torch.compile`, or None, and whether repeated blocks are compiled instead of the step.
+    """
     if spec is False or spec is None:
-        return None
+        return None, False
     if spec is True:
-        return {}
+        return {}, False
+    if spec == "regional":
+        return {}, True
     if isinstance(spec, str):
         modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
         if spec not in modes:
-            raise ConfigurationError(f"compile={spec!r} is not a mode of torch.compile. Known: {', '.join(modes)}.")
-        return {"mode": spec}
+            raise ConfigurationError(
+                f"compile={spec!r} is not a mode of torch.compile. Known: {', '.join(modes)}, and 'regional'."
+            )
+        return {"mode": spec}, False
     if isinstance(spec, dict):
-        return dict(spec)
+        options = dict(spec)
+        regional = options.pop("regional", False)
+        if not isinstance(regional, bool):
+            raise ConfigurationError(f"compile: 'regional' is {regional!r}. Write True or False.")
+        return options, regional
     raise ConfigurationError(f"compile={spec!r}: write True, False, a mode, or a dict of torch.compile's arguments.")

@@ -15,12 +15,14 @@ from torch import nn
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
+from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType, check_backend
 from trainwright.processes.process_group import DEFAULT_TIMEOUT, Processes, ProcessGroup, length_of_time
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.units import check_blocks, repeated_blocks
 
 if TYPE_CHECKING:
     from trainwright.strategies.mesh import MeshShape
@@ -112,6 +114,8 @@ class Strategy:
         Raises:
             ConfigurationError: The engine cannot train it.
         """
+        if settings.compile_blocks and not overrides(task, "configure_model", TaskModule):
+            check_blocks(task, repeated_blocks(task))
 
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         """Return how a run distributes a built task, on any device. None leaves out the units.

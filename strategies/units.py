@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
@@ -221,12 +222,45 @@ def check_compilable(units: list[nn.Module]) -> None:
         )
 
 
+def check_blocks(task: nn.Module, blocks: list[nn.Module]) -> None:
+    """Check that there are repeated blocks to compile.
+
+    Args:
+        task: The task.
+        blocks: The result of `repeated_blocks`.
+
+    Raises:
+        ConfigurationError: There are none.
+    """
+    if not blocks:
+        raise ConfigurationError(
+            "compile='regional' compiles the elements of each ModuleList with several modules of one class, but "
+            f"{type(task).__name__} has none. Use compile=True, or keep the repeated blocks in a ModuleList."
+        )
+
+
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the elements of each outermost ModuleList with several modules of one class."""
     children = list(model.children())
     if isinstance(model, nn.ModuleList) and len(children) > 1 and len(set(map(type, children))) == 1:
         return children
     return [block for child in children for block in repeated_blocks(child)]
+
+
+def compile_in_place(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Compile a module without a wrapper, which keeps the names of parameters.
+
+    For layers of torch, `Module.compile` compiles nothing in torch 2.13: the compiler skips calls and forwards of
+    torch's own files unless a function of another file calls them.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    if type(module).forward.__module__.startswith("torch."):
+        module._compiled_call_impl = torch.compile(call, **options)
+    else:
+        module.compile(**options)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -58,8 +58,9 @@ MakeLoop = Callable[[StageRun], Loop]
 
 
 class Trainer(Planner, LightningNames):
-    """Trains, evaluates and predicts with a task. `trainwright launch` sets the defaults of `strategy`,
-    `precision`, `accumulate_grad_batches` and `compile`.
+    """Trains, evaluates and predicts with a task.
+
+    `trainwright launch` sets the defaults of `strategy`, `precision`, `accumulate_grad_batches` and `compile`.
 
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or a vendor's name.
@@ -98,7 +99,7 @@ class Trainer(Planner, LightningNames):
         enable_autolog_hparams: pass hyper-parameters to the loggers when a fit starts. Default: True.
         profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `trainwright.profilers.Profiler`. Default: None.
         plugins, model_registry: only None is accepted (for `plugins` also an empty list); others raise an error.
-        compile: True, a mode, or a dict of `torch.compile`'s arguments: compile the step.
+        compile: True, a mode, or a dict of `torch.compile`'s arguments: compile the step; `"regional"`: each block.
         launcher: whose variables hold the rank: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`. `"ray"`, with
             options as in `"ray:max_restarts=2:cpus=4"`, runs each stage in actors of Ray.
         uneven_batches: the policy for ranks with different numbers of batches: `"pad"`, `"stop"` or `"error"`.

@@ -62,8 +62,9 @@ class DeepSpeedStrategy(DataParallel):
             state on its host and writes it.
         logging_level: Level of DeepSpeed's log messages.
         timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
-        zero_optimization, stage, …: The options of `ZeroOptions`, with Lightning's names. None uses the value in
-            `config`, or else the default of `ZeroOptions`.
+        zero_optimization, stage, …, frozen_modules: All other arguments. `ZeroOptions` in
+            `trainwright.strategies.deepspeed.options` documents each of them by the same name. Default: None, the value
+            in `config`, or else the default of `ZeroOptions`.
 
     Raises:
         ConfigurationError: An option is unknown or impossible, or differs from `config`.

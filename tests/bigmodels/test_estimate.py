@@ -240,8 +240,9 @@ def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (["no.such.module:Task"], "cannot be imported"),
         (["{folder}"], "contains no safetensors file"),
-        (["{folder}/config.json"], "not a JSON file"),
-        ([f"{__name__}:LargeTask", "--dtypes", "flaot32"], "Did you mean 'float32'"),
+        (["{folder}/config.json"], "config.json does not exist. Pass a model's config.json, its folder"),
+        ([f"{__name__}:LargeTask", "--dtypes", "flaot32"], "--dtypes flaot32: dtype 'flaot32' is unknown. Did you"),
+        ([f"{__name__}:LargeTask", "--device-memory", "lots"], "--device-memory lots: `size` 'lots' is not"),
         (["torch.nn:Linear"], "cannot be created without arguments: missing a required argument: 'in_features'"),
         (["torch.nn:functional"], "is not a callable object"),
         ([f"{__name__}:LargeTask", "--batch-size", "0"], "--batch-size 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -356,6 +357,11 @@ def test_print_config_shows_the_settings_and_runs_nothing(project: Path, capsys:
 def test_help_describes_the_trainer_s_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--help"]) == 0
     assert "--trainer.max_epochs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cls", [trainwright.Trainer, trainwright.TaskModule, trainwright.DataModule])
+def test_the_titles_of_the_help_are_full_sentences(cls: type) -> None:
+    assert (inspect.getdoc(cls) or "").splitlines()[0].endswith(".")
 
 
 @pytest.mark.usefixtures("project")

@@ -54,6 +54,11 @@ class Net(tw.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.001, fused=self.fused)
 
 
+class Threads(Net):
+    def training_step(self, batch, batch_idx):
+        return 0 * super().training_step(batch, batch_idx) + torch.get_num_threads()
+
+
 class Fails(Net):
     def training_step(self, batch, batch_idx):
         raise RuntimeError("no kernel")
@@ -119,7 +124,9 @@ def test_batch_sizes_compare_as_many_samples() -> None:
     assert (row.before, row.after, row.unit) == (400, pytest.approx(4000 / 6), "/s")
 
 
-def test_changes_are_those_of_arguments_that_exist_and_are_not_set() -> None:
+def test_changes_are_those_of_arguments_that_exist_and_are_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    monkeypatch.setattr("trainwright.cli.tuning.usable_cores", lambda: 8)
     optimizer = {"class_path": "torch.optim.SGD", "init_args": {"fused": None, "foreach": True}}
     config = {
         "trainer": {"compile": False, "precision": "16-mixed", "strategy": "auto"},
@@ -134,10 +141,24 @@ def test_changes_are_those_of_arguments_that_exist_and_are_not_set() -> None:
         "foreach": "not tried: it is True already",
         "channels_last": "not tried: task has no argument channels_last",
         "buckets": "not tried: trainer has no argument bucket_cap_mb",
+        "regional": (["trainer.compile=regional"], (1, 1)),
         "compile": (["trainer.compile=true"], (1, 1)),
+        "threads": (["OMP_NUM_THREADS=2", "OMP_NUM_THREADS=8"], (1, 1)),
         "bf16": "not tried: it is 16-mixed already",
         "batch_size": (["data.init_args.batch_size=8"], (4, 8)),
     }
+
+
+def test_the_whole_step_is_compared_with_its_blocks() -> None:
+    assert change({"trainer": {"compile": "regional"}}, "compile") == (["trainer.compile=true"], (1, 1))
+    assert change({"trainer": {"compile": "regional"}}, "regional") == "not tried: it is regional already"
+    assert change({"trainer": {"compile": "max-autotune"}}, "compile") == "not tried: it is max-autotune already"
+
+
+def test_threads_within_the_cores_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    monkeypatch.setattr("trainwright.cli.tuning.usable_cores", lambda: 1)
+    assert change({}, "threads") == "not tried: 1 of 1 cores have no half and no double"
 
 
 def _measures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
@@ -148,9 +169,8 @@ def _measures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         seen.append(tuple(overrides))
         if "trainer.compile=true" in overrides:
             raise TrialError("no compiler")
-        ms = (
-            10.0 - 3 * ("data.init_args.num_workers=2" in overrides) - 2 * ("data.init_args.num_workers=4" in overrides)
-        )
+        gains = {"data.init_args.num_workers=2": 3, "data.init_args.num_workers=4": 2, "OMP_NUM_THREADS=1": 1}
+        ms = 10.0 - sum(gains.get(word, 0) for word in overrides)
         return TrialRun(ms, [1.0, 1.5 if "trainer.precision=bf16-mixed" in overrides else 1.0])
 
     monkeypatch.setattr(Tuning, "trial", trial)
@@ -162,6 +182,7 @@ def test_kept_changes_add_up_and_are_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = _measures(monkeypatch)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     assert main(["profile", "config.yaml", "--apply", "--json", "trainer.max_epochs=7", "trainer.strategy=ddp"]) == 0
     found = json.loads(capsys.readouterr().out)
     kept = ["data.num_workers=2", "data.num_workers=4"]
@@ -169,6 +190,8 @@ def test_kept_changes_add_up_and_are_written(
     results = {row["remedy"]: row["result"] for row in found["rows"]}
     assert results["trainer.compile=true"] == "not kept: failed: no compiler"
     assert results["data.batch_size=8"] == "proposed: it changes training; --apply batch_size"
+    told = "proposed: OMP_NUM_THREADS=1 trainwright fit …, or launch --num_cpu_threads_per_process 1"
+    assert results["OMP_NUM_THREADS=1"] == told
     assert results["trainer.strategy.bucket_cap_mb=50"].startswith("not kept: no gain")
     assert (found["total"]["before"], found["total"]["after"]) == (10, 5)
     both = ("data.init_args.num_workers=2", "data.init_args.num_workers=4")
@@ -176,6 +199,7 @@ def test_kept_changes_add_up_and_are_written(
     assert (*both, "trainer.precision=bf16-mixed") in seen
     text = Path("config.tuned.yaml").read_text()
     assert "# data.num_workers=4: 28.6 % of a step's time" in text
+    assert f"# OMP_NUM_THREADS=1: 20.0 % of a step's time, {told}\n" in text
     written = yaml.safe_load(text)
     assert written["data"]["init_args"] == {"num_workers": 4, "batch_size": 4}
     assert (written["trainer"]["max_epochs"], written["seed_everything"]) == (7, None)
@@ -221,6 +245,12 @@ def test_without_a_gain_nothing_is_written(
     assert main(["profile", "config.yaml", "--apply", "fused"]) == 0
     assert capsys.readouterr().out.endswith("No change is kept, and no configuration is written.\n")
     assert not (folder / "config.tuned.yaml").exists()
+
+
+@pytest.mark.slow
+def test_a_trial_runs_with_its_number_of_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    tuning = Tuning(["config.yaml", "task=tuned_project.Threads"], 1, 1, 2, lambda row: None)
+    assert {tuning.trial([f"OMP_NUM_THREADS={number}"]).losses[0] for number in (1, 2)} == {1.0, 2.0}
 
 
 @pytest.mark.slow

@@ -193,7 +193,14 @@ def test_devices_are_counted_or_listed(devices: Any, indices: list[int]) -> None
 
 @pytest.mark.parametrize(
     ("spec", "options"),
-    [(False, None), (True, {}), ("max-autotune", {"mode": "max-autotune"}), ({"fullgraph": True}, {"fullgraph": True})],
+    [
+        (False, (None, False)),
+        (True, ({}, False)),
+        ("regional", ({}, True)),
+        ("max-autotune", ({"mode": "max-autotune"}, False)),
+        ({"fullgraph": True}, ({"fullgraph": True}, False)),
+        ({"fullgraph": True, "regional": True}, ({"fullgraph": True}, True)),
+    ],
 )
 def test_compile_takes_a_switch_a_mode_or_torchs_arguments(spec: Any, options: Any) -> None:
     assert compile_options(spec) == options

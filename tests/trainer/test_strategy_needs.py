@@ -94,6 +94,15 @@ def test_units_that_cannot_be_are_refused_before_a_process_is_started(
         trainer.fit(Untouched(), regression_loader(4))
 
 
+@pytest.mark.parametrize("strategy", ["single", "ddp", "local_sgd"])
+def test_a_task_without_repeated_blocks_is_refused_before_a_process_is_started(strategy: str) -> None:
+    trainer = quiet_trainer(
+        devices=1 if strategy == "single" else 2, strategy=strategy, max_epochs=1, compile="regional"
+    )
+    with pytest.raises(ConfigurationError, match="Untouched has none"):
+        trainer.fit(Untouched(), regression_loader(4))
+
+
 def test_sharding_says_why_it_does_not_synchronize_batch_normalization() -> None:
     with pytest.raises(ConfigurationError, match="sync_batchnorm=True is not supported by FSDPStrategy"):
         quiet_trainer(devices=2, strategy="fsdp", sync_batchnorm=True)

@@ -54,8 +54,6 @@ def with_launched(arguments: TrainerArguments) -> TrainerArguments:
     options = dynamo.compile_options()
     if options is not None and arguments.compile is not False:
         texts.append(f"ACCELERATE_DYNAMO_BACKEND={dynamo.backend} is overridden by compile={arguments.compile!r}.")
-    if options is not None and dynamo.use_regional_compilation:
-        texts.append("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true is not used: a Trainer compiles full steps.")
     for text in texts if detect(arguments.launcher).rank == 0 else ():
         warnings.warn(text, TrainwrightWarning, stacklevel=5)
     (strategy,) = choice.strategies

@@ -172,6 +172,9 @@ def batch_counts(
     }
 
 
+_WHY = "because it may download or write files; `trainer.plan` counts the batches of a loader that is passed to it"
+
+
 def _why_not_read(sources: Sources, task: TaskModule) -> str | None:
     """Return the reason why the training data cannot be read before the fit, or None."""
     if "train" in sources.given:
@@ -180,7 +183,7 @@ def _why_not_read(sources: Sources, task: TaskModule) -> str | None:
     from_data = data is not None and overrides(data, "train_dataloader", DataModule)
     owner, base = (data, DataModule) if from_data else (task, TaskModule)
     hook = next((name for name in ("prepare_data", "setup") if overrides(owner, name, base)), None)
-    return None if hook is None else f"{type(owner).__name__}.{hook} runs only in the fit"
+    return None if hook is None else f"{type(owner).__name__}.{hook} runs only in the fit, {_WHY}"
 
 
 def _total(per_epoch: int | None, max_epochs: int | None, max_steps: int) -> int | str | None:

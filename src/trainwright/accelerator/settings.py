@@ -176,7 +176,6 @@ def read_settings(
         cpu=cpu,
         precision=precision if casts else Precision.parse("32-true"),  # a sharded model would be cast all the same
         compile=dynamo.compile_options(),
-        compile_blocks=bool(dynamo.use_regional_compilation),
         accumulate=accumulation.num_steps or 1,
     )
     selections = [select(one) for one in choice.strategies]

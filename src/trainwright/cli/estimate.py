@@ -7,13 +7,13 @@ import copy
 import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.errors import ConfigurationError, MissingPackageError, nearest, require_package
-from trainwright.core.host.byte_sizes import format_bytes
+from trainwright.core.host.byte_sizes import convert_file_size_to_int, format_bytes
 from trainwright.core.registry import import_object
 
 if TYPE_CHECKING:
@@ -40,7 +40,13 @@ class _FoundModel:
 
 def estimate(argv: Sequence[str]) -> int:
     """Print the memory of a model per dtype; with a batch size also activations and KV cache."""
+    from trainwright.bigmodels.maps.sizes import dtype_byte_size
+
     wanted = _parser().parse_args(argv)
+    for dtype in wanted.dtypes:
+        _read("--dtypes", dtype, dtype_byte_size)
+    if wanted.device_memory is not None:
+        wanted.device_memory = int(_read("--device-memory", wanted.device_memory, convert_file_size_to_int))
     model = _find(wanted.model, wanted.library_name, trust_remote_code=wanted.trust_remote_code)
     if wanted.sequence_length is None:
         wanted.sequence_length = min(_TOKENS, _num_positions(model.config) or _TOKENS)
@@ -81,6 +87,14 @@ def _option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None
     parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")), **settings)
 
 
+def _read(option: str, text: str, convert: Callable[[str], float]) -> float:
+    """Convert the value of an option, and name the option in an error."""
+    try:
+        return convert(text)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{option} {text}: {error}") from None
+
+
 def _facts(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
     from trainwright.bigmodels.maps.estimates import kv_cache_bytes
 
@@ -107,7 +121,6 @@ def _facts(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
 
 def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
     from trainwright.bigmodels.maps.rank_peaks import ZeroBuckets, rank_peaks, ranks_that_fit, training_shape
-    from trainwright.core.host.byte_sizes import convert_file_size_to_int
 
     for name in ("devices", "reduce_bucket_size", "num_micro_batches"):
         number = getattr(wanted, name)
@@ -130,8 +143,7 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
                 found = find(model, wanted)
                 facts["no_estimate" if isinstance(found, str) else "peaks_float32_adam"][name] = found
     if wanted.device_memory is not None:
-        size = convert_file_size_to_int(wanted.device_memory)
-        facts["devices_needed"] = ranks_that_fit(shape, size, **load)
+        facts["devices_needed"] = ranks_that_fit(shape, wanted.device_memory, **load)
     return facts
 
 
@@ -304,6 +316,11 @@ def _find(name: str, library: str | None, *, trust_remote_code: bool) -> _FoundM
     from trainwright.bigmodels.maps.estimates import count_stored_weights, count_weights, read_config
 
     path = Path(name)
+    if path.suffix in (".json", ".safetensors") and not path.exists():
+        raise ConfigurationError(
+            f"{name} does not exist. Pass a model's config.json, its folder or its name, a folder of safetensors or "
+            "one such file, timm/NAME, or package.module:Class."
+        )
     if library == "timm" or (library is None and name.startswith(_TIMM) and not path.exists()):
         module = _from_timm(name.removeprefix(_TIMM))
         return _FoundModel(count_weights(module), module)

@@ -21,6 +21,7 @@ def plan(argv: Sequence[str]) -> int:
     from trainwright.cli.fit import LOADING, check_checkpoint, read_settings
     from trainwright.core.process import detect
     from trainwright.core.rng import seed_everything
+    from trainwright.trainer.planning.run_plan import PlannedSetting
 
     wanted, rest = _parser().parse_known_args(argv)
     line = read_command_line(rest)
@@ -39,6 +40,9 @@ def plan(argv: Sequence[str]) -> int:
         else each
         for name, each in found.settings.items()
     }
+    if named["seed"].value is None and settings.seed_everything is not None:
+        source = sources.get("seed_everything", "the configuration")
+        named["seed"] = PlannedSetting(settings.seed_everything, f"seed_everything of {source}")
     found = replace(found, settings=named)
     if detect(settings.trainer.get("launcher") or "auto").rank == 0:
         print(json.dumps(found.to_dict(), indent=2) if wanted.json else found)
@@ -46,17 +50,18 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def _sources(line: CommandLine) -> dict[str, str]:
-    """Return the file or `"command line"` for each argument of the Trainer that is set in one of them."""
+    """Return the file or `"command line"` for each argument of the Trainer and each section that is set in one."""
     from trainwright.cli.configs.overrides import read_configs
 
     found: dict[str, str] = {}
     for path in line.configs:
         if path.is_file():  # the output of a command can be read only once
-            found |= dict.fromkeys(read_configs([path]).get("trainer") or {}, str(path))
+            given = read_configs([path])
+            found |= dict.fromkeys((*given, *(given.get("trainer") or {})), str(path))
     for key, _ in line.assignments:
         section, _, name = key.partition(".")
-        if section == "trainer" and name:
-            found[name.partition(".")[0].rstrip("+")] = "command line"
+        of_trainer = section == "trainer" and name
+        found[name.partition(".")[0].rstrip("+") if of_trainer else section] = "command line"
     return found
 
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from trainwright.checkpoint.disk.low_priority_thread import usable_cores
 from trainwright.cli.main import INTERRUPTED
 from trainwright.core.errors import ConfigurationError, TrainwrightError, unknown
-from trainwright.core.process import detect
+from trainwright.core.process import detect, environment
 
 _MARK = "# Written by `trainwright profile --apply`, with every default filled in."
 _EXACT, _ROUNDED = 1e-3, 5e-2  # largest relative differences of losses: the same arithmetic, and fewer digits
@@ -40,7 +41,7 @@ class Remedy:
     """A change of one argument of the configuration.
 
     Attributes:
-        section: `trainer`, `task` or `data`.
+        section: `trainer`, `task` or `data`; `environment` for a variable, which a configuration cannot set.
         argument: the argument's name. In `task` and `data` it is searched in nested classes, too.
         following: returns the value to try after the current one; None: there is none.
         tolerance: largest relative difference of losses. None: losses are not compared, and the remedy has to be named.
@@ -65,10 +66,12 @@ REMEDIES = {
     "foreach": Remedy("task", "foreach"),
     "channels_last": Remedy("task", "channels_last"),
     "buckets": Remedy("trainer", "strategy.init_args.bucket_cap_mb", lambda mb: 2 * (mb or 25), climbs=True),
-    "compile": Remedy("trainer", "compile"),
+    "regional": Remedy("trainer", "compile", lambda value: None if value else "regional"),
+    "compile": Remedy("trainer", "compile", lambda value: True if value in (None, False, "regional") else None),
     "bf16": Remedy(
         "trainer", "precision", lambda p: "bf16-mixed" if p in (None, 32, "32", "32-true") else None, _ROUNDED
     ),
+    "threads": Remedy("environment", "OMP_NUM_THREADS"),
     "batch_size": Remedy("data", "batch_size", lambda n: 2 * n if n else None, None, climbs=True),
 }
 
@@ -98,6 +101,7 @@ class TriedChange:
         gain: percentage of a step's time that is saved.
         losses: largest relative difference of losses; None: not compared.
         result: whether it is kept, and why not.
+        proposed: it gains, and is left to the user.
     """
 
     remedy: str
@@ -108,6 +112,7 @@ class TriedChange:
     gain: float | None = None
     losses: float | None = None
     unit: str = "ms"
+    proposed: bool = False
 
     def __str__(self) -> str:
         shown = [f"{value:.4g} {self.unit}" if value is not None else "" for value in (self.before, self.after)]
@@ -189,8 +194,16 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def change(config: Mapping[str, Any], name: str) -> tuple[list[str], tuple[int, int]] | str:
-    """Return the next overrides of a remedy, with the batch sizes before and after, or why there are none."""
+    """Return the next overrides of a remedy, with the batch sizes before and after, or why there are none.
+
+    Those of `threads` are alternatives.
+    """
     remedy = REMEDIES[name]
+    if name == "threads":
+        threads, cores = torch.get_num_threads(), usable_cores()
+        others = [number for number in (threads // 2, 2 * threads) if 1 <= number <= cores]
+        words = [f"{remedy.argument}={number}" for number in others]
+        return (words, (1, 1)) if words else f"not tried: {threads} of {cores} cores have no half and no double"
     found = arguments(config, remedy)
     if not found:
         return f"not tried: {remedy.section} has no argument {remedy.argument.rpartition('.')[2]}"
@@ -242,9 +255,18 @@ class Tuning:
 
     def trial(self, overrides: Sequence[str] = ()) -> TrialRun:
         """Profile a few steps in a separate process."""
-        command = [sys.executable, "-m", "trainwright", "profile", *self.words, *self.seed, *overrides, *self.options]
+        pairs = dict(word.split("=", 1) for word in overrides if word.startswith(REMEDIES["threads"].argument))
+        changed = [word for word in overrides if word.partition("=")[0] not in pairs]
+        command = [sys.executable, "-m", "trainwright", "profile", *self.words, *self.seed, *changed, *self.options]
         began = perf_counter()
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment() | pairs,
+        )
         seconds = perf_counter() - began
         if done.returncode == INTERRUPTED:
             raise KeyboardInterrupt
@@ -260,6 +282,24 @@ class Tuning:
         pairs = [(self.trial(old), self.trial(new)) for _ in range(self.repeats)]
         return [a for a, _ in pairs], [b for _, b in pairs]
 
+    def judged(self, words: Sequence[str], remedy: Remedy, sizes: tuple[int, int] = (1, 1)) -> TriedChange:
+        """Compare trials with and without overrides."""
+        text = " ".join(words).replace(".init_args", "")
+        try:
+            return judge(text, *self.compare(self.kept, [*self.kept, *words]), remedy.tolerance, sizes)
+        except TrialError as error:
+            return TriedChange(text, f"not kept: failed: {error}")
+
+    def attempt_threads(self, words: Sequence[str]) -> None:
+        """Try numbers of threads, and propose each that gains."""
+        for word in words:
+            row = self.judged([word], REMEDIES["threads"])
+            if row.kept:
+                number = word.partition("=")[2]
+                told = f"proposed: {word} trainwright fit …, or launch --num_cpu_threads_per_process {number}"
+                row = replace(row, kept=False, proposed=True, result=told)
+            self.add(row)
+
     def attempt(self, name: str, *, named: bool) -> None:
         """Try the values of a remedy, and keep each that gains."""
         remedy, proposed = REMEDIES[name], REMEDIES[name].tolerance is None and not named
@@ -270,14 +310,13 @@ class Tuning:
                     self.add(TriedChange(name, found))
                 return
             words, sizes = found
-            text = " ".join(words).replace(".init_args", "")
-            try:
-                row = judge(text, *self.compare(self.kept, [*self.kept, *words]), remedy.tolerance, sizes)
-            except TrialError as error:
-                self.add(TriedChange(text, f"not kept: failed: {error}"))
+            if name == "threads":
+                self.attempt_threads(words)
                 return
+            row = self.judged(words, remedy, sizes)
             if row.kept and proposed:
-                row = replace(row, kept=False, result=f"proposed: it changes training; --apply {name}")
+                told = f"proposed: it changes training; --apply {name}"
+                row = replace(row, kept=False, proposed=True, result=told)
             if not self.add(row).kept:
                 return
             self.kept += words
@@ -369,8 +408,12 @@ def _target(words: Sequence[str], output: str | None) -> Path:
 
 
 def _write(target: Path, tuning: Tuning) -> None:
-    """Write the configuration, with a comment for each kept remedy."""
-    notes = [f"# {row.remedy}: {row.gain:.1f} % of a step's time" for row in tuning.rows if row.kept]
+    """Write the configuration, with a comment for each kept or proposed remedy."""
+    notes = [
+        f"# {row.remedy}: {row.gain:.1f} % of a step's time" + (f", {row.result}" if row.proposed else "")
+        for row in tuning.rows
+        if row.kept or row.proposed
+    ]
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f".{target.name}.tmp")
     staging.write_text("\n".join([_MARK, *notes, _resolved([*tuning.words, *tuning.kept])]))

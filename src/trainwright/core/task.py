@@ -27,9 +27,10 @@ _RUNTIME_ATTRIBUTES = ("_run", "_sink")
 
 
 class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
-    """Base class of tasks: define `training_step` and `configure_optimizers` in a sub-class, and pass it to
-    `Trainer.fit`. It is a plain `torch.nn.Module`: define layers in `__init__` (or `configure_model`), call them as
-    usual. State dicts have your own parameter names, whatever strategy or compiler wraps the step.
+    """Base class of tasks. A sub-class defines `training_step` and `configure_optimizers`.
+
+    Pass it to `Trainer.fit`. It is a plain `torch.nn.Module`: define layers in `__init__` (or `configure_model`), call
+    them as usual. State dicts have your own parameter names, whatever strategy or compiler wraps the step.
 
     Attributes:
         automatic_optimization: set to False in `__init__` to run backward and the optimizers yourself.

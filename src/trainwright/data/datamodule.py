@@ -22,10 +22,11 @@ _LOAD_DATA = "trainwright.checkpoint.load_task:load_data_from_checkpoint"
 
 
 class DataModule(HyperparametersMixin, DataHooks):
-    """Base class that downloads, splits and loads the data of a run: pass a sub-class to
-    `Trainer.fit(task, datamodule=...)`. The loaders are plain `DataLoader`s, shuffled or not; they are divided over
-    ranks automatically. Every hook is optional. `prepare_data` runs on one process, the others on every rank.
-    `save_hyperparameters()` and `hparams` work as on a task.
+    """Base class that downloads, splits and loads the data of a run.
+
+    Pass a sub-class to `Trainer.fit(task, datamodule=...)`. The loaders are plain `DataLoader`s, shuffled or not; they
+    are divided over ranks automatically. Every hook is optional. `prepare_data` runs on one process, the others on
+    every rank. `save_hyperparameters()` and `hparams` work as on a task.
 
     Attributes:
         trainer: the attached trainer; None before.

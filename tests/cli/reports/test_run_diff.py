@@ -83,3 +83,5 @@ def test_runs_that_share_nothing_are_an_error(tmp_path: Path, capsys: pytest.Cap
     assert "share nothing" in capsys.readouterr().err
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 2
     assert "both paths name the run" in capsys.readouterr().err
+    assert main(["diff", str(tmp_path), str(tmp_path)]) == 2
+    assert f"Pass two of: {tmp_path / 'a'}, {tmp_path / 'b'}." in capsys.readouterr().err

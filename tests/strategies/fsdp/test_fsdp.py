@@ -97,14 +97,16 @@ def test_other_precisions_come_close_to_one_process_in_them(precision: Any) -> N
     assert {k: v.dtype for k, v in by_rank[0]["weights"].items()} == {k: v.dtype for k, v in alone["weights"].items()}
 
 
-def _train_compiled() -> dict[str, Any]:
-    return train("fsdp", 2, compile={"backend": "eager"})
+def _train_compiled(strategy: str, regional: bool) -> dict[str, Any]:
+    return train(strategy, 2, compile={"backend": "eager", "regional": regional})
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_units_are_compiled_by_themselves() -> None:
-    assert_trained_alike(run_distributed(_train_compiled, 2, timeout=300), train("single", 1))
+@pytest.mark.parametrize(("strategy", "regional"), [("fsdp", False), ("fsdp", True), ("ddp", True)])
+def test_units_are_compiled_by_themselves(strategy: str, regional: bool) -> None:
+    found = run_distributed(_train_compiled, 2, strategy, regional, timeout=300)
+    assert_trained_alike(found, train("single", 1))
 
 
 # TensorShards

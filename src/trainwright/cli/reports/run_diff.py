@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trainwright.cli.main import table_lines
-from trainwright.cli.reports.run_files import Curve, RunFiles, read_run
+from trainwright.cli.reports.run_files import Curve, RunFiles, read_run, run_folders
 from trainwright.core.errors import ConfigurationError
 
 _ABSENT = "–"
@@ -33,6 +33,10 @@ def diff(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     wanted = parser.parse_args(argv)
     runs = read_run(wanted.first), read_run(wanted.second)
+    inside = run_folders(wanted.first)
+    if runs[0].folder.resolve() == runs[1].folder.resolve() and len(inside) > 1:
+        names = ", ".join(map(str, inside))
+        raise ConfigurationError(f"both paths name the run {runs[0].folder}. Pass two of: {names}.")
     found = compare(*runs, tolerance=wanted.tolerance)
     if wanted.json:
         print(json.dumps(found, indent=2))

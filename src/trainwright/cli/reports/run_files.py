@@ -105,6 +105,11 @@ def read_run(path: str | Path) -> RunFiles:
     return found
 
 
+def run_folders(top: str | Path) -> list[Path]:
+    """Return the folders in `top` that have a record or curves, sorted by path."""
+    return sorted({file.parent for pattern in (RECORD_FILE, *_READERS) for file in Path(top).rglob(pattern)})
+
+
 def _record_of(logs: Path) -> Path | None:
     """Return the record of the run that wrote a folder of logs, if it is in the folder of another logger nearby."""
     place = logs.resolve()

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainwright.callbacks import Callback
-from trainwright.checkpoint.format.manifests import open_checkpoint
+from trainwright.checkpoint.format.manifests import find_checkpoints, open_checkpoint
 from trainwright.cli.configs.overrides import CommandLine, read_command_line
 from trainwright.cli.main import table_lines
 from trainwright.cli.parity import STEP_ARGUMENTS
@@ -161,6 +161,9 @@ def replay(argv: Sequence[str]) -> int:
     checkpoint = Path(wanted.checkpoint)
     if not checkpoint.is_dir():
         raise ConfigurationError(f"{checkpoint} is not a folder. Pass the folder of a checkpoint.")
+    if inside := find_checkpoints(checkpoint):
+        names = ", ".join(each.path.name for each in inside)
+        raise ConfigurationError(f"{checkpoint} contains checkpoints. Pass the folder of one of them: {names}.")
     line = read_command_line(rest)
     line.configs.insert(0, _configuration(checkpoint, wanted.config))
     run = _run_of(checkpoint, wanted.run)
