@@ -37,7 +37,7 @@ from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.gradients import Gradients
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
 from trainwright.strategies.steps.transfer import move_task
-from trainwright.strategies.units import check_blocks, compile_in_place, is_compiled, repeated_blocks
+from trainwright.strategies.units import check_blocks, compile_blocks, is_compiled, repeated_blocks
 
 MakeOptimizers = Callable[[], list[Optimizer]]
 
@@ -186,7 +186,7 @@ class Engine(LightningMembers):
         if self.settings.compile_blocks:
             blocks = repeated_blocks(task)
             check_blocks(task, blocks)
-            for block in self._compile_blocks(blocks):
+            for block in compile_blocks(blocks, self.settings.compile_options or {}):
                 self.conversions.callback(vars(block).pop, "_compiled_call_impl", None)
             return module
         if "log" not in vars(task):
@@ -194,13 +194,6 @@ class Engine(LightningMembers):
             object.__setattr__(task, "log", uncompiled)
         compiled: Callable[..., Any] = torch.compile(module, **(self.settings.compile_options or {}))
         return compiled
-
-    def _compile_blocks(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-        """Compile blocks in place, which keeps the names of parameters. Return those that were not compiled before."""
-        found = [block for block in blocks if block._compiled_call_impl is None]
-        for block in found:
-            compile_in_place(block, self.settings.compile_options or {})
-        return found
 
     def attach(self, run: Run, hooks: HookTable, sink: MetricBuffer, *, counts_items: bool = True) -> None:
         """Create the step. Called after `prepare`, and again whenever the callbacks change.
@@ -379,7 +372,7 @@ class Engine(LightningMembers):
         if options is None or is_compiled(model) or not isinstance(prepared, nn.Module):
             return prepared
         blocks = repeated_blocks(model) if self.settings.compile_blocks else []
-        self._compile_blocks(blocks)
+        compile_blocks(blocks, options)
         if blocks:
             return prepared
         compiled: Callable[..., Any] = torch.compile(prepared, **options)

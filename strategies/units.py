@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -247,20 +248,30 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for child in children for block in repeated_blocks(child)]
 
 
-def compile_in_place(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile a module without a wrapper, which keeps the names of parameters.
+def compile_blocks(blocks: Iterable[nn.Module], options: Mapping[str, Any]) -> list[nn.Module]:
+    """Compile modules without a wrapper, which keeps the names of parameters. Return those that were not compiled.
 
-    For layers of torch, `Module.compile` compiles nothing in torch 2.13: the compiler skips calls and forwards of
-    torch's own files unless a function of another file calls them.
+    The attribute `_compiled_call_impl` is set.
     """
+    found = [block for block in blocks if block._compiled_call_impl is None]
+    for block in found:
+        if type(block).forward.__module__.startswith("torch."):
+            block._compiled_call_impl = partial(_call_compiled, block, torch.compile(block.forward, **options))
+        else:
+            block.compile(**options)
+    return found
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+
+def _call_compiled(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a layer of torch, for which `Module.compile` compiles nothing in torch 2.13.
+
+    The compiler skips forwards in torch's own files, unless they are compiled themselves.
+    """
+    vars(module)["forward"] = forward
+    try:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
-
-    if type(module).forward.__module__.startswith("torch."):
-        module._compiled_call_impl = torch.compile(call, **options)
-    else:
-        module.compile(**options)
+    finally:
+        vars(module).pop("forward", None)
 
 
 def is_compiled(module: nn.Module) -> bool:

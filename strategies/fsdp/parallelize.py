@@ -39,7 +39,7 @@ from trainwright.strategies.fsdp.unit_state import parameter_groups, reset_itera
 from trainwright.strategies.mesh import data_axes
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.shards import counts_here, full_output
-from trainwright.strategies.units import ModuleTraces, check_compilable
+from trainwright.strategies.units import ModuleTraces, check_compilable, compile_blocks
 
 
 class ShardTraces(ModuleTraces):
@@ -219,8 +219,7 @@ def parallelize(
         if compile_options is not None:
             check_compilable(units)
             undo.callback(_remove_compiled, units)
-            for unit in units:
-                unit.compile(**compile_options)
+            compile_blocks(units, compile_options)
         traces = ShardTraces(nn.ModuleList(roots))
         if layers is not None:
             undo.callback(layers.undo)

@@ -109,6 +109,44 @@ def test_units_are_compiled_by_themselves(strategy: str, regional: bool) -> None
     assert_trained_alike(found, train("single", 1))
 
 
+class EncoderTask(RegressionTask):
+    """Units that are layers of torch itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Any) -> Any:
+        x = x.unsqueeze(1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.squeeze(1))
+
+    def shard_units(self) -> Any:
+        return list(self.layers)
+
+
+def _count_graphs(strategy: str, compile: Any) -> int:
+    from torch._dynamo.testing import CompileCounter  # imports much of torch
+
+    counter = CompileCounter()  # type: ignore[no-untyped-call]  # torch has no types here
+    options = {"compile": {"backend": counter, **compile}}
+    quiet_trainer(strategy=strategy, devices="auto", max_steps=2, **options).fit(
+        EncoderTask(), regression_loader(16, 2)
+    )
+    return int(counter.frame_count)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("strategy", "options"), [("fsdp", {}), ("ddp", {"regional": True})])
+def test_layers_of_torch_are_compiled_as_units(strategy: str, options: Any) -> None:
+    for graphs in run_distributed(_count_graphs, 2, strategy, options, timeout=300):
+        assert 1 <= graphs <= 3  # one for all layers, and again when shapes or the training mode differ
+
+
 # TensorShards
 
 
