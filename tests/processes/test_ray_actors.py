@@ -105,12 +105,12 @@ def test_a_killed_rank_or_actor_is_restarted_and_the_result_is_equal(kill: int, 
     process = _launch(folder, "--max_restarts", "2")
     report = folder / f"step-0-{kill % 2}"
     deadline = time.monotonic() + 200
-    while not (report.exists() and report.read_text()):
+    while not (report.exists() and (found := report.read_text())):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    rank, actor, _ = map(int, found.split())
     time.sleep(draw.uniform(0, 2.2))  # training takes 2.4 s
-    rank, actor, _ = map(int, report.read_text().split())
     os.kill(actor if kill % 4 > 1 else rank, signal.SIGKILL)
     output = _output(process)
     assert "Restart 1 of 2." in output
