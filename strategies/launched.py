@@ -21,14 +21,14 @@ _EMPTY = ("", "0", "no", "none", "false", "default")
 _INSTEAD = {
     "USE_IPEX": "remove it: intel_extension_for_pytorch ended with torch 2.8, and torch includes its optimizations",
     "TORCH_DEVICE": "select devices with CUDA_VISIBLE_DEVICES",
-    "USE_SAGEMAKER": "start the script with torchrun",
+    "SAGEMAKER_DISTRIBUTED_TYPE": "submit the job with `trainwright launch`, which starts one process for each GPU",
 }
 # Variables that other modules read, or that only affect the launcher's output.
 _READ_ELSEWHERE = (
     *("CPU_AFFINITY", "DEBUG_MODE", "ENABLE_RICH", "DISABLE_RICH", "LOG_LEVEL", "CONFIG_DS_FIELDS"),
     *(name.removeprefix(_PREFIX) for name in ENGINE_VARIABLES),
 )
-_DETAILS = ("DYNAMO_", "FP8_", "SAGEMAKER_")
+_DETAILS = ("DYNAMO_", "FP8_", "SAGEMAKER_", "USE_SAGEMAKER")
 # Variable that selects an engine → prefixes of the variables with its options.
 _OPTIONS = {
     "ACCELERATE_USE_FSDP": ("FSDP_",),

@@ -47,6 +47,7 @@ def test_the_launcher_sets_precision_and_accumulation_unless_the_script_does(
     [
         ("ACCELERATE_USE_IPEX", "true", "torch includes its optimizations"),
         ("ACCELERATE_TORCH_DEVICE", "cuda:1", "CUDA_VISIBLE_DEVICES"),
+        ("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "DATA_PARALLEL", "submit the job with `trainwright launch`"),
         ("ACCELERATE_SOMETHING_NEW", "x", "not read"),
     ],
 )
@@ -72,6 +73,8 @@ def test_defaults_of_the_launcher_are_not_warnings(monkeypatch: pytest.MonkeyPat
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
         "ACCELERATE_DEBUG_MODE": "true",
         "ACCELERATE_USE_FSDP": "false",
+        "ACCELERATE_USE_SAGEMAKER": "true",
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "NO",
     }.items():
         monkeypatch.setenv(name, value)
     accelerator, found = _warnings_of(gradient_accumulation_steps=4, mixed_precision="bf16")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.selection import mostly_exhaustive
 from trainwright.core.errors import ConfigurationError
 from trainwright.launch.launch import check_options
 from trainwright.launch.launch_config import LaunchConfig
@@ -81,7 +82,7 @@ def _wait_for(folder: Path, name: str, step: int, world: int, launcher: subproce
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("returns", mostly_exhaustive([False, True], keep=[True]))
 def test_a_run_continues_without_a_machine_and_takes_it_back(returns: bool, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
     if returns:

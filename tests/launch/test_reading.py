@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.launch.launch import check
@@ -120,6 +121,9 @@ _READ = {"machine_rank": 0, "num_machines": 1, "num_processes": 2, "downcast_bf1
     ("content", "expected"),
     [
         ({"distributed_type": "NO", "use_cpu": False}, {"cpu": False}),
+        (yaml.safe_load("distributed_type: NO\nmixed_precision: no"), {"mixed_precision": "no"}),
+        (yaml.safe_load("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO"),
+         {"sagemaker": True, "sagemaker_distributed_type": "NO"}),
         ({"distributed_type": "MULTI_CPU"}, {"cpu": True}),
         ({"distributed_type": "MULTI_GPU", "gpu_ids": "0,1", "rdzv_backend": "static"},
          {"gpu_ids": "0,1", "rdzv_backend": "static"}),

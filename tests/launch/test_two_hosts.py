@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.sources import ROOT
 
 pytestmark = [
@@ -140,7 +141,7 @@ def _losses(folder: Path) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", mostly_exhaustive(["ddp", "fsdp"], keep=["fsdp"]))
 def test_two_hosts_train_as_one_process(strategy: str, hosts: list[_Host], tmp_path: Path) -> None:
     alone, together = _folder(tmp_path / "alone"), _folder(tmp_path / "together")
     command = [sys.executable, str(alone / "script.py"), str(alone), "auto", "1"]
@@ -184,6 +185,7 @@ def test_both_hosts_end_when_their_link_drops(running: Path, hosts: list[_Host])
         assert error.startswith(f"machine {other} has sent no heartbeat for 15 seconds")
 
 
+@pytest.mark.exhaustive
 def test_a_host_ends_when_the_other_one_dies(running: Path, hosts: list[_Host]) -> None:
     hosts[1].kill()
     code, error = _end(hosts[0], 60)

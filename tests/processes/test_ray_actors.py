@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.selection import mostly_exhaustive
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import detect, job
 from trainwright.processes.ray_actors import _ranked, parse_launcher
@@ -31,7 +33,7 @@ from trainwright.loggers import CSVLogger
 class Reports(Callback):
     def on_train_step_end(self, trainer, task, result):
         rank, attempt = os.environ["RANK"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        Path(f"step-{attempt}-{rank}").write_text(f"{os.getpid()} {trainer.global_step}")
+        Path(f"step-{attempt}-{rank}").write_text(f"{os.getpid()} {os.getppid()} {trainer.global_step}")
         if Path("slow").exists() and attempt == "0":
             time.sleep(0.3)
 
@@ -84,41 +86,52 @@ def _output(process: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run without Ray."""
+    folder = tmp_path_factory.mktemp("plain")
+    _output(_start(folder, "program.py"))
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.requires("ray", reason="it starts the actors")
-def test_a_killed_rank_is_restarted_and_the_result_is_equal(tmp_path: Path) -> None:
-    _output(_start(tmp_path / "plain", "program.py"))
-    folder = tmp_path / "killed"
+@pytest.mark.parametrize("kill", mostly_exhaustive(range(10), keep=[0]))
+def test_a_killed_rank_or_actor_is_restarted_and_the_result_is_equal(kill: int, plain: Path, tmp_path: Path) -> None:
+    folder, draw = tmp_path / "killed", random.Random(kill)
     folder.mkdir()
     (folder / "slow").touch()
     process = _launch(folder, "--max_restarts", "2")
-    report = folder / "step-0-1"
+    report = folder / f"step-0-{kill % 2}"
     deadline = time.monotonic() + 200
-    while not (report.exists() and report.read_text()[-1:] in "567"):
+    while not (report.exists() and (found := report.read_text())):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.kill(int(report.read_text().split()[0]), signal.SIGKILL)
+    rank, actor, _ = map(int, found.split())
+    time.sleep(draw.uniform(0, 2.2))  # training takes 2.4 s
+    os.kill(actor if kill % 4 > 1 else rank, signal.SIGKILL)
     output = _output(process)
-    assert "rank 1 ended with exit code -9. Restart 1 of 2." in output
+    assert "Restart 1 of 2." in output
+    assert kill % 4 > 1 or f"rank {kill % 2} ended with exit code -9. Restart" in output
     assert (folder / "step-1-0").exists()  # the second attempt
     assert not (folder / "step-2-0").exists()
-    plain = torch.load(tmp_path / "plain/weights.pt")
-    torch.testing.assert_close(torch.load(folder / "weights.pt"), plain, rtol=0, atol=0)
+    expected = torch.load(plain / "weights.pt")
+    torch.testing.assert_close(torch.load(folder / "weights.pt"), expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.requires("ray", reason="it starts the actors")
-def test_a_trainer_on_ray_leaves_the_results_in_the_process_that_called_it(tmp_path: Path) -> None:
-    _output(_start(tmp_path / "plain", "program.py"))
+def test_a_trainer_on_ray_leaves_the_results_in_the_process_that_called_it(plain: Path, tmp_path: Path) -> None:
     _output(_start(tmp_path / "ray", "program.py", "ray"))
-    found, plain = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("ray", "plain"))
+    folders = (tmp_path / "ray", plain)
+    found, expected = (json.loads((folder / "result.json").read_text()) for folder in folders)
     assert found["step"] == 8
-    assert found["val_loss"] == plain["val_loss"]
-    assert Path(found["best"]).name == Path(plain["best"]).name
-    weights = [torch.load(tmp_path / name / "weights.pt") for name in ("ray", "plain")]
+    assert found["val_loss"] == expected["val_loss"]
+    assert Path(found["best"]).name == Path(expected["best"]).name
+    weights = [torch.load(folder / "weights.pt") for folder in folders]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 

@@ -2,6 +2,7 @@
 and import no other module of this package, because they have to start fast.
 
     python child.py LAUNCHER PROGRAM ARGUMENTS      becomes a program that is killed when its launcher ends
+    python child.py parent PROGRAM ARGUMENTS        the same for the process that has started it
     python child.py machine PROGRAM ARGUMENTS       runs a program on a machine that pdsh has started
 """
 
@@ -13,6 +14,7 @@ import signal
 import sys
 
 ENDED = "trainwright launch: this machine ended with exit code"
+PARENT = "parent"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -57,4 +59,4 @@ def run_machine(program: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "machine":
         os._exit(run_machine(sys.argv[2:]))  # without waiting for the thread, which reads
-    become(int(sys.argv[1]), sys.argv[2:])
+    become(os.getppid() if sys.argv[1] == PARENT else int(sys.argv[1]), sys.argv[2:])

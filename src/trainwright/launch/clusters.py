@@ -175,7 +175,7 @@ def mpirun_command(command: LaunchCommand) -> list[str]:
     variables["CCL_WORKER_COUNT"] = str(config.mpirun_ccl or 1)
     for name, value in variables.items():
         words += ["-x", f"{name}={value}"] if is_open else ["-genv", name, value]
-    return [*words, *command.program]
+    return [*words, *child.command(child.PARENT), *command.program]
 
 
 def _is_open_mpi() -> bool:

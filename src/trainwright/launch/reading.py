@@ -235,6 +235,8 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigurationError(f"{origin} does not hold a mapping. Write one with `trainwright config`.")
     left = dict(content)
+    if left.get("distributed_type") is False:
+        left["distributed_type"] = "NO"  # YAML reads NO without quotes as a truth value
     where = left.pop("compute_environment", "LOCAL_MACHINE")
     if where not in ("LOCAL_MACHINE", "AMAZON_SAGEMAKER"):
         raise ConfigurationError(
