@@ -21,7 +21,7 @@ from trainwright.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoi
 from trainwright.checkpoint import read_manifest
 from trainwright.checkpoint.remote import _Remote, find_remote
 from trainwright.cli.main import main
-from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError
+from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
 from trainwright.trainer.checkpoints import step_end
 
@@ -138,7 +138,7 @@ def test_what_others_have_there_is_neither_replaced_nor_deleted(url: str, tmp_pa
 
 
 def test_last_without_any_checkpoint_anywhere_says_so(url: str, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no valid checkpoint"):
+    with pytest.warns(TrainwrightWarning, match="no checkpoint in .* yet"):
         fit(tmp_path, url, 1, ckpt_path="last")
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         fit(tmp_path, url, 1, ckpt_path=f"{url}/epoch=9")
@@ -213,6 +213,7 @@ _KILLED = """
 import os, sys
 from pathlib import Path
 from tests.checkpoint.test_remote_runs import fit
+from trainwright.core.errors import TrainwrightWarning
 from trainwright.checkpoint.remote import _Remote
 root, url, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 count, send, write = 0, _Remote.send, _Remote.write

@@ -278,9 +278,13 @@ def test_last_is_the_newest_checkpoint_of_the_runs_folder(tmp_path: Path) -> Non
     assert [note for _, note in seen.notes] == [(2, 9), (2, 10), (2, 11), (2, 12)]
 
 
-def test_last_without_any_checkpoint_says_where_it_looked(tmp_path: Path) -> None:
+def test_a_fit_from_last_without_any_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:
+    trainer = quiet_trainer(default_root_dir=tmp_path, max_steps=2)
+    with pytest.warns(TrainwrightWarning, match=r"no checkpoint in .*checkpoints yet"):
+        trainer.fit(RegressionTask(), regression_loader(2), ckpt_path="last")
+    assert trainer.global_step == 2
     with pytest.raises(FileNotFoundError, match="checkpoints"):
-        quiet_trainer(default_root_dir=tmp_path).fit(RegressionTask(), regression_loader(2), ckpt_path="last")
+        trainer.validate(RegressionTask(), regression_loader(2), ckpt_path="last")
 
 
 def test_best_continues_from_the_best_by_the_monitored_metric(tmp_path: Path) -> None:

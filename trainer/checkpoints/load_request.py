@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from trainwright.callbacks.roles import Saver
 from trainwright.checkpoint import Snapshot
 from trainwright.checkpoint.format.layout import PARTS, Kind
-from trainwright.checkpoint.format.manifests import FoundCheckpoint, HashFiles, hash_files, open_checkpoint
+from trainwright.checkpoint.format.manifests import FoundCheckpoint, HashFiles, hash_files, open_checkpoint, scan
 from trainwright.checkpoint.format.reader import check_checkpoint, read_checkpoint
 from trainwright.checkpoint.remote import find_remote
 from trainwright.checkpoint.retention import IndexEntry, RunIndex
@@ -169,6 +169,14 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
         )
         newer = remote_saves.fetch_newer(run, local, kind, skip_damaged=request.on_damaged != "error")
         if newer is None and local is None:
+            if stage == "fit" and not any(scan(run.checkpoint_dir)) and not remote_saves.saved_names(run):
+                warnings.warn(
+                    f"fit(ckpt_path='last'): there is no checkpoint in {run.checkpoint_dir} yet. Training starts from "
+                    "the beginning.",
+                    TrainwrightWarning,
+                    stacklevel=2,
+                )
+                return None
             raise errors.CheckpointNotFoundError(
                 f"{stage}(ckpt_path='last'): no valid checkpoint in {run.checkpoint_dir}. Pass a path or None."
             )

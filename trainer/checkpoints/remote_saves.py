@@ -8,7 +8,7 @@ from typing import Any
 
 from trainwright.checkpoint.format.layout import Kind
 from trainwright.checkpoint.format.manifests import FoundCheckpoint
-from trainwright.checkpoint.remote import RemoteIndex, fetch_checkpoint, fetch_newest
+from trainwright.checkpoint.remote import RemoteIndex, fetch_checkpoint, fetch_newest, remote_names
 from trainwright.core.errors import CheckpointError
 from trainwright.core.host.folders import is_url, last_part, local_folder, parent_url
 from trainwright.core.run import SaveRequest
@@ -88,6 +88,12 @@ def fetch_newer(run: StageRun, local: FoundCheckpoint | None, kind: Kind | None,
     if remote is None:
         return None
     return fetch_newest(remote, run.settings.root / DOWNLOADS, than=local, kind=kind, skip_damaged=skip_damaged)
+
+
+def saved_names(run: StageRun) -> list[str]:
+    """Return the names of all folders in the ModelCheckpoint's remote folder; none without one."""
+    remote = None if run.saver is None else run.saver.remote
+    return [] if remote is None else remote_names(remote)
 
 
 def on_this_machine(run: StageRun, path: str) -> Path:

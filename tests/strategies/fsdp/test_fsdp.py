@@ -115,7 +115,7 @@ class EncoderTask(RegressionTask):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True) for _ in range(3))
-        self.head = nn.Linear(4, 1)
+        self.net, self.head = nn.Identity(), nn.Linear(4, 1)
 
     def forward(self, x: Any) -> Any:
         x = x.unsqueeze(1)
