@@ -1,8 +1,10 @@
-"""Dispatched loaders against divided ones: two gloo processes, a small convolutional network, images of 3×64×64.
+"""Dispatched loaders against divided ones: two gloo processes, a convolutional network, images of 3×64×64.
 
-    python benchmarks/dispatch.py
+    python benchmarks/dispatch.py [--network small]
 
 The first process reads all samples with `dispatch_batches=True`. Rounds of both loaders are interleaved in one run.
+Without workers, a step of the first process takes the time of reading two batches and of computing one, and a step of a
+divided loader that of one each: a small network shows the cost of reading, a residual one that of usual training.
 """
 
 from __future__ import annotations
@@ -31,7 +33,32 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
         return (image - image.mean()) / image.std(), index % 10
 
 
-def samples_per_s(rounds: int, num_workers: int) -> dict[str, float]:
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        parts = [(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)) for _ in range(2)]
+        self.inner = nn.Sequential(*parts[0], nn.ReLU(), *parts[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of both paths; (batch, width, height, width of the image)."""
+        return nn.functional.relu(x + self.inner(x))
+
+
+def network(kind: str) -> nn.Module:
+    """Return a network of two convolutions, or a residual network of ten."""
+    if kind == "small":
+        layers = [nn.Conv2d(3, 16, 5, 2), nn.ReLU(), nn.Conv2d(16, 32, 5, 2), nn.Flatten()]
+    else:
+        deeper = [nn.Conv2d(3, 32, 3, 2, 1), *(Residual(32) for _ in range(2)), nn.Conv2d(32, 64, 3, 2, 1)]
+        layers = [*deeper, *(Residual(64) for _ in range(2)), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    net = nn.Sequential(*layers, nn.LazyLinear(10))
+    net(torch.zeros(2, 3, 64, 64))
+    return net
+
+
+def samples_per_s(kind_of_network: str, rounds: int, num_workers: int) -> dict[str, float]:
     """Return the median number of samples of all processes per second, for each kind of loader."""
     kinds = {"divided": False, "dispatched": True}
     loops = {}
@@ -39,8 +66,7 @@ def samples_per_s(rounds: int, num_workers: int) -> dict[str, float]:
         accelerator = Accelerator(
             cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatches, data_seed=0)
         )
-        net = nn.Sequential(nn.Conv2d(3, 16, 5, 2), nn.ReLU(), nn.Conv2d(16, 32, 5, 2), nn.Flatten(), nn.LazyLinear(10))
-        net(torch.zeros(1, 3, 64, 64))
+        net = network(kind_of_network)
         loader = DataLoader(Images(), BATCH_SIZE, num_workers=num_workers, persistent_workers=num_workers > 0)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         loops[kind] = (accelerator, *accelerator.prepare(net, optimizer, loader))
@@ -61,10 +87,12 @@ def samples_per_s(rounds: int, num_workers: int) -> dict[str, float]:
 def main() -> None:
     """Print the throughput of both loaders."""
     parser = argparse.ArgumentParser(description="Throughput of a dispatched loader over that of a divided one.")
+    parser.add_argument("--network", choices=["small", "residual"], default="residual")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-workers", type=int, default=0, help="of each loader")
     arguments = parser.parse_args()
-    found = debug_launcher(samples_per_s, (arguments.rounds, arguments.num_workers), num_processes=2)
+    given = (arguments.network, arguments.rounds, arguments.num_workers)
+    found = debug_launcher(samples_per_s, given, num_processes=2)
     for kind, value in found.items():
         print(f"{kind:<12} {value:8.0f} samples/s")
     ratio = found["dispatched"] / found["divided"]
