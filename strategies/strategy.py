@@ -69,7 +69,7 @@ class Strategy:
     """
 
     capabilities: Capabilities = Capabilities()
-    is_distributed: ClassVar[bool] = False
+    is_distributed: bool = False
     runs_on: ClassVar[str | None] = None
     distributed_type: ClassVar[DistributedType | None] = None
     sync_each_batch: bool = False

@@ -13,6 +13,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import local_part
 from trainwright.strategies.data_ranks import DataRanks
 
 
@@ -54,6 +55,8 @@ def average_replicas(ranks: DataRanks, parameters: Iterable[nn.Parameter], buffe
 class FlatGradients:
     """Gradients of trained parameters of one dtype in one tensor, for an all-reduce that sums over replicas.
 
+    Of a sharded parameter, this rank's shard is part of the tensor.
+
     Args:
         parameters: The parameters.
         weight: Factor of the gradients.
@@ -66,7 +69,8 @@ class FlatGradients:
         self._parameters = parameters
         self._grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         has_grad = torch.tensor([float(p.grad is not None) for p in parameters], dtype=parameters[0].dtype)
-        grads = [grad.reshape(-1) for grad in self._grads]
+        self._parts = [local_part(grad) for grad in self._grads]
+        grads = [part.reshape(-1) for part in self._parts]
         self.values = torch.cat(
             [*(grads if weight == 1 else (weight * g for g in grads)), has_grad.to(grads[0].device)]
         )
@@ -75,10 +79,11 @@ class FlatGradients:
         """Divide the sums by a number, and write them to the gradients that exist on any replica."""
         num = len(self._parameters)
         used = self.values[-num:].tolist()
-        means = _unflatten_dense_tensors(self.values[:-num] / total_weight, self._grads)  # type: ignore[no-untyped-call]  # torch has no types here
-        for parameter, grad, mean, anywhere in zip(self._parameters, self._grads, means, used, strict=True):
+        means = _unflatten_dense_tensors(self.values[:-num] / total_weight, self._parts)  # type: ignore[no-untyped-call]  # torch has no types here
+        gradients = zip(self._parameters, self._grads, self._parts, means, used, strict=True)
+        for parameter, grad, part, mean, anywhere in gradients:
             if anywhere > 0:
-                grad.copy_(mean)
+                part.copy_(mean)
                 parameter.grad = grad
 
 

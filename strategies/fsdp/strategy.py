@@ -477,7 +477,7 @@ class FSDPEngine(ParallelEngine):
     def unshard(self) -> None:
         self.begin_save()
         self._unwrap()
-        weights, is_main = self.strategy.weights_after_stage, self.is_main
+        weights, is_main = self.strategy.weights_after_stage, self.processes.rank == 0
         unshard_task(self.task, self.optimizers, self.device, weights=weights, is_main=is_main)
 
     def _unwrap(self) -> None:

@@ -21,7 +21,7 @@ from trainwright.core.run import Run
 from trainwright.core.signatures import overrides, own_hook
 from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import is_cut
+from trainwright.core.tree import local_part
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.precision import Precision
@@ -236,7 +236,7 @@ class Step(ABC):
         for parameter in parameters_of(self.optimizers):
             grad: Any = parameter.grad
             if grad is not None:
-                shard = grad.to_local() if is_cut(grad) else grad
+                shard = local_part(grad)
                 yield parameter, shard.coalesce().values() if shard.is_sparse else shard
 
     def discard_gradients(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
 from trainwright.core.errors import require_package
-from trainwright.processes.process_group import DEFAULT_TIMEOUT
+from trainwright.processes.process_group import DEFAULT_TIMEOUT, Processes
 from trainwright.strategies.ddp.replicas import flat_gradients
 
 
@@ -32,6 +32,7 @@ class LiveReplicas:
         state: Returns the state that a rejoining replica receives.
         step: Number of completed optimizer steps.
         device: Device of the gradients.
+        processes: The processes of this replica.
         timeout: Maximum duration of an exchange of gradients.
         host: Name or address of this machine for the other replicas. None: its name.
         **manager: Further arguments of torchft's Manager.
@@ -46,6 +47,7 @@ class LiveReplicas:
         *,
         step: int,
         device: torch.device,
+        processes: Processes,
         timeout: timedelta,
         host: str | None,
         **manager: Any,
@@ -55,7 +57,10 @@ class LiveReplicas:
         self.received: dict[str, Any] | None = None
         self._is_open = False
         self._device = device
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        is_first = processes.rank == 0
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if is_first else None
+        place = (host, self._store.port) if self._store is not None else None
+        host, port = processes.gather_object(place)[0]
         group = torchft.ProcessGroupGloo if device.type == "cpu" else torchft.ProcessGroupNCCL
         self._manager = torchft.Manager(
             pg=group(timeout=timeout),
@@ -64,10 +69,10 @@ class LiveReplicas:
             use_async_quorum=False,  # a rejoining replica contributes to its first step
             timeout=timeout,
             quorum_timeout=DEFAULT_TIMEOUT,
-            rank=0,
-            world_size=1,
+            rank=processes.rank,
+            world_size=processes.world_size,
             store_addr=host,
-            store_port=self._store.port,
+            store_port=port,
             hostname=host,
             **manager,
         )

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
-from torch import nn
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Literal
 
 from trainwright.core.duration import Duration
-from trainwright.core.errors import ConfigurationError, TrainwrightError
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import variable
-from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
-from trainwright.processes.process_group import Processes, length_of_time
+from trainwright.processes.process_group import length_of_time
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.data_ranks import DataRanks
-from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.steps.gradients import stack_counts, weights_of_one_rank, without_loss
-from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
 from trainwright.strategies.strategy import Strategy, StrategyOutline
-from trainwright.strategies.torchft.live_replicas import LiveReplicas, load_torchft
+from trainwright.strategies.torchft.live_replicas import load_torchft
+
+if TYPE_CHECKING:
+    from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 
 class TorchFTStrategy(Strategy):
-    """Trains replicas that may die and rejoin during a run. Each replica is one process, started separately.
+    """Trains replicas that may die and rejoin during a run. Each replica is started separately.
 
     Gradients are averaged over the replicas that are alive, in every step. A replica that is started again receives
     weights, optimizer states, schedules and progress from a live one, and continues with its next step. Replica r reads
@@ -43,6 +37,9 @@ class TorchFTStrategy(Strategy):
         timeout: Maximum duration of an exchange of gradients: seconds, a timedelta, a Duration or text such as
             `"1 min"`. Default: 60 seconds.
         host: Name or address of this machine for other replicas. Default: None, the name of the machine.
+        within: `"fsdp"`, or an `FSDPStrategy`, that shards the model over the processes of a replica, all of which are
+            started together. A replica of which a process dies ends, and is started again as a whole. Default: None,
+            replicas of one process.
 
     Raises:
         ConfigurationError: A value is not valid.
@@ -61,6 +58,7 @@ class TorchFTStrategy(Strategy):
         min_replicas: int = 1,
         timeout: float | datetime.timedelta | Duration | str = 60.0,
         host: str | None = None,
+        within: FSDPStrategy | Literal["fsdp"] | None = None,
     ) -> None:
         self.replica = _number("replica", replica, "REPLICA_GROUP_ID")
         self.max_replicas = _number("max_replicas", max_replicas, "NUM_REPLICA_GROUPS")
@@ -68,9 +66,34 @@ class TorchFTStrategy(Strategy):
         self.min_replicas = min_replicas
         self.timeout = length_of_time("timeout", timeout)
         self.host = host
+        self.within = self._sharding(within)
+        self.is_distributed = within is not None
+
+    @staticmethod
+    def _sharding(given: FSDPStrategy | Literal["fsdp"] | None) -> FSDPStrategy | None:
+        if given is None:
+            return None
+        from trainwright.strategies.fsdp.strategy import FSDPStrategy  # imports much of torch
+
+        found = FSDPStrategy() if given == "fsdp" else given
+        if type(found) is not FSDPStrategy or max(found.tp, found.cp, found.sp, found.ep) > 1:
+            raise ConfigurationError(
+                f"within={given!r}: TorchFTStrategy supports 'fsdp', or FSDPStrategy without tp, cp, sp and ep."
+            )
+        if found._given.get("state_dict_type", "full") != "full":
+            raise ConfigurationError("within: TorchFTStrategy writes full checkpoints, so set state_dict_type='full'.")
+        return found.with_options(state_dict_type="full")
 
     def check(self, settings: EngineSettings) -> None:
-        super().check(settings)
+        if self.within is not None:
+            self.within.check(settings)
+        elif settings.num_processes > 1:
+            raise ConfigurationError(
+                f"devices={len(settings.device_indices)}, num_nodes={settings.num_nodes}: a replica of TorchFTStrategy "
+                "runs one process. Start each replica with devices=1, or use TorchFTStrategy(within='fsdp')."
+            )
+        else:
+            super().check(settings)
         self.place()
         if settings.precision.scaled:
             raise ConfigurationError(
@@ -104,10 +127,22 @@ class TorchFTStrategy(Strategy):
         return replica, num, lighthouse
 
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
+        if self.within is not None:
+            return self.within.outline(task, settings)
         return replace(super().outline(task, settings), shards=1, peak="single")
 
+    def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
+        check = super().check_task if self.within is None else self.within.check_task
+        check(task, settings)
+
     def engine(self, settings: EngineSettings) -> Engine:
-        return TorchFTEngine(self, settings)
+        if self.within is None:
+            from trainwright.strategies.torchft.replica import TorchFTEngine  # which knows this class
+
+            return TorchFTEngine(self, settings)
+        from trainwright.strategies.torchft.sharded import ShardedReplicaEngine  # imports much of torch
+
+        return ShardedReplicaEngine(self, self.within, settings)
 
 
 def _number(name: str, given: int | None, source: str) -> int | None:
@@ -118,139 +153,3 @@ def _number(name: str, given: int | None, source: str) -> int | None:
     if not text.isdecimal():
         raise ConfigurationError(f"{source}={text!r}: expected a whole number for {name}.")
     return int(text)
-
-
-class TorchFTEngine(Engine):
-    """Trains one replica, and averages its gradients with those of the other live replicas."""
-
-    strategy: TorchFTStrategy
-    replicas: LiveReplicas | None = None
-
-    @property
-    def is_main(self) -> bool:
-        return self.strategy.replica == 0
-
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
-        if make_optimizers is not None:  # other stages read all data
-            replica, max_replicas, _ = self.strategy.place()
-            # Every replica is a run of one process. What it would gather from other replicas is its own value.
-            self.data_ranks = DataRanks(self.processes, replica, [0] * max_replicas)
-        return super().prepare(task, make_optimizers, plan)
-
-    def prepare_models(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> list[Callable[..., Any]]:
-        raise ConfigurationError(
-            "strategy='torchft' is not supported in user-written training loops. Use Trainer, or strategy='ddp'."
-        )
-
-    def make_step(self, parts: StepParts) -> Step:
-        parts = replace(parts, ranks=DataRanks.of(Processes()))  # gradients are first those of this replica
-        step = TorchFTStep(parts, self)
-        if self.optimizers and self.replicas is None:
-            self._connect(step)
-        return step
-
-    def _connect(self, step: TorchFTStep) -> None:
-        """Join the live replicas, and take over their progress before the first batch is read."""
-        given, progress = self.strategy, step.run.state
-        replica, _, lighthouse = given.place()
-        self.replicas = LiveReplicas(
-            step.state_to_send,
-            step=progress.step,
-            device=self.device,
-            timeout=given.timeout,
-            host=given.host,
-            replica_id=f"replica_{replica}",
-            min_replica_size=given.min_replicas,
-            lighthouse_addr=lighthouse,
-        )
-        self.replicas.join()
-        if self.replicas.received is not None:
-            progress.load_dict(self.replicas.received["progress"])
-            step.catch_up()
-
-    def close(self) -> None:
-        if self.replicas is not None:
-            self.replicas.close()
-            self.replicas = None
-        super().close()
-
-
-class TorchFTStep(AutomaticStep):
-    """A step whose gradients are averaged over the live replicas. `parts.ranks` contains only this replica."""
-
-    def __init__(self, parts: StepParts, engine: TorchFTEngine) -> None:
-        super().__init__(parts)
-        self._engine = engine
-        self._weight = 0.0
-
-    def state_to_send(self) -> dict[str, Any]:
-        """Return the state that a rejoining replica receives."""
-        return {
-            "model": self._engine.state.model_state(),
-            "optimizers": self._engine.state.optimizer_states(),
-            "schedulers": [config.scheduler.state_dict() for config in self.run.lr_scheduler_configs],
-            "progress": self.run.state.to_dict(),
-        }
-
-    def catch_up(self) -> bool:
-        """Load a received state if this replica is at its position in the data. Return False until it is.
-
-        Raises:
-            TrainwrightError: This replica is at a later position.
-        """
-        replicas = self._engine.replicas
-        assert replicas is not None  # only tasks with optimizers are trained
-        received = replicas.received
-        if received is None:
-            return True
-        here, there = self.run.state.batches, received["progress"]["batches"]
-        if here < there:
-            return False
-        if here > there:
-            raise TrainwrightError(
-                f"replica {self._engine.strategy.replica} has consumed {here} batches, but a replica with more steps "
-                f"only {there}. Start this replica again without a checkpoint."
-            )
-        state = self._engine.state
-        state.load_model_state(received["model"])
-        for optimizer, values in zip(self.optimizers, received["optimizers"], strict=True):
-            state.load_optimizer_state(optimizer, values)
-        for config, values in zip(self.run.lr_scheduler_configs, received["schedulers"], strict=True):
-            config.scheduler.load_state_dict(values)
-        replicas.received = None
-        return True
-
-    def forward_backward(self, group: Group) -> torch.Tensor | None:
-        replicas = self._engine.replicas
-        assert replicas is not None  # only tasks with optimizers are trained
-        replicas.join()
-        # A replica that has missed steps passes over their data, without training.
-        self.stepped = not self.catch_up()
-        if self.stepped:
-            return None
-        self._weight = float(len(group.batches))
-        if group.weights is not None:
-            self._weight = float(sum(weight > 0 for weight in group.weights))
-            group.weights = weights_of_one_rank(group.weights)
-        loss = super().forward_backward(group)
-        while not replicas.average(self._engine.task.parameters(), self._weight):
-            replicas.join()
-            self.stepped = not self.catch_up()
-            if self.stepped:  # the others have completed this step
-                self.discard_gradients()
-                return None
-        return loss
-
-    def _weigh_items(self, group: Group) -> Sequence[Any]:
-        assert self._items is not None  # checked by the caller
-        counts = stack_counts([self._items(batch) for batch in group.batches], self.parts.device)
-        if group.weights is not None:
-            real = [float(weight > 0) for weight in group.weights]
-            counts = counts * torch.tensor(real, dtype=counts.dtype, device=counts.device)
-        self._weight = float(counts.sum())
-        return super()._weigh_items(group)
-
-    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
-        raise without_loss(type(self.task).__name__, self._engine.strategy.replica or 0)

@@ -142,6 +142,12 @@ def is_cut(value: object) -> TypeGuard[DTensor]:
     return pieces is not None and isinstance(value, pieces.DTensor)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, which shares its memory; another tensor as it is."""
+    found: torch.Tensor = tensor.to_local() if is_cut(tensor) else tensor
+    return found
+
+
 def full_numel(parameter: torch.Tensor) -> int:
     """Return the number of elements of a full parameter. An engine that stores it elsewhere replaces it by an empty
     tensor with its original shape (`ds_shape`).

@@ -11,6 +11,7 @@ import torch
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_data
+from trainwright import Trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.strategies.torchft.strategy import TorchFTStrategy
@@ -49,23 +50,28 @@ class Printer(Callback):
         print("step", state.step, state.epoch, state.batch_in_epoch, state.samples, flush=True)
 
 
-def train(task: Task, num_steps: int, **arguments: Any) -> None:
-    """Train on shuffled batches of 4 samples, accumulating 2 of them."""
+def train(task: Task, num_steps: int, **arguments: Any) -> Trainer:
+    """Train on shuffled batches of 4 samples, accumulating 2 of them. Return the Trainer."""
     trainer = quiet_trainer(max_steps=num_steps, accumulate_grad_batches=2, seed=0, **arguments)
     trainer.fit(task, torch.utils.data.DataLoader(regression_data(252), batch_size=4, shuffle=True))
+    return trainer
 
 
 def main() -> None:
-    """Train one replica, and save the weights."""
+    """Train one replica, or one process of a replica whose model is sharded, and save the weights."""
     num_steps, step_s, folder, number = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    options: dict[str, Any] = {"within": "fsdp"} if sys.argv[5:] == ["fsdp"] else {}
     torch.set_num_threads(1)
     task = Task(step_s)
-    with torch.no_grad():
-        next(task.parameters()).add_(float(number))  # the replicas must become equal
+    if not options:
+        with torch.no_grad():
+            next(task.parameters()).add_(float(number))  # the replicas must become equal
     callbacks = [Printer(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=num_steps)]
-    strategy = TorchFTStrategy(host="127.0.0.1", timeout=5)
-    train(task, num_steps, strategy=strategy, callbacks=callbacks, default_root_dir=folder)
-    torch.save(task.state_dict(), folder / f"weights_{number}.pt")
+    strategy = TorchFTStrategy(host="127.0.0.1", timeout=5, **options)
+    devices: Any = "auto" if options else 1
+    trainer = train(task, num_steps, strategy=strategy, callbacks=callbacks, default_root_dir=folder, devices=devices)
+    if trainer.global_rank == 0:
+        torch.save(task.state_dict(), folder / f"weights_{number}.pt")
 
 
 if __name__ == "__main__":
