@@ -294,7 +294,7 @@ class Pipeline:
 
     def _skipped(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Return tensors of NaN with the shapes of the output of a module of another stage."""
-        cache = next((value for value in (*args, *kwargs.values()) if value is self._cache), None)
+        cache: Any = next((value for value in (*args, *kwargs.values()) if value is self._cache), None)
         tensors = list(iterate_tensors((args, kwargs)))
         if cache is not None:
             del tensors[1:]  # masks become longer with each token
@@ -331,7 +331,7 @@ class Pipeline:
         before, cache = self.run, kwargs.get("past_key_values")
         caches = self._caches.of(cache)
 
-        def run(stage: int, carry: torch.Tensor | None, _: int) -> torch.Tensor:
+        def run(stage: int, carry: torch.Tensor | None, _: int) -> Any:
             self._cache = caches.get(stage)
             own = kwargs if cache is None else {**kwargs, "past_key_values": self._cache}
             return self.compute_stage(stage, carry, lambda: call(*args, **own))
