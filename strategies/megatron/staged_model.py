@@ -8,6 +8,7 @@ forward after the last module of the stage.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 
 from trainwright.core.errors import TaskError
 from trainwright.core.tree import iterate_tensors, map_tensors
+from trainwright.strategies.megatron.stage_caches import StageCaches, recorded_updates
 from trainwright.strategies.megatron.stages import Stages
 
 Args = tuple[object, ...]
@@ -152,6 +154,8 @@ class Pipeline:
         self._shapes: dict[Any, Any] = {}
         self._checked: set[int] = set()  # modules whose arguments have been checked
         self._now: _Run | None = None
+        self._caches = StageCaches(links.own)
+        self._cache: Any = None  # keys and values of the stage that is computed
 
     @property
     def is_computing(self) -> bool:
@@ -290,13 +294,22 @@ class Pipeline:
 
     def _skipped(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Return tensors of NaN with the shapes of the output of a module of another stage."""
-        key = (id(module), module.training, tuple((t.shape, t.dtype) for t in iterate_tensors((args, kwargs))))
-        if key not in self._shapes:
-            on_meta = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
-            meta_copy = self._meta_copies[id(module)].train(module.training)
-            with torch.no_grad():
-                self._shapes[key] = meta_copy(*on_meta[0], **on_meta[1])
-        return map_tensors(self._empty, self._shapes[key])
+        cache: Any = next((value for value in (*args, *kwargs.values()) if value is self._cache), None)
+        tensors = list(iterate_tensors((args, kwargs)))
+        if cache is not None:
+            del tensors[1:]  # masks become longer with each token
+        key = (id(module), module.training, cache is None, tuple((t.shape, t.dtype) for t in tensors))
+        if key in self._shapes:
+            shapes, updates = self._shapes[key]
+            for update_args, update_kwargs in updates:
+                cache.update(*update_args, **update_kwargs)
+            return map_tensors(self._empty, shapes)
+        on_meta = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
+        meta_copy = self._meta_copies[id(module)].train(module.training)
+        with torch.no_grad(), recorded_updates(cache) as updates:
+            shapes = meta_copy(*on_meta[0], **on_meta[1])
+        self._shapes[key] = shapes, updates
+        return map_tensors(self._empty, shapes)
 
     def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
         value = float("nan") if tensor.is_floating_point() else 0
@@ -315,14 +328,33 @@ class Pipeline:
                 f"{type(self._entry).__name__} was called with gradients enabled outside of a training step, which "
                 "pipelines do not support. Call it under torch.no_grad()."
             )
-        before = self.run
-        self.run = lambda stage, carry, _: self.compute_stage(stage, carry, lambda: call(*args, **kwargs))
+        before, cache = self.run, kwargs.get("past_key_values")
+        caches = self._caches.of(cache)
+
+        def run(stage: int, carry: torch.Tensor | None, _: int) -> Any:
+            self._cache = caches.get(stage)
+            own = kwargs if cache is None else {**kwargs, "past_key_values": self._cache}
+            return self.compute_stage(stage, carry, lambda: call(*args, **own))
+
+        self.run = run
         try:
             outputs = [out for _, out in self.through(lambda stage, carry: self.modules[stage](carry, torch.zeros(1)))]
         finally:
-            self.run = before
+            self.run, self._cache = before, None
         self.release()
-        return self.links.broadcast(outputs[-1], self.last)
+        if cache is None:
+            return self.links.broadcast(outputs[-1], self.last)
+        self._caches.merge(caches)
+        return self._with_cache(outputs[-1], cache)
+
+    def _with_cache(self, output: Any, cache: object) -> Any:
+        """Return the output of the last stage on every rank, with this rank's cache. Collective."""
+        if isinstance(output, dict) and "past_key_values" in output:
+            output["past_key_values"] = None  # is not sent
+        output = self.links.broadcast(output, self.last)
+        if isinstance(output, dict):
+            output["past_key_values"] = cache
+        return output
 
     def through(self, compute: Callable[[int, torch.Tensor], Any]) -> Iterator[tuple[int, Any]]:
         """Compute this rank's stages in order, send outputs to the next rank, and yield each stage with its output.
@@ -380,6 +412,7 @@ class _EntryCall:
 
     def __init__(self, pipeline: Pipeline, forward: Callable[..., Any]) -> None:
         self._pipeline, self._forward = pipeline, forward
+        self.__signature__ = inspect.signature(forward)  # transformers passes the arguments that it names
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         if self._pipeline.is_computing:

@@ -182,6 +182,14 @@ def test_a_split_is_a_part_of_a_file(tmp_path: Path) -> None:
     assert firsts == [set(range(0, 890, 10)), set(range(900, 1000, 10))]
 
 
+@pytest.mark.parametrize(("part", "boundary"), [(0.5, 480), (0.9, 880), (0.99, 880), (0.01, 480)])
+def test_a_split_is_at_the_nearest_boundary_of_documents(tmp_path: Path, part: float, boundary: int) -> None:
+    path = write(tmp_path / "a", [480, 400, 121])
+    first, second = (TokenDataset(path, 10, split=split) for split in ((0, part), (part, 1)))
+    assert len(first) == (boundary - 1) // 10
+    assert int(second[0]["input_ids"].min()) >= boundary
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -239,3 +239,37 @@ def test_a_model_that_is_split_over_ranks_continues_prompts_as_in_one_process(ki
         assert torch.equal(other, one)
     if kind != "ddp":
         assert torch.equal(first[3], second[3])  # the seed is rank 0's
+
+
+def _computed_positions(kind: str, virtual_stages: int) -> tuple[list[Tensor], list[int]]:
+    """Return continuations, and the number of positions in each call of a layer on this rank."""
+    schedule = {"virtual_stages": virtual_stages, "schedule": "interleaved1f1b"} if virtual_stages > 1 else {}
+    accelerator = Accelerator(strategy=MegatronStrategy(pp=2, **schedule), cpu=True)
+    model, counts = accelerator.prepare(make_model(kind, **_FOUR[kind])), list[int]()
+    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, args: counts.append(args[0].shape[1]))
+    options: dict[str, Any] = {"max_new_tokens": 6, "eos_token": 99, "pad_token": 0}
+    greedy = generate(model, _PROMPTS, _MASK, **options)
+    computed = counts[:]
+    beams = generate(model, _PROMPTS, _MASK, num_beams=2, **options)
+    return [greedy, beams, generate(model, _PROMPTS, _MASK, temperature=2.0, seed=4, **options)], computed
+
+
+_FOUR = {"llama": {"num_hidden_layers": 4}, "gpt2": {"n_layer": 4}}
+
+
+@pytest.mark.distributed
+@needs_transformers
+@pytest.mark.parametrize(("kind", "virtual_stages"), [("llama", 2), ("gpt2", 1)])
+def test_stages_compute_one_position_per_row_and_token(kind: str, virtual_stages: int) -> None:
+    model = make_model(kind, **_FOUR[kind])
+    options: dict[str, Any] = {"max_new_tokens": 6, "eos_token": 99, "pad_token": 0}
+    expected = [
+        generate(model, _PROMPTS, _MASK, **options),
+        generate(model, _PROMPTS, _MASK, num_beams=2, **options),
+        generate(model, _PROMPTS, _MASK, temperature=2.0, seed=4, **options),
+    ]
+    for found, computed in run_distributed(_computed_positions, 2, kind, virtual_stages, init=False, timeout=90):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert computed == [4, 4] + [1, 1] * 5  # two layers on each rank

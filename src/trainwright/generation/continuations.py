@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,8 @@ def generate(
     logits of shape (batch, length, vocabulary); it is causal, and computes all positions for each new token.
 
     Collective if the model's weights are split or sharded over ranks: all ranks call it, those with the same data with
-    the same prompts. In the stages of a pipeline no keys and values are kept.
+    the same prompts. Each stage of a pipeline keeps the keys and values of its own layers, for models of transformers
+    whose forward takes `past_key_values`.
 
     Args:
         model: A model of transformers, a task that holds one, or another causal language model; prepared or not.
@@ -162,7 +164,11 @@ def _by_library(
         row[width - len(prompt) :], there[width - len(prompt) :] = prompt, 1
     stop.begins = [width] * len(prompts)
     if _is_spread(model):
-        options |= {"synced_gpus": True, "use_cache": not _is_in_stages(model)}
+        options |= {"synced_gpus": True}
+    if _is_in_stages(model):
+        arguments = inspect.signature(type(model).forward).parameters
+        options |= {"use_cache": True, "cache_implementation": "dynamic"}
+        options |= {} if "past_key_values" in arguments else {"use_cache": False}
     if sampling is not None:
         options |= {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "logits_processor": [sampling]}
     else:

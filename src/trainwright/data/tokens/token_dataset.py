@@ -46,6 +46,7 @@ class TokenDataset(Dataset[Any]):
             predicted from another document. `"packed"`: as `"separate"`, but only documents longer than
             a sample are divided: samples are filled with complete documents and padded.
         split: The part of each file that is used, from 0 to 1: `(0, 0.98)` for training, `(0.98, 1)` for validation.
+            Both begin and end at the nearest boundary of documents. A file with a single document is divided within it.
         transform: Called with the tokens of a sample, an int64 array of up to `length` + 1, and a NumPy generator of
             that sample alone; returns the sample. See `MaskedTokens` and `MaskedSpans`. Default: None.
         vocab_size: Of the model, to check files with. Default: None.
@@ -141,7 +142,8 @@ class _Windows:
 
     def __init__(self, file: TokenFile, length: int, split: tuple[float, float], *, with_starts: bool) -> None:
         self._file, self._length, self._with_starts = file, length, with_starts
-        self._first, last = (int(part * file.num_tokens) for part in split)
+        places = (int(part * file.num_tokens) for part in split)
+        self._first, last = (file.nearest_boundary(at) if 0 < at < file.num_tokens else at for at in places)
         self._num = (last - self._first - 1) // length if last > self._first else 0
 
     def __len__(self) -> int:

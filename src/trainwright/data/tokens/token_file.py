@@ -103,15 +103,28 @@ class TokenFile:
 
     def boundaries(self, start: int, stop: int) -> list[int]:
         """Return the places `start < place < stop` at which a document begins."""
+        document, found = self._first_after(start), list[int]()
+        while document < self.num_documents and (place := self.start(document)) < stop:
+            found.append(place)
+            document += 1
+        return found
+
+    def nearest_boundary(self, place: int) -> int:
+        """Return the place nearest to `place` at which a document other than the first begins.
+
+        A file with a single document has none, and `place` is returned.
+        """
+        after = self._first_after(place)
+        starts = [self.start(document) for document in (after - 1, after) if 0 < document < self.num_documents]
+        return min(starts, key=lambda start: abs(start - place), default=place)
+
+    def _first_after(self, place: int) -> int:
+        """Return the number of the first document that begins after a place."""
         low, high = 0, self.num_documents
         while low < high:  # each look reads one page of the index
             middle = (low + high) // 2
-            low, high = (middle + 1, high) if self.start(middle) <= start else (low, middle)
-        found: list[int] = []
-        while low < self.num_documents and (place := self.start(low)) < stop:
-            found.append(place)
-            low += 1
-        return found
+            low, high = (middle + 1, high) if self.start(middle) <= place else (low, middle)
+        return low
 
 
 class TokenFileWriter:
