@@ -84,6 +84,7 @@ def test_jobs_on_the_cpu_request_no_gpus() -> None:
         ({"slurm": True, "num_processes": None}, "--slurm needs --num_processes too"),
         ({"slurm": True, "num_machines": 3}, "cannot be divided by --num_machines 3"),
         ({"slurm": True, "slurm_option": "exclusive"}, "--slurm_option exclusive: expected an option of sbatch"),
+        ({"slurm": True, "slurm_output": "no-folder/%j.out"}, "the folder no-folder does not exist"),
         ({"slurm_time": "1:00"}, "--slurm_time needs --slurm too"),
         ({"mpirun_ccl": 2}, "--mpirun_ccl needs --mpi too"),
         ({"print": True}, "--print needs --slurm, --mpi or --sagemaker too"),

@@ -18,7 +18,8 @@ import torch
 from tests.helpers.selection import mostly_exhaustive
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import detect, job
-from trainwright.processes.ray_actors import _ranked, parse_launcher
+from trainwright.processes.launcher import free_port
+from trainwright.processes.ray_actors import RayJob, _ranked, parse_launcher, run_on_ray
 
 _PROGRAM = """
 import json, os, sys, time
@@ -151,6 +152,14 @@ def test_ranks_are_numbered_by_machine_and_see_its_gpus() -> None:
 def test_a_wrong_option_of_ray_is_an_error(launcher: str) -> None:
     with pytest.raises(ConfigurationError, match="is not an option"):
         parse_launcher(launcher)
+
+
+def test_a_cluster_that_cannot_be_reached_is_an_error_at_once() -> None:
+    pytest.importorskip("ray")
+    address, start = f"127.0.0.1:{free_port()}", time.monotonic()
+    with pytest.raises(ConfigurationError, match=f"the Ray cluster at {address} cannot be reached: .*refused"):
+        run_on_ray(RayJob(["true"], 1, address=address))
+    assert time.monotonic() - start < 30  # Ray itself tries for minutes
 
 
 def test_ray_is_a_launcher_without_variables_of_its_own() -> None:

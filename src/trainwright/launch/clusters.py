@@ -70,6 +70,12 @@ def check_cluster(config: LaunchConfig) -> None:
     for option in (config.slurm_option or "").splitlines():
         if not option.startswith("-"):
             raise ConfigurationError(f"--slurm_option {option}: expected an option of sbatch, such as --exclusive.")
+    folder = Path(config.slurm_output or "").parent  # an absolute one may exist on the machines of the job only
+    if not (config.print or folder.is_absolute() or "%" in str(folder) or folder.is_dir()):
+        raise ConfigurationError(
+            f"--slurm_output {config.slurm_output}: the folder {folder} does not exist, and Slurm does not create it. "
+            f"Run: mkdir -p {folder}"
+        )
     if config.mpirun_hostfile and not Path(config.mpirun_hostfile).expanduser().is_file():
         raise ConfigurationError(f"--mpirun_hostfile {config.mpirun_hostfile} does not exist.")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
 import subprocess
 import tempfile
 import warnings
@@ -25,6 +26,7 @@ from trainwright.processes.launcher import free_port, import_path
 PARENT, WORK = "{parent}", "{work}"  # in a command: the actor's process, and the file with the work
 _OPTIONS = ("max_restarts", "cpus")
 _READY_S = 120.0  # for the placement group, once the cluster is known to have the resources
+_CONNECT_S = 5.0
 _GRACE_S = 10.0
 _LOOK_S = 0.2
 
@@ -124,6 +126,7 @@ def _connected(ray: Any, job: RayJob) -> Iterator[None]:
         return
     options: dict[str, Any] = {"log_to_driver": True, "logging_level": "WARNING"}
     try:
+        _check_address(job.address or "")
         ray.init(address=job.address or "auto", **options)
     except ConnectionError as error:
         if job.address is not None:
@@ -134,6 +137,17 @@ def _connected(ray: Any, job: RayJob) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Connect to an address of the form host:port once. Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ConnectionError(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -202,8 +202,7 @@ def test_a_run_survives_ten_kills(start: Any) -> None:
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], arguments: dict[str, Any], problem: str) -> None:
     given = {"replica": 0, "max_replicas": 3, "lighthouse": "http://nowhere:1", **options}
     with pytest.raises(ConfigurationError, match=problem):
-        strategy = TorchFTStrategy(**given)
-        quiet_trainer(strategy=strategy, **arguments).fit(RegressionTask(), regression_loader())
+        quiet_trainer(strategy=TorchFTStrategy(**given), **arguments).fit(RegressionTask(), regression_loader())
 
 
 def test_the_package_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
