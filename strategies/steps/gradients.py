@@ -100,7 +100,7 @@ def clip_shards(
     factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)
     for group in _by_kind([grad for grad, _ in shards]):
         own_factor = factor.to(group[0].device)
-        if own_factor.device.type != "cpu" or own_factor != 1:  # only the host can read it at no cost
+        if own_factor.device == factor.device or own_factor != 1:  # it was copied to the host, which may read it
             torch._foreach_mul_(group, own_factor)
     return norm
 
