@@ -262,7 +262,7 @@ def compile_blocks(blocks: Iterable[nn.Module], options: Mapping[str, Any]) -> l
     return found
 
 
-def _call_compiled(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_compiled(module: nn.Module, forward: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Call a layer of torch, for which `Module.compile` compiles nothing in torch 2.13.
 
     The compiler skips forwards in torch's own files, unless they are compiled themselves.

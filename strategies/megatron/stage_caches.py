@@ -27,7 +27,7 @@ class StageCaches:
         self._stages = stages
         self._copies: weakref.WeakKeyDictionary[Any, Caches] = weakref.WeakKeyDictionary()
 
-    def of(self, cache: Any) -> Caches:
+    def of(self, cache: object) -> Caches:
         """Return the cache of each stage, for a cache that is empty at first. None: no caches."""
         if cache is None:
             return {}

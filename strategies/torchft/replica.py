@@ -102,7 +102,7 @@ def _tensors_of(task: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from task.named_buffers()
 
 
-def _like(value: Any, parameter: torch.Tensor) -> Any:
+def _like(value: object, parameter: torch.Tensor) -> object:
     """Return a received shard of a parameter's size as a tensor that is sharded like the parameter."""
     if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != local_part(parameter).shape:
         return value
