@@ -14,6 +14,7 @@ LIKE_FILES = {
     "plugin": "an engine's options by Accelerate's names, in its folder",
     "constants": "file names and choices, and Accelerate's path to them",
     "memory": "the memory of the host, and Accelerate's path to it",
+    "launch": "the command, and Accelerate's path to it",
     "settings": "what the arguments of a Trainer, of an Accelerator, say",
     "options": "what a user may set of the folder's thing",
     "step": "a step, and an engine's own in its folder",

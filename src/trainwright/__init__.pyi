@@ -3,6 +3,7 @@ from trainwright import bigmodels as bigmodels
 from trainwright import callbacks as callbacks
 from trainwright import checkpoint as checkpoint
 from trainwright import cli as cli
+from trainwright import commands as commands
 from trainwright import core as core
 from trainwright import data as data
 from trainwright import generation as generation

@@ -22,6 +22,7 @@ _MAY_IMPORT = {
     "processes": {"core", "processes"},
     "optimizers": {"core", "optimizers"},
     "generation": {"core", "generation"},
+    "commands": {"cli"},
     "utilities": {"core", "data", "utilities"},
     "strategies": _BELOW_STRATEGIES | {"strategies"},
     "bigmodels": _BELOW_TRAINER,

@@ -21,6 +21,7 @@ PARTS = {
     "generation": "src/trainwright/generation",
     "launch": "src/trainwright/launch",
     "cli": "src/trainwright/cli",
+    "commands": "src/trainwright/commands",
     "utilities": "src/trainwright/utilities",
     "utils": "src/trainwright/utils",
     "profilers": "src/trainwright/profilers",

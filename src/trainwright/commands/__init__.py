@@ -1,0 +1,1 @@
+"""Commands as modules, under the names that Accelerate gives them."""
