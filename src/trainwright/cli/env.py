@@ -39,7 +39,8 @@ def env(argv: Sequence[str]) -> int:
     if wanted.json:
         print(json.dumps(facts, indent=2))
         return 0
-    print(*table_lines([(name, str(value)) for name, value in facts.items()]), sep="\n")
+    rows = [(name, ", ".join(value) or "none" if isinstance(value, list) else str(value)) for name, value in facts.items()]
+    print(*table_lines(rows), sep="\n")
     return 0
 
 

@@ -61,7 +61,8 @@ def _container(command: LaunchCommand) -> _Mapping:
     limits = {} if config.cpu else {"nvidia.com/gpu": str(_local(config))}
     if config.num_cpu_threads_per_process:
         limits["cpu"] = str(config.num_cpu_threads_per_process * _local(config))
-    found["resources"] = {"limits": limits}
+    if limits:
+        found["resources"] = {"limits": limits}
     found["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
     if config.kubernetes_claim:
         found["volumeMounts"].append({"name": "claim", "mountPath": _claim(config.kubernetes_claim)[1]})
@@ -91,7 +92,8 @@ def _pod(config: LaunchConfig) -> _Mapping:
 
 
 def _pytorch_job(config: LaunchConfig, container: _Mapping, name: str) -> tuple[str, str, _Mapping]:
-    template = {"spec": {**_pod(config), "containers": [{**container, "name": "pytorch"}]}}  # the operator's name
+    given = {key: value for key, value in container.items() if value}  # variables may be none
+    template = {"spec": {**_pod(config), "containers": [{**given, "name": "pytorch"}]}}  # the operator's name
     counts = {"Master": 1, "Worker": (config.num_machines or 1) - 1}
     policy = "OnFailure" if config.max_restarts else "Never"
     spec = {
@@ -115,9 +117,9 @@ def _train_job(config: LaunchConfig, container: _Mapping, name: str) -> tuple[st
         **container,
         "numNodes": config.num_machines or 1,
         "numProcPerNode": _local(config),
-        "resourcesPerNode": container["resources"],
     }
-    del trainer["resources"]
+    if "resources" in trainer:
+        trainer["resourcesPerNode"] = trainer.pop("resources")
     spec = {
         "runtimeRef": {"name": "torch-distributed"},
         "trainer": trainer,
