@@ -39,8 +39,10 @@ def env(argv: Sequence[str]) -> int:
     if wanted.json:
         print(json.dumps(facts, indent=2))
         return 0
-    rows = [(name, ", ".join(value) or "none" if isinstance(value, list) else str(value)) for name, value in facts.items()]
-    print(*table_lines(rows), sep="\n")
+    texts = {
+        name: ", ".join(value) or "none" if isinstance(value, list) else str(value) for name, value in facts.items()
+    }
+    print(*table_lines(list(texts.items())), sep="\n")
     return 0
 
 
