@@ -120,7 +120,7 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: in nested lists too.
-            optimizer: of the task.
+            optimizer: the task's optimizer.
             lr: learning rate of the group. Default: None, which divides that of the first group by `initial_denom_lr`.
             initial_denom_lr: see `lr`. Default: 10.
             train_bn: BatchNorm layers belong to the group. Default: True.

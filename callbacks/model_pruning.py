@@ -41,7 +41,7 @@ class ModelPruning(Callback):
             like those of `torch.nn.utils.prune`; or a `BasePruningMethod`.
         parameters_to_prune: pairs of a module and the name of its parameter. Default: all `parameter_names` of the
             task's modules that have no parameters below them.
-        parameter_names: of the parameters to prune. Default: `("weight", "bias")`.
+        parameter_names: names of the parameters to prune. Default: `("weight", "bias")`.
         use_global_unstructured: compare the weights of all parameters with each other, not of each one. Default: True.
         amount: number of weights or share of those left to prune each time, or a function of the epoch. Default: 0.5.
         apply_pruning: whether to prune, or a function of the epoch. Default: True.

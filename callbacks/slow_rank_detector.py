@@ -40,7 +40,7 @@ class SlowRankDetector(Callback):
             backward computes about twice as long as its forward. Default: 5.
 
     Attributes:
-        seconds: of the last comparison, per step: for each rank, those of data, forward and backward. Empty before it.
+        seconds: seconds per step in the last comparison, for each rank: of data, forward and backward. Empty before.
 
     Raises:
         ConfigurationError: a number of steps below 1, or a factor of at most 1.

@@ -112,7 +112,7 @@ class Logger(ABC):
         Args:
             root_dir: the folder.
             project: the name of the project or of the run. Default: None, which is the logger's own.
-            options: of the backend.
+            options: options of the backend.
 
         Raises:
             ConfigurationError: there is no such option.

@@ -115,7 +115,7 @@ class MetricBuffer:
 
         Args:
             states: the result of `state_dict`.
-            device: of this rank.
+            device: this rank's device.
         """
         metrics, self._device = self._stages["train"], device
         metrics.by_name.clear()  # on_train_start may have logged

@@ -108,7 +108,7 @@ class Trainer(Planner, LightningNames):
             two read a flag from the device in each step.
         max_rollbacks: a run fails after this many rollbacks.
         max_skipped: groups that may be skipped in a row; None: any number. Default: 100.
-        seed: of the order of the data. Default: torch's initial seed.
+        seed: determines the order of the data. Default: torch's initial seed.
         async_save: copy requested checkpoints to host memory and write them during training, which takes the memory of
             one copy of the state; False: training waits until they are on the disk.
         on_save_error: the action when a checkpoint cannot be written (a full disk): `"raise"` at the next save or at

@@ -37,7 +37,7 @@ class ClearMLLogger(QueuedLogger):
         task_id: the task to continue; None: a new one. Default: None.
         offline: write files only. Default: False.
         prefix, log_model: see `QueuedLogger`.
-        options: of `Task.init`, for example `tags`, `output_uri`.
+        options: arguments of `Task.init`, for example `tags`, `output_uri`.
     """
 
     _package = "clearml"

@@ -25,15 +25,15 @@ class CometLogger(QueuedLogger):
     a further zip file for it.
 
     Args:
-        api_key: of Comet; None: its own setting. Default: None.
-        workspace: of Comet; None: its own setting. Default: None.
+        api_key: key of Comet; None: Comet's own setting. Default: None.
+        workspace: workspace in Comet; None: Comet's own setting. Default: None.
         project: the project; None: Comet's own setting. Default: None.
         experiment_key: the experiment to continue, or the key of a new one. Default: None.
         mode: `"create"` and `"get"` require that no experiment, or an experiment, has that key. Default:
             `"get_or_create"`.
         online: False writes files only; None: Comet's own setting. Default: None.
         prefix, log_model: see `QueuedLogger`.
-        options: of `comet_ml.ExperimentConfig`, for example `name`, `tags`, `offline_directory`.
+        options: arguments of `comet_ml.ExperimentConfig`, for example `name`, `tags`, `offline_directory`.
     """
 
     _package = "comet_ml"

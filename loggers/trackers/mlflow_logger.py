@@ -29,7 +29,7 @@ class MLFlowLogger(QueuedLogger):
         experiment_name: the experiment; it is created if it does not exist. Default: `"trainwright_logs"`.
         run_name: the run's display name; None: MLflow creates one. Default: None.
         tracking_uri: the server or store. Default: MLFLOW_TRACKING_URI, or the file `mlflow.db` in `save_dir`.
-        tags: of a new run. Default: None.
+        tags: tags of a new run. Default: None.
         save_dir: folder of the store, if there is no `tracking_uri`; None: the run's root folder.
             Default: `"./mlruns"`.
         prefix, log_model: see `QueuedLogger`.

@@ -25,7 +25,7 @@ class SwanLabLogger(QueuedLogger):
         id: the run to continue, or the id of a new one; None: SwanLab creates one. Default: None.
         log_dir: folder of its files; None: `swanlog` in the run's root folder. Default: None.
         prefix: see `QueuedLogger`.
-        options: of `swanlab.init`, for example `mode="offline"`, `workspace`, `tags`.
+        options: arguments of `swanlab.init`, for example `mode="offline"`, `workspace`, `tags`.
     """
 
     _package = "swanlab"

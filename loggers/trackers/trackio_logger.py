@@ -21,7 +21,7 @@ class TrackioLogger(QueuedLogger):
         project: the project. Default: `"trainwright_logs"`.
         name: the run's name; None: the run's own name, or one that Trackio creates. Default: None.
         prefix: see `QueuedLogger`.
-        options: of `trackio.init`, for example `space_id`, `server_url`, `group`.
+        options: arguments of `trackio.init`, for example `space_id`, `server_url`, `group`.
     """
 
     _package = "trackio"

@@ -126,7 +126,7 @@ class Accelerator:
         rng_types: generators that get the state of the first process before each pass of a prepared loader; see
             `synchronize_rng_states`. Default: None, which synchronizes none: the order of the data depends on `seed`.
         strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that supports user-written loops.
-        seed: of the order of the data. Default: torch's initial seed on the first process.
+        seed: determines the order of the data. Default: torch's initial seed on the first process.
 
     Arguments of Accelerate that have an equivalent elsewhere are accepted as None.
 
@@ -750,7 +750,7 @@ class Accelerator:
 
         Args:
             loss: Scalar with a graph.
-            learning_rate: Of this step.
+            learning_rate: Learning rate of this step.
 
         Raises:
             ConfigurationError: No such optimizer was prepared.
@@ -1144,7 +1144,7 @@ class Accelerator:
         Args:
             values: Numbers, tensors with one element (which are read, so this waits for the device), texts, and
                 mappings of them. Trackers of your own get them as they are.
-            step: Of the curves. Default: None, which is the one after the last.
+            step: Step of the values in the curves. Default: None, which is the one after the last.
             log_kwargs: Options for the `log` of trackers of your own, by their names. Default: None.
 
         Raises:

@@ -64,7 +64,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
     Args:
         f: A path or an open file.
         map_location: See `torch.load`. Default: None.
-        kwargs: Of `torch.load`. `weights_only=False` executes the pickle: use it for files that you trust.
+        kwargs: Arguments of `torch.load`. `weights_only=False` executes the pickle: use it for files that you trust.
     """
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 

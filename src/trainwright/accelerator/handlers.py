@@ -82,7 +82,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Options of the process group, which the first `Accelerator` or `PartialState` of a script creates.
 
     Attributes:
-        backend: Of torch.distributed. The default, `"nccl"`, says nothing: gloo is used on the CPU.
+        backend: Backend of torch.distributed. With the default, `"nccl"`, gloo is used on the CPU.
         init_method: `"env://"` alone. Default: None, which is the same.
         timeout: How long a collective may take. Default: None, which is torch's.
     """

@@ -94,7 +94,7 @@ def tqdm(*args: object, main_process_only: bool = True, **kwargs: object) -> Any
     """Return tqdm's progress bar over an iterable, on the first process of each node only.
 
     Args:
-        args, kwargs: Of `tqdm.auto.tqdm`.
+        args, kwargs: Arguments of `tqdm.auto.tqdm`.
         main_process_only: False: every process shows a bar. Default: True.
     """
     from tqdm import auto

@@ -73,7 +73,7 @@ class StateFolders:
 
     Args:
         configuration: Names of the states, and their number.
-        run_id: Of the run whose uploads may be replaced and deleted. Default: None, which is a new one.
+        run_id: Identifier of the run whose uploads may be replaced and deleted. Default: None, which is a new one.
     """
 
     def __init__(self, configuration: ProjectConfiguration, run_id: str | None = None) -> None:

@@ -67,7 +67,7 @@ class LoopSettings:
 
     Attributes:
         selection: the strategy and its settings.
-        precision: of models' forwards.
+        precision: precision of the models' forwards.
         accumulation: how gradients are accumulated.
         cpu: use the CPU although there is an accelerator.
         handlers: what `kwargs_handlers` holds.

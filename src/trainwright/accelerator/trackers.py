@@ -64,7 +64,7 @@ class LoggerTracker(GeneralTracker):
     Args:
         run_name: name of the project.
         logging_dir: folder of the project. Default: None, which is the current one.
-        options: of the library: what `init_kwargs` of `init_trackers` contains for this tracker.
+        options: options of the library: what `init_kwargs` of `init_trackers` contains for this tracker.
     """
 
     def __init_subclass__(cls, kind: LoggerType | None = None, requires_folder: bool = False) -> None:

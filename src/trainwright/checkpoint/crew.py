@@ -43,7 +43,7 @@ class Crew:
 
     Args:
         store: the key-value store of the run.
-        rank: of this process.
+        rank: rank of this process.
         world_size: number of ranks.
         timeout_s: how long rank 0 waits for the others after it has written its own files.
     """

@@ -28,7 +28,7 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
     Args:
         limit: an int n: at most n batches. A float up to 1.0: that fraction of the epoch, rounded down; 1.0 is all. A
             larger float is a number of batches (1e50: all). None: all.
-        num_batches: of the epoch; None when unknown.
+        num_batches: number of batches of the epoch; None: not known.
         name: the argument's name, for messages, such as "limit_train_batches".
 
     Raises:

@@ -50,7 +50,7 @@ def generate(
         input_ids: Prompts, of shape (batch, length). In rows that are shorter, padding is at the beginning or at the
             end.
         attention_mask: 0 at padding, of the same shape. Default: None, for prompts of equal length.
-        max_new_tokens: Of each row. Default: 32.
+        max_new_tokens: Number of tokens to add to each row. Default: 32.
         temperature: Logits are divided by it before a token is sampled. Default: None.
         top_k: Sample from this many tokens with the highest logits; 0: from all. Default: 0.
         top_p: Sample from the most probable tokens whose probabilities sum up to this. Default: 1.
@@ -61,7 +61,7 @@ def generate(
         pad_token: Fills the ends of rows. Default: None, which is `eos_token`, or 0 if there is none.
         bos_token: Is put before each prompt. Default: None.
         stop_words: Sequences of tokens, each of which ends a row.
-        seed: Of samples. Default: None, which draws one from torch's generator.
+        seed: Seed of the samples. Default: None, which draws one from torch's generator.
 
     Raises:
         ConfigurationError: An argument is out of range or has no effect, options exclude each other, a prompt is empty

@@ -26,7 +26,7 @@ class LateCalls:
     other ranks are elsewhere.
 
     Args:
-        store: Of the process group; a connection of its own.
+        store: Store of the process group, through a connection of its own.
         rank, world_size: This rank, and the number of ranks.
     """
 

@@ -44,7 +44,7 @@ class Profiler:
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
-            rank, world_size: of this process among all.
+            rank, world_size: rank of this process, and number of processes.
             root: Folder of the files if there is no `dirpath`.
         """
         self.stage, self.rank, self.world_size, self._root = stage, rank, world_size, Path(root)

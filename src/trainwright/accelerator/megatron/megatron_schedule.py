@@ -30,7 +30,7 @@ class MegatronLMDummyDataLoader:
         seq_length: Tokens of a sample.
         splits_string: Proportions of the three parts. Default: `"969,30,1"`.
         micro_batch_size: Samples of a micro-batch. Default: 1.
-        seed: Of the order. Default: 1234.
+        seed: Seed of the order. Default: 1234.
 
     Raises:
         ConfigurationError: An argument is missing, unknown or no such value.

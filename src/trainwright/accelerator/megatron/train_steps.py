@@ -24,7 +24,7 @@ class AbstractTrainStep(ABC):
     """Base class of training steps for `MegatronLMPlugin(custom_train_step_class=…)`.
 
     Args:
-        name: Of the step.
+        name: Name of the step.
 
     Attributes:
         forward_step: `forward_step(data_iterator, model)` returns the output and a function from it to the loss and a

@@ -134,7 +134,7 @@ class AcceleratedModel(nn.Module):
 
         Args:
             inputs, attention_mask: Prompts.
-            max_length: Of a row with its prompt. Default: None, for `max_new_tokens`, or 128.
+            max_length: Length of a row with its prompt. Default: None, for `max_new_tokens`, or 128.
             max_new_tokens: Default: None, for `max_length`.
             top_p: Default: None, which is 1.
             top_p_decay: 0 for none.

@@ -18,7 +18,7 @@ class AcceleratedOptimizer(Optimizer):
     Args:
         given: the user's.
         accumulation: knows when a step is due.
-        scaler: of the loss; None: the loss is not scaled.
+        scaler: scaler of the loss; None: the loss is not scaled.
 
     Attributes:
         optimizer: The one that is stepped, which the engine determines; its groups and state are this one's.

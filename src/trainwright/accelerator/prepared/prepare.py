@@ -61,7 +61,7 @@ class PreparedObjects:
         state: this process's place among the others.
         engine: Started.
         accumulation: state of gradient accumulation, shared by what is prepared.
-        scale: of an fp16 loss; None: the loss is not scaled.
+        scale: scaler of an fp16 loss; None: the loss is not scaled.
         make_context: makes the context of a model's forward; None: it has none.
         loaders: options of loaders. Without a `data_seed` it is torch's initial seed on the first process.
         rng_types: generators that are synchronized before each pass of a loader. Default: None.

@@ -117,9 +117,9 @@ class Manifest:
         kind: `"full"` can be resumed, `"weights"` holds the model and the hyper-parameters only.
         parts: `"trainer"`, `"model"`, `"optimizer"`, `"rng"`.
         topology: the world sizes of the run that wrote it, `{"world_size": 4}`.
-        versions: of trainwright, torch and python.
+        versions: versions of trainwright, torch and python.
         metrics: the latest metrics when it was written; may hold NaN and infinities.
-        format_version: of the files on the disk. The other attributes have been converted to the newest format.
+        format_version: format of the files on the disk. The other attributes have been converted to the newest format.
     """
 
     step: int

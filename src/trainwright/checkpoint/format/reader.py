@@ -57,7 +57,7 @@ def read_checkpoint(
         parts: any of `"trainer"`, `"model"`, `"optimizer"`, `"rng"`. Default: all that its kind has.
         allow_missing: parts that may be absent, besides those that the manifest marks as not required. They are named
             in `Snapshot.missing` and in a warning. A damaged part is still an error.
-        device: of the model's tensors; all others are on the CPU.
+        device: device of the model's tensors; all others are on the CPU.
         copy_model: False leaves the model's and the optimizers' tensors mapped to the files (see `read_model`), and
             sharded ones as `SavedTensor`, for a caller that copies them.
 

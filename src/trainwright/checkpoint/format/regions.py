@@ -43,8 +43,8 @@ class TensorShards:
     one rank holds replicated values.
 
     Attributes:
-        shape: of the full tensor.
-        dtype: of its elements.
+        shape: shape of the full tensor.
+        dtype: type of its elements.
         held: this rank's regions, each with its values on any device: of the box's shape, or 1-D for a span.
     """
 

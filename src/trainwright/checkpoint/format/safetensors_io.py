@@ -127,7 +127,7 @@ def plan_safetensors(
     """Plan a safetensors file: its header and the order of its tensors. Copies and writes nothing.
 
     Args:
-        path: of the file, relative to the checkpoint folder.
+        path: path of the file, relative to the checkpoint folder.
         tensors: on any device. Each is written, also if several share memory.
         metadata: text for the header, besides `{"format": "pt"}`, which transformers needs.
         native: accept dtypes that only newer readers support (`NATIVE_NAMES`).
@@ -229,9 +229,9 @@ def read_safetensors(
     """Read tensors from a safetensors file.
 
     Args:
-        path: of the file.
-        device: of the tensors.
-        names: of the tensors to read. Default: all.
+        path: path of the file.
+        device: device of the tensors.
+        names: names of the tensors to read. Default: all.
         copy: False leaves tensors on the CPU mapped to the file, for values that are copied soon: they are read on
             first use, and writing to them does not change the file.
     """

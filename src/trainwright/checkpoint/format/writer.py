@@ -233,7 +233,7 @@ class Draft:
         """Write the manifest and rename the folder to `path`.
 
         Args:
-            contents: of this process, with the values for the manifest.
+            contents: this process's contents, with the values for the manifest.
             entries: every file in the folder, including those of other processes.
 
         Raises:

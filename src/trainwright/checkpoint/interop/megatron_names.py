@@ -159,8 +159,8 @@ class ModelWeight:
 
     Attributes:
         name: in megatron-core.
-        layout: of its full tensor.
-        shape: of its full tensor, without padding of the vocabulary.
+        layout: layout of its full tensor.
+        shape: shape of its full tensor, without padding of the vocabulary.
         names: in transformers, without `model.` or `transformer.`.
         model: the sizes of the model.
     """

@@ -105,7 +105,7 @@ def merge_weights(
             `save_state` with sharded weights.
         target: a folder. A previous model in it is replaced; other files remain.
         safe: write safetensors. False writes `pytorch_model.bin`.
-        max_shard_bytes: of the tensors in one file.
+        max_shard_bytes: largest total size of the tensors in one file.
         remove_source: delete `source` once the weights are on the disk.
 
     Returns:

@@ -132,7 +132,7 @@ def replace_weights(
     Args:
         folder: created if it is missing. Files with other names remain.
         weights: by name, in the order in which they fill the shards.
-        max_shard_bytes: of the tensors in one file; a larger tensor gets its own file.
+        max_shard_bytes: largest total size of the tensors in one file; a larger tensor gets its own file.
         safe: write safetensors. False writes the format of `torch.save`.
         tied: other name → the name in `weights` of the same tensor. Written in torch's format only, since safetensors
             cannot store it.

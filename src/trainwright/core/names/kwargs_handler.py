@@ -29,7 +29,7 @@ def from_variable(name: str, read: Callable[[str], Any] = str, **more: object) -
     """Return a dataclass field whose default is an environment variable; None if that is not set or says `none`.
 
     Args:
-        name: of the variable. `{}` in it is the field's name in capitals.
+        name: name of the variable. `{}` in it is the field's name in capitals.
         read: Converts its text; raises ValueError for a text that it cannot convert.
         more: Further metadata of the field.
     """

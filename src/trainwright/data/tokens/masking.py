@@ -26,7 +26,7 @@ class MaskedTokens:
 
     Args:
         length: That of the dataset.
-        mask_token: Of the tokenizer.
+        mask_token: Mask token of the tokenizer.
         vocab_size: Random tokens are drawn below it.
         probability: Share of tokens that are predicted. Default: 0.15.
         special_tokens: Tokens that are never chosen. Default: none.

@@ -23,7 +23,7 @@ class PackedDocuments:
     Where that folder cannot be written, the plan is in the folder for temporary files.
 
     Args:
-        file: Of tokens.
+        file: File of tokens.
         length: Tokens of a sample.
         split: The part of the documents that is used.
     """

@@ -49,9 +49,9 @@ class TokenDataset(Dataset[Any]):
             Both begin and end at the nearest boundary of documents. A file with a single document is divided within it.
         transform: Called with the tokens of a sample, an int64 array of up to `length` + 1, and a NumPy generator of
             that sample alone; returns the sample. See `MaskedTokens` and `MaskedSpans`. Default: None.
-        vocab_size: Of the model, to check files with. Default: None.
+        vocab_size: Vocabulary of the model, to check files with. Default: None.
         pad_token: Fills packed samples. Default: 0.
-        seed: Of the order within files and of `transform`. Default: 0.
+        seed: Seed of the order within files and of `transform`. Default: 0.
 
     Raises:
         ConfigurationError: A file is missing or damaged, was written with another tokenizer than the first or with a

@@ -34,7 +34,7 @@ class TokenFile:
     """The documents of one file, mapped into memory: opening it reads a few bytes, whatever its size.
 
     Args:
-        path: Of the file, with or without its ending `.bin` or `.idx`.
+        path: Path of the file, with or without its ending `.bin` or `.idx`.
 
     Attributes:
         path: Without an ending.
@@ -131,8 +131,8 @@ class TokenFileWriter:
     """Writes a file of tokens; use it in a `with` block. An error leaves no file behind.
 
     Args:
-        path: Of the file, without an ending.
-        vocab_size: Of the tokenizer; determines the dtype: uint16 up to 65,536, otherwise int32.
+        path: Path of the file, without an ending.
+        vocab_size: Vocabulary of the tokenizer; determines the dtype: uint16 up to 65,536, otherwise int32.
         facts: See `TokenFile`; `vocab_size` is added.
     """
 

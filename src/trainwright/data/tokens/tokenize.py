@@ -48,7 +48,7 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
     Args:
         name: `"bytes"`: the bytes of UTF-8, and 256 after each document; a `tokenizer.json`, a folder with one, or a
             name on Hugging Face's hub; or `"package.module:function"`, from a text to a list of integers.
-        vocab_size: Of a function. Default: None, for tokenizers that know it.
+        vocab_size: Vocabulary of a function. Default: None, for tokenizers that know it.
         eod: The number of the token that ends documents, or its text. Default: None, which is
             `<|endoftext|>`, `<|end_of_text|>`, `</s>` or `<eos>`, if the tokenizer has one.
 
@@ -106,7 +106,7 @@ def tokenize_files(
         inputs: `.jsonl` files, with a document in each line, and text files.
         output: Without an ending. Files of this name are replaced when all is written.
         tokenizer: See `load_tokenizer`.
-        key: Of the text in a line of `.jsonl`. Default: `"text"`.
+        key: Key of the text in a line of `.jsonl`. Default: `"text"`.
         documents: How a text file is divided: `"line"`, `"blank-line"` or `"file"`. Default: `"blank-line"`.
         num_processes: That tokenize. Default: 1.
         progress: Show a progress bar, in bytes. Default: True.
