@@ -22,8 +22,8 @@ class DVCLiveLogger(QueuedLogger):
     Args:
         dir: the folder; None: `dvclive` in the run's root folder. Default: None.
         prefix, log_model: see `QueuedLogger`. `log_model` needs a DVC repository.
-        options: arguments of `dvclive.Live`, such as `exp_name`, `report` and `save_dvc_exp` (default here: False), which
-            needs a DVC repository.
+        options: arguments of `dvclive.Live`, such as `exp_name`, `report` and `save_dvc_exp` (default here:
+            False), which needs a DVC repository.
     """
 
     _package = "dvclive"
