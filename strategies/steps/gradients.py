@@ -183,9 +183,10 @@ class HostGradients(Gradients):
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
         """Clip as `nn.utils.clip_grad_norm_` does, without passing over gradients that are not changed."""
         held = [parameter for parameter in parameters if parameter.grad is not None]
-        if clip.algorithm == "value" or any(parameter.grad.is_sparse for parameter in held):  # type: ignore[union-attr]  # not None
+        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+        if clip.algorithm == "value" or any(gradient.is_sparse for gradient in gradients):
             return clip_gradients(held, clip)
-        norm = total_norm([parameter.grad for parameter in held], clip.norm_type)  # type: ignore[misc]  # likewise
+        norm = total_norm(gradients, clip.norm_type)
         if not clip.value / (norm + 1e-6) >= 1:  # also if it is not a number
             nn.utils.clip_grads_with_norm_(held, clip.value, norm)
         return norm

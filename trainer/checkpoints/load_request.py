@@ -171,8 +171,7 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
         if newer is None and local is None:
             if stage == "fit" and not any(scan(run.checkpoint_dir)) and not remote_saves.saved_names(run):
                 warnings.warn(
-                    f"fit(ckpt_path='last'): there is no checkpoint in {run.checkpoint_dir} yet. Training starts from "
-                    "the beginning.",
+                    f"fit(ckpt_path='last'): {run.checkpoint_dir} has no checkpoint. Training starts from scratch.",
                     TrainwrightWarning,
                     stacklevel=2,
                 )
