@@ -13,7 +13,6 @@ from trainwright.loggers.logger import RunInfo
 from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, last_steps_of, rows_without, write_atomically
 
 METRICS_FILE = "metrics.csv"
-HPARAMS_FILE = "hparams.yaml"
 
 
 class CSVLogger(VersionedLogger):
@@ -71,7 +70,7 @@ class CSVLogger(VersionedLogger):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write `hparams.yaml`; a later call adds to it."""
-        self.write_hyperparams(params, HPARAMS_FILE)
+        self.write_hyperparams(params)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         row = self.columns(metrics, "step")

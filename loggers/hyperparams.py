@@ -7,7 +7,6 @@ import enum
 import math
 from argparse import Namespace
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,35 +41,25 @@ def plain(value: object) -> Any:
         return plain(value.tolist())
     if isinstance(value, torch.Tensor):
         return f"tensor of shape {tuple(value.shape)}, {value.dtype}"
-    if isinstance(value, Path):
-        return str(value)
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return str(value)
 
 
-def flatten(params: Mapping[str, Any], *, joiner: str = "/") -> dict[str, Any]:
+def flatten(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return `plain(params)` without nesting: `{"optimizer": {"lr": 0.1}}` → `{"optimizer/lr": 0.1}`.
 
     Entries of a list are numbered if one of them is a dict or list, else the list is one string; an empty dict is the
     string `{}`.
     """
     flat: dict[str, Any] = {}
-
-    def walk(path: str, value: object) -> None:
+    for key, value in plain(params).items():
+        if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+            value = {str(index): item for index, item in enumerate(value)}
         if isinstance(value, dict) and value:
-            for key, item in value.items():
-                walk(f"{path}{joiner}{key}" if path else key, item)
-        elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
-            for index, item in enumerate(value):
-                walk(f"{path}{joiner}{index}" if path else str(index), item)
-        elif isinstance(value, (dict, list)):
-            flat[path] = str(value)
+            flat |= {f"{key}/{name}": item for name, item in flatten(value).items()}
         else:
-            flat[path] = value
-
-    for key, item in plain(params).items():
-        walk(key, item)
+            flat[key] = str(value) if isinstance(value, (dict, list)) else value
     return flat
 
 

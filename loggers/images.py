@@ -30,11 +30,9 @@ def to_pixels(image: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
     shape = array.shape
     if array.ndim == 2:
         array = array[:, :, None]
-    elif array.ndim == 3:
-        # Each library's convention comes first; the other order is used if only that one is possible.
-        first, last = shape[0] in _CHANNELS, shape[2] in _CHANNELS
-        if first and (is_tensor or not last):
-            array = array.transpose(1, 2, 0)
+    # Each library's convention comes first; the other order is used if only that one is possible.
+    elif array.ndim == 3 and shape[0] in _CHANNELS and (is_tensor or shape[2] not in _CHANNELS):
+        array = array.transpose(1, 2, 0)
     if array.ndim != 3 or array.shape[2] not in _CHANNELS:
         raise ConfigurationError(
             f"an image of shape {tuple(shape)} was logged; expected height × width, or with 1, 3 or 4 channels: a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -186,7 +187,13 @@ class Logger(ABC):
         step: int | None = None,
     ) -> None:
         """Record a table: `columns` with rows of `data`, or a pandas frame. Default: as a text in Markdown."""
-        self.log_text(key, markdown(*cells(columns, data, dataframe)), step or 0)
+        if self._begin():
+            self._put_table(key, *_cells(columns, data, dataframe), step)
+
+    def _put_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int | None) -> None:
+        lines = [columns, ["---"] * len(columns), *rows]
+        cells = ([str(cell).replace("|", "\\|") for cell in line] for line in lines)
+        self.log_text(key, "\n".join(f"| {' | '.join(line)} |" for line in cells), step or 0)
 
     def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
         """Record the graph of `task.forward(example_input)`; `task.example_input_array` if no input is given."""
@@ -292,19 +299,12 @@ class Logger(ABC):
             warnings.warn(message, TrainwrightWarning, stacklevel=3)
 
 
-def cells(columns: list[str] | None, data: list[list[Any]] | None, dataframe: Any) -> tuple[list[str], list[list[Any]]]:
+def _cells(columns: list[str] | None, data: list[list[Any]] | None, frame: Any) -> tuple[list[str], list[list[Any]]]:
     """Return the columns and rows of a table that is given as either or as a pandas frame."""
-    if dataframe is not None:
-        frame: Any = dataframe
+    if frame is not None:
         return [str(name) for name in frame.columns], frame.to_numpy().tolist()
-    rows = [] if data is None else [list(row) for row in data]
+    rows = [list(row) for row in data or []]
     return columns or [str(index) for index in range(len(rows[0]) if rows else 0)], rows
-
-
-def markdown(columns: list[str], rows: list[list[Any]]) -> str:
-    """Return a table in Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 def _cannot_log(logger: Logger, what: str) -> None:
@@ -329,3 +329,70 @@ def _on_main_rank(method: Callable[..., Any], *, starts: bool) -> Callable[..., 
         return method(self, *args, **options)
 
     return call
+
+
+class RemoteLogger(Logger):
+    """Base class of loggers whose backend identifies a run by an id.
+
+    Args:
+        prefix: put before the name of each metric, with a dash. Default: `""`.
+        log_model: upload checkpoints: `"all"`: each; True: the last one, at the end; False: none. Default: False.
+        project: the logger's `name`. Default: None.
+        id: the run to continue; a checkpoint cannot change it. Default: None.
+        dir: folder of the backend's files. Default: None, which is a folder that `start` selects, or none.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefix: str = "",
+        log_model: Literal["all"] | bool = False,
+        project: str | None = None,
+        id: str | None = None,
+        dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(prefix=prefix)
+        if log_model not in (True, False, "all"):
+            raise ConfigurationError(f"{type(self).__name__}(log_model={log_model!r}): expected True, False or 'all'.")
+        self._log_model = log_model
+        self._project = project
+        self._id = id
+        self._is_id_fixed = id is not None
+        self._dir = None if dir is None else Path(dir)
+        self._experiment: Any = None
+        self._last_checkpoint: tuple[Path, tuple[str, ...]] | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The project."""
+        return self._project
+
+    @property
+    def version(self) -> str | None:
+        """The run's id; None until it is known."""
+        return self._id
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the backend's files; None if there is none, or it is not known yet."""
+        return None if self._dir is None else str(self._dir)
+
+    save_dir = log_dir
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._id is None else {"id": self._id}
+
+    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
+        """Upload a checkpoint now (`log_model="all"`), or remember it for the end (`log_model=True`)."""
+        if self._log_model == "all":
+            self._put_checkpoint(path, aliases)
+        elif self._log_model:
+            self._last_checkpoint = (path, aliases)
+
+    @abstractmethod
+    def _put_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
+        """Upload a checkpoint, or queue its upload."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Omit the connection: a copy in another process opens its own, with the same id."""
+        return {**self.__dict__, "_run": None, "_experiment": None}

@@ -53,7 +53,7 @@ class LoggerGroup:
     @property
     def active(self) -> list[Logger]:
         """The loggers that are called: all but the failed ones on the main rank, none on the others."""
-        return [logger for logger in self.loggers if not self._is_dropped(logger)] if self.is_main else []
+        return [logger for logger in self.loggers if logger not in self._dropped] if self.is_main else []
 
     @property
     def log_dir(self) -> str | None:
@@ -157,11 +157,8 @@ class LoggerGroup:
             found = next((state for state in left if state.get("logger") == type(logger).__name__), None)
             if found is not None:
                 left.remove(found)
-                if self.is_main and not self._is_dropped(logger):
+                if logger in self.active:
                     self._call(logger, "load_state_dict", found)
-
-    def _is_dropped(self, logger: Logger) -> bool:
-        return any(logger is dropped for dropped in self._dropped)
 
     def _each(self, method: str, *args: object) -> None:
         for logger in self.active:

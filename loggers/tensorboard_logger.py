@@ -19,10 +19,7 @@ from trainwright.loggers.images import to_pixels
 from trainwright.loggers.logger import RunInfo
 from trainwright.loggers.versioned import VersionedLogger
 
-HPARAMS_FILE = "hparams.yaml"
 _EVENT_FILES = "events.out.tfevents.*"
-
-
 _WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
 
 
@@ -45,7 +42,7 @@ class TensorBoardLogger(VersionedLogger):
         writer_options: passed to `torch.utils.tensorboard.SummaryWriter`, for example `flush_secs=10`.
     """
 
-    NAME_HPARAMS_FILE = HPARAMS_FILE
+    NAME_HPARAMS_FILE = "hparams.yaml"
     _OPEN = ("_writer",)
 
     def __init__(
@@ -126,18 +123,15 @@ class TensorBoardLogger(VersionedLogger):
             metrics: metrics of the run in the table; None: `hp_metric` with `default_hp_metric`. Default: None.
             step: the step at which `metrics` are logged. Default: 0.
         """
-        self.write_hyperparams(params, HPARAMS_FILE)
-        if metrics is None and self._default_hp_metric and not self._continues:
-            metrics = {"hp_metric": -1.0}
-        table = {
-            name: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in flatten(self._hyperparams).items()
-        }
+        self.write_hyperparams(params)
+        if metrics is None:
+            metrics = {"hp_metric": -1.0} if self._default_hp_metric and not self._continues else {}
+        table = {name: str(value) if value is None else value for name, value in flatten(self._hyperparams).items()}
         summary = require_package("torch.utils.tensorboard.summary", purpose="TensorBoardLogger", install="tensorboard")
         writer = self._backend()
-        for part in summary.hparams(table, dict(metrics or {})):
+        for part in summary.hparams(table, dict(metrics)):
             writer.file_writer.add_summary(part)
-        for name, value in (metrics or {}).items():
+        for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -176,7 +170,7 @@ class TensorBoardLogger(VersionedLogger):
         with evaluating(task), isolate_rng(), warnings.catch_warnings():
             # Tracing is deprecated in torch and warns of every constant; TensorBoard has no other way to a graph.
             warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.simplefilter("ignore", _tracer_warning())
+            warnings.simplefilter("ignore", vars(torch.jit)["TracerWarning"])  # public, but not in torch's annotations
             writer.add_graph(task, example_input)
 
     def flush(self) -> None:
@@ -213,8 +207,3 @@ def _wait_for_a_later_name(folder: Path) -> None:
     if made_s.isdigit():
         ahead_s = int(made_s) + 1 - time.time()
         time.sleep(min(max(ahead_s, 0.0), 1.0))  # do not wait longer for a name from a clock that is ahead
-
-
-def _tracer_warning() -> type[Warning]:
-    found: type[Warning] = vars(torch.jit)["TracerWarning"]  # public, but torch's annotations do not export it
-    return found

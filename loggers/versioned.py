@@ -171,14 +171,11 @@ class VersionedLogger(Logger):
 
     def _folder(self) -> Path:
         folder = self.log_dir
-        if folder is None:
-            raise _not_started(self)
+        assert folder is not None  # known once the logger is started
         return Path(folder)
 
     def advance(self, step: int, names: Collection[str]) -> None:
         """Remove what conflicts with logging `names` at `step`."""
-        if self._run is None:
-            raise _not_started(self)
         if self._continues:
             self._continues = False
             if self._keep_until is not None:
@@ -187,8 +184,7 @@ class VersionedLogger(Logger):
                 self._previous = self.last_steps()
         if self._previous:
             earlier = {name: self._previous.pop(name) for name in names if name in self._previous and name not in WHERE}
-            earlier = {name: last for name, last in earlier.items() if last > step}
-            if earlier:
+            if earlier := {name: last for name, last in earlier.items() if last > step}:
                 self.replace(step, earlier)
         if self._last_step is None or step > self._last_step:
             self._last_step = step
@@ -205,11 +201,11 @@ class VersionedLogger(Logger):
                 )
         return found
 
-    def write_hyperparams(self, params: Mapping[str, Any], file: str = "hparams.yaml") -> None:
-        """Add `params` to those written before and write them all as nested YAML."""
+    def write_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Add `params` to those written before and write them all into `hparams.yaml`."""
         yaml = require_package("yaml", purpose=type(self).__name__, install="pyyaml")
         self._hyperparams.update(plain(params))
-        write_atomically(self._folder() / file, yaml.safe_dump(self._hyperparams, sort_keys=False))
+        write_atomically(self._folder() / "hparams.yaml", yaml.safe_dump(self._hyperparams, sort_keys=False))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the version and the last step logged."""
@@ -241,10 +237,6 @@ class VersionedLogger(Logger):
         return {**self.__dict__, "_run": None, **dict.fromkeys(self._OPEN)}
 
 
-def _not_started(logger: Logger) -> RuntimeError:
-    return RuntimeError(f"{type(logger).__name__} is not started; call start(RunInfo(root_dir=...)) first.")
-
-
 def check_below(path: str, what: str) -> None:
     """Check that a relative path stays below its folder."""
     steps = path.replace("\\", "/").split("/")
@@ -260,19 +252,13 @@ def claim_version(root_dir: Path, run_name: str | None = None) -> int | str:
     if run_name:
         check_below(run_name, f"run_name={run_name!r}")
     root_dir.mkdir(parents=True, exist_ok=True)
-    for version in _candidates(root_dir, run_name):
-        with contextlib.suppress(FileExistsError):
-            (root_dir / (f"version_{version}" if isinstance(version, int) else version)).mkdir()
-            return version
-    raise AssertionError("there are infinitely many candidates")
-
-
-def _candidates(root_dir: Path, run_name: str | None) -> Iterator[int | str]:
-    if run_name:
-        yield run_name
-        yield from (f"{run_name}_{number}" for number in itertools.count(1))
     taken = [int(match[1]) for path in root_dir.iterdir() if (match := _NUMBERED.fullmatch(path.name))]
-    yield from itertools.count(max(taken, default=-1) + 1)
+    for number in itertools.count(0 if run_name else max(taken, default=-1) + 1):
+        name = f"version_{number}" if not run_name else f"{run_name}_{number}" if number else run_name
+        with contextlib.suppress(FileExistsError):
+            (root_dir / name).mkdir()
+            return name if run_name else number
+    raise AssertionError("the numbers do not end")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.loggers.hyperparams import plain
 from trainwright.loggers.images import to_pixels
-from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.logger import Logger, RemoteLogger, RunInfo, Status
 
 STEP_KEY = "trainer/global_step"
 """The x-axis of every curve: W&B's own step counts calls, and cannot be decreased."""
@@ -20,7 +20,7 @@ _PATIENCE = 10.0  # seconds that a start waits for the server
 _EXIT_CODES: dict[Status, int] = {"success": 0, "failed": 1, "interrupted": 255}
 
 
-class WandbLogger(Logger):
+class WandbLogger(RemoteLogger):
     """Logger for Weights & Biases, online or offline.
 
     W&B never deletes a run's history. When a run is resumed online from a step before its last one, values at steps
@@ -67,16 +67,6 @@ class WandbLogger(Logger):
         add_file_policy: Literal["mutable", "immutable"] = "mutable",
         **init_options: object,
     ) -> None:
-        super().__init__(prefix=prefix)
-        if add_file_policy not in ("mutable", "immutable"):
-            raise ConfigurationError(
-                f"WandbLogger(add_file_policy={add_file_policy!r}): expected 'mutable' or 'immutable'."
-            )
-        save_dir = save_dir if dir is None else dir
-        if anonymous is not None:
-            init_options["anonymous"] = "allow" if anonymous else "never"
-        self._checkpoint_name = checkpoint_name
-        self._add_file_policy = add_file_policy
         if offline and log_model:
             raise ConfigurationError(
                 f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints are uploaded, which needs a "
@@ -84,22 +74,23 @@ class WandbLogger(Logger):
             )
         if id is not None and version is not None and id != version:
             raise ConfigurationError(f"WandbLogger(id={id!r}, version={version!r}) mean the same; give one of them.")
-        if log_model not in (True, False, "all"):
-            raise ConfigurationError(f"WandbLogger(log_model={log_model!r}): expected True, False or 'all'.")
+        if add_file_policy not in ("mutable", "immutable"):
+            raise ConfigurationError(
+                f"WandbLogger(add_file_policy={add_file_policy!r}): expected 'mutable' or 'immutable'."
+            )
+        super().__init__(
+            prefix=prefix, log_model=log_model, project=project, id=id or version, dir=save_dir if dir is None else dir
+        )
+        if anonymous is not None:
+            init_options["anonymous"] = "allow" if anonymous else "never"
         self._name = name
-        self._save_dir = Path(save_dir) if save_dir is not None else None
-        self._id = id if id is not None else version
-        self._is_id_chosen = self._id is None
         self._offline = offline
-        self._project = project
-        self._log_model = log_model
+        self._checkpoint_name = checkpoint_name
+        self._add_file_policy = add_file_policy
         self._init_options = init_options
         self._experiment = experiment
         self._is_ours = experiment is None
         self._floor: int | None = None  # the last step in a resumed history
-        self._last_step: int | None = None
-        self._last_checkpoint: tuple[Path, tuple[str, ...]] | None = None
-        self._ended: Any = None  # the W&B run that `finish` has closed
 
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
@@ -107,30 +98,13 @@ class WandbLogger(Logger):
         return cls(project=project, **{"save_dir": root_dir, **options})
 
     @property
-    def name(self) -> str | None:
-        """The project."""
-        return self._project
-
-    @property
-    def version(self) -> str | None:
-        """The run's id; None until W&B has created one."""
-        return self._id
-
-    @property
-    def log_dir(self) -> str | None:
-        """The parent of W&B's own folders."""
-        return self.save_dir
-
-    @property
-    def save_dir(self) -> str | None:
-        return None if self._save_dir is None else str(self._save_dir)
-
-    @property
     def experiment(self) -> Any:
         """The W&B run, opened if needed; after `finish` the closed one, which can still be read."""
-        if self._run is None and self._ended is not None and not self.muted:
-            return self._ended
-        return super().experiment
+        is_closed = self._run is None and self._is_ours and self._experiment is not None and not self.muted
+        return self._experiment if is_closed else super().experiment
+
+    def _backend(self) -> Any:
+        return self._experiment
 
     def start(self, run: RunInfo) -> None:
         """Open the W&B run. Blocks until its service has started, and online until the server has answered. A server
@@ -141,28 +115,26 @@ class WandbLogger(Logger):
         """
         if self._run is not None:
             return
-        wandb = require_package("wandb", purpose="WandbLogger")
-        if self._save_dir is None:
-            self._save_dir = run.root_dir
-        if self._experiment is None and wandb.run is not None:
+        wandb, is_new = _wandb(), self._is_ours or self._experiment is None
+        self._dir = self._dir or run.root_dir
+        if is_new and wandb.run is not None:
             self.warn_once(
                 "a W&B run is already open in this process; WandbLogger logs to it and does not close it. Call "
                 "wandb.finish() before, to create a separate run."
             )
             self._experiment, self._is_ours = wandb.run, False
-        if self._experiment is None:
-            self._save_dir.mkdir(parents=True, exist_ok=True)
+        elif is_new:
+            self._dir.mkdir(parents=True, exist_ok=True)
             options: dict[str, Any] = {"mode": "offline"} if self._offline else {}
             options |= {
                 "name": self._name if self._name is not None else run.run_name,
                 "project": self._project,
-                "dir": str(self._save_dir),
+                "dir": str(self._dir),
                 "id": self._id,
                 "resume": "allow",
             }
             self._experiment, self._is_ours = self._init(wandb, {**options, **self._init_options}), True
         super().start(run)
-        self._ended = None
         experiment = self._experiment
         self._id = experiment.id
         self._project = self._project or getattr(experiment, "project", None)
@@ -186,7 +158,7 @@ class WandbLogger(Logger):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Add nested values to the run's config."""
-        self._backend().config.update(plain(params), allow_val_change=True)
+        self._experiment.config.update(plain(params), allow_val_change=True)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log values; those at steps that a resumed history already contains are skipped."""
@@ -194,28 +166,17 @@ class WandbLogger(Logger):
 
     def log_image(self, key: str, image: Any, step: int) -> None:
         pixels = to_pixels(image)
-        wandb = require_package("wandb", purpose="WandbLogger")
-        self._log({key: wandb.Image(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)}, step)
+        self._log({key: _wandb().Image(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)}, step)
 
     def log_figure(self, key: str, figure: Any, step: int) -> None:
-        self._log({key: require_package("wandb", purpose="WandbLogger").Image(figure)}, step)
+        self._log({key: _wandb().Image(figure)}, step)
 
     def log_text(self, key: str, text: str, step: int) -> None:
         """Log a text, as a table with one cell, which W&B shows unchanged."""
-        wandb = require_package("wandb", purpose="WandbLogger")
-        self._log({key: wandb.Table(columns=["text"], data=[[text]])}, step)
+        self._put_table(key, ["text"], [[text]], step)
 
-    def log_table(
-        self,
-        key: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: object = None,
-        step: int | None = None,
-    ) -> None:
-        """Log a table: `columns` with rows of `data`, or a pandas frame."""
-        wandb = require_package("wandb", purpose="WandbLogger")
-        self._log({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
+    def _put_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int | None) -> None:
+        self._log({key: _wandb().Table(columns=columns, data=rows)}, step)
 
     def log_audio(self, key: str, audios: list[Any], step: int | None = None, **options: list[Any]) -> None:
         """Log sounds: arrays or paths; each of `options`, such as `sample_rate=[…]`, is a list with one for each."""
@@ -232,7 +193,7 @@ class WandbLogger(Logger):
             raise ConfigurationError(
                 f"WandbLogger.log_{kind.lower()}({key!r}): pass a list, and options as lists of the same length."
             )
-        make = getattr(require_package("wandb", purpose="WandbLogger"), kind)
+        make = getattr(_wandb(), kind)
         made = [
             make(value, **{name: given[index] for name, given in options.items()}) for index, value in enumerate(values)
         ]
@@ -249,19 +210,12 @@ class WandbLogger(Logger):
         if use_artifact and not self.muted:
             found = self.use_artifact(artifact, artifact_type)
         else:
-            found = require_package("wandb", purpose="WandbLogger").Api().artifact(artifact, type=artifact_type)
+            found = _wandb().Api().artifact(artifact, type=artifact_type)
         return str(found.download(root=None if save_dir is None else str(save_dir)))
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
         """Return an artifact, as an input of the run."""
         return self.experiment.use_artifact(artifact, type=artifact_type)
-
-    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
-        """Upload a checkpoint now (`log_model="all"`), or remember it for the end (`log_model=True`)."""
-        if self._log_model == "all":
-            self._upload(path, aliases)
-        elif self._log_model:
-            self._last_checkpoint = (path, aliases)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
         """Record histograms of gradients or parameters in W&B, which reads them during the step. This takes time."""
@@ -276,24 +230,19 @@ class WandbLogger(Logger):
             return
         try:
             if self._last_checkpoint is not None and self._last_checkpoint[0].exists():
-                self._upload(*self._last_checkpoint)
+                self._put_checkpoint(*self._last_checkpoint)
         finally:
             self._run = None
             self._last_checkpoint = None
             if self._is_ours:
-                experiment, self._experiment = self._experiment, None
-                self._ended = experiment
-                experiment.finish(exit_code=_EXIT_CODES[status])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"id": self._id}
+                self._experiment.finish(exit_code=_EXIT_CODES[status])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume the run that `state` came from, unless another id was requested. Call it before `start`: an open W&B
         run cannot be changed to another one.
         """
         found = state.get("id")
-        if found is None or found == self._id or not self._is_id_chosen:
+        if found is None or found == self._id or self._is_id_fixed:
             return
         if self._run is not None:
             self.warn_once(
@@ -306,22 +255,17 @@ class WandbLogger(Logger):
     def _log(self, values: Mapping[str, Any], step: int | None) -> None:
         if self._floor is not None and step is not None and step <= self._floor:
             return
-        self._backend().log({**self.prefixed(values), **({} if step is None else {STEP_KEY: step})})
+        self._experiment.log({**self.prefixed(values), **({} if step is None else {STEP_KEY: step})})
 
-    def _backend(self) -> Any:
-        if self._experiment is None:
-            raise RuntimeError("WandbLogger is not started; call start(RunInfo(root_dir=...)) first.")
-        return self._experiment
-
-    def _upload(self, path: Path, aliases: tuple[str, ...]) -> None:
-        wandb = require_package("wandb", purpose="WandbLogger")
+    def _put_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
+        wandb = _wandb()
         artifact = wandb.Artifact(
             self._checkpoint_name or f"model-{self._id}", type="model", metadata={"checkpoint": path.name}
         )
         add = artifact.add_dir if path.is_dir() else artifact.add_file
         add(str(path), **({} if self._add_file_policy == "mutable" else {"policy": self._add_file_policy}))
-        self._backend().log_artifact(artifact, aliases=["latest", path.name, *aliases])
+        self._experiment.log_artifact(artifact, aliases=["latest", path.name, *aliases])
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Omit the connection: a copy in another process opens its own, with the same id."""
-        return {**self.__dict__, "_run": None, "_experiment": None, "_ended": None}
+
+def _wandb() -> Any:
+    return require_package("wandb", purpose="WandbLogger")

@@ -12,16 +12,8 @@ from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger
 
 # ClearML also records arguments, output and resource usage by default. This logger records logged values only.
-_QUIET = dict.fromkeys(
-    (
-        "reuse_last_task_id",
-        "auto_connect_arg_parser",
-        "auto_connect_frameworks",
-        "auto_connect_streams",
-        "auto_resource_monitoring",
-    ),
-    False,
-)
+_RECORDERS = ("connect_arg_parser", "connect_frameworks", "connect_streams", "resource_monitoring")
+_QUIET = {"reuse_last_task_id": False, **{f"auto_{name}": False for name in _RECORDERS}}
 
 
 class ClearMLLogger(QueuedLogger):
@@ -36,7 +28,7 @@ class ClearMLLogger(QueuedLogger):
         task_name: the task's name; None: the run's name. Default: None.
         task_id: the task to continue; None: a new one. Default: None.
         offline: write files only. Default: False.
-        prefix, log_model: see `QueuedLogger`.
+        prefix, log_model: see `RemoteLogger`.
         options: arguments of `Task.init`, for example `tags`, `output_uri`.
     """
 
@@ -57,12 +49,6 @@ class ClearMLLogger(QueuedLogger):
         self._task_name = task_name
         self._offline = offline
         self._options = options
-        self._folder: str | None = None
-
-    @property
-    def log_dir(self) -> str | None:
-        """The folder of an offline session, once it is known."""
-        return self._folder
 
     def _open(self, run: RunInfo) -> None:
         clearml = require_package("clearml", purpose="ClearMLLogger")
@@ -76,7 +62,7 @@ class ClearMLLogger(QueuedLogger):
         if known:
             self._experiment.set_initial_iteration(0)  # otherwise ClearML adds the last one to every step
         self._id = self._experiment.id
-        self._folder = str(self._experiment.get_offline_mode_folder()) if self._offline else None
+        self._dir = Path(self._experiment.get_offline_mode_folder()) if self._offline else None
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._offline else super().state_dict()

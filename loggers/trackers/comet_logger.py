@@ -32,7 +32,7 @@ class CometLogger(QueuedLogger):
         mode: `"create"` and `"get"` require that no experiment, or an experiment, has that key. Default:
             `"get_or_create"`.
         online: False writes files only; None: Comet's own setting. Default: None.
-        prefix, log_model: see `QueuedLogger`.
+        prefix, log_model: see `RemoteLogger`.
         options: arguments of `comet_ml.ExperimentConfig`, for example `name`, `tags`, `offline_directory`.
     """
 

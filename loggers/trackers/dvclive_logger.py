@@ -21,7 +21,7 @@ class DVCLiveLogger(QueuedLogger):
 
     Args:
         dir: the folder; None: `dvclive` in the run's root folder. Default: None.
-        prefix, log_model: see `QueuedLogger`. `log_model` needs a DVC repository.
+        prefix, log_model: see `RemoteLogger`. `log_model` needs a DVC repository.
         options: arguments of `dvclive.Live`, such as `exp_name`, `report` and `save_dvc_exp` (default here:
             False), which needs a DVC repository.
     """
@@ -35,8 +35,7 @@ class DVCLiveLogger(QueuedLogger):
         log_model: Literal["all"] | bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(prefix=prefix, log_model=log_model)
-        self._dir = None if dir is None else Path(dir)
+        super().__init__(prefix=prefix, log_model=log_model, dir=dir)
         self._options = options
 
     @classmethod
@@ -44,16 +43,9 @@ class DVCLiveLogger(QueuedLogger):
         """Return a logger that writes into the folder `dvclive`, or the one of the project in it."""
         return cls(**{"dir": root_dir / "dvclive" / (project or ""), **options})
 
-    @property
-    def log_dir(self) -> str | None:
-        """The folder; None until it is known."""
-        return None if self._dir is None else str(self._dir)
-
-    save_dir = log_dir
-
     def _open(self, run: RunInfo) -> None:
         dvclive = require_package("dvclive", purpose="DVCLiveLogger")
-        self._dir = run.root_dir / "dvclive" if self._dir is None else self._dir
+        self._dir = self._dir or run.root_dir / "dvclive"
         self._id = self._dir.name
         options = {"save_dvc_exp": False, "dvcyaml": None, "resume": self._exists, **self._options}
         self._experiment = dvclive.Live(dir=str(self._dir), **options)

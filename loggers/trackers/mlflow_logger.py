@@ -32,7 +32,7 @@ class MLFlowLogger(QueuedLogger):
         tags: tags of a new run. Default: None.
         save_dir: folder of the store, if there is no `tracking_uri`; None: the run's root folder.
             Default: `"./mlruns"`.
-        prefix, log_model: see `QueuedLogger`.
+        prefix, log_model: see `RemoteLogger`.
         artifact_location: where a new experiment stores artifacts; None: the server's setting, or `save_dir`.
             Default: None.
         run_id: the run to resume; None: a new one. Default: None.
@@ -54,11 +54,11 @@ class MLFlowLogger(QueuedLogger):
         artifact_location: str | None = None,
         run_id: str | None = None,
     ) -> None:
-        super().__init__(prefix=prefix, log_model=log_model, project=experiment_name, id=run_id)
+        folder = save_dir if tracking_uri is None else None
+        super().__init__(prefix=prefix, log_model=log_model, project=experiment_name, id=run_id, dir=folder)
         self._run_name = run_name
         self._uri = tracking_uri
         self._tags = dict(tags or {})
-        self._save_dir = None if save_dir is None else Path(save_dir)
         self._artifact_location = artifact_location
         self._experiment_id: str | None = None
         self._params: dict[str, Any] = {}
@@ -68,23 +68,20 @@ class MLFlowLogger(QueuedLogger):
         """The id of the experiment; None until it is known."""
         return self._experiment_id
 
-    @property
-    def log_dir(self) -> str | None:
-        """The folder of the store; None for a server."""
-        return None if self._uri is not None or self._save_dir is None else str(self._save_dir)
-
-    experiment_id, run_id, save_dir = name, QueuedLogger.version, log_dir
+    experiment_id, run_id = name, QueuedLogger.version
 
     def _open(self, run: RunInfo) -> None:
         tracking = require_package("mlflow.tracking", purpose="MLFlowLogger")
         variables = require_package("mlflow.environment_variables", purpose="MLFlowLogger")
         self._uri = self._uri or variables.MLFLOW_TRACKING_URI.get()
         uri, location = self._uri, self._artifact_location
-        if uri is None:
-            self._save_dir = (run.root_dir if self._save_dir is None else self._save_dir).absolute()
-            self._save_dir.mkdir(parents=True, exist_ok=True)
-            uri = f"sqlite:///{self._save_dir / 'mlflow.db'}"
-            location = location or (self._save_dir / "artifacts").as_uri()
+        if uri is not None:
+            self._dir = None
+        else:
+            self._dir = folder = (self._dir or run.root_dir).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            uri = f"sqlite:///{folder / 'mlflow.db'}"
+            location = location or (folder / "artifacts").as_uri()
         client = tracking.MlflowClient(uri)
         self._params = {}
         if self._id is not None:

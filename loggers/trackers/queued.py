@@ -12,19 +12,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from time import time as _now
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
-from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import plain
 from trainwright.loggers.images import to_pixels
-from trainwright.loggers.logger import Logger, RunInfo, Silence, Status, cells
+from trainwright.loggers.logger import Logger, RemoteLogger, RunInfo, Silence, Status
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class QueuedLogger(Logger):
+class QueuedLogger(RemoteLogger):
     """Logger that never waits for its backend while training runs.
 
     A daemon thread opens the run and writes in order what is logged. `start` waits at most `start_patience` seconds for
@@ -36,12 +36,6 @@ class QueuedLogger(Logger):
     A sub-class defines the abstract methods, and those of the following that its backend supports:
     `_write_image(key, pixels, step)` with pixels H×W×C of 1, 3 or 4 channels, `_write_text(key, text, step)`,
     `_write_table(key, columns, rows, step)`, `_write_checkpoint(path, aliases)`. The thread calls all of them.
-
-    Args:
-        prefix: put before the name of each metric, with a dash. Default: `""`.
-        log_model: upload checkpoints: `"all"`: each; True: the last one, at the end; False: none. Default: False.
-        project: the logger's `name`. Default: None.
-        id: the run to continue; a checkpoint cannot change it. Default: None.
 
     Attributes:
         capacity: the number of calls that the queue holds. Default: 10,000.
@@ -61,29 +55,10 @@ class QueuedLogger(Logger):
     _write_text: Any = None
     _write_table: Any = None
     _write_checkpoint: Any = None
-
-    def __init__(
-        self,
-        *,
-        prefix: str = "",
-        log_model: Literal["all"] | bool = False,
-        project: str | None = None,
-        id: str | None = None,
-    ) -> None:
-        super().__init__(prefix=prefix)
-        if log_model not in (True, False, "all"):
-            raise ConfigurationError(f"{type(self).__name__}(log_model={log_model!r}): expected True, False or 'all'.")
-        self._log_model = log_model
-        self._project = project
-        self._id = id
-        self._is_id_fixed = id is not None
-        self._experiment: Any = None
-        self._worker: _Worker | None = None
-        self._exists = False  # True if this logger, or the one in the checkpoint, has opened the run before
-        self._resumes = False  # True if `_id` is from a checkpoint
-        self._floors: Mapping[str, int] = {}
-        self._last_checkpoint: tuple[Path, tuple[str, ...]] | None = None
-        self.dropped = 0
+    dropped: int = 0
+    _worker: _Worker | None = None
+    _exists: bool = False  # True if this logger, or the one in the checkpoint, has opened the run before
+    _resumes: bool = False  # True if `_id` is from a checkpoint
 
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
@@ -132,11 +107,9 @@ class QueuedLogger(Logger):
             pip = self._package.partition(".")[0].replace("_", "-")
             require_package(self._package, purpose=type(self).__name__, install=pip)
         self.dropped = 0
-        worker, is_open = _Worker(type(self).__name__), threading.Event()
-        worker.calls.put((partial(_open, self, run, worker, is_open), False))
-        has_answered = is_open.wait(self.start_patience)
+        worker = _Worker(self, run)
+        has_answered = worker.has_answered.wait(self.start_patience)
         if has_answered and worker.error is not None:
-            worker.calls.put((lambda: None, True))
             raise worker.error
         self._worker = worker
         if not has_answered:
@@ -150,7 +123,7 @@ class QueuedLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue values; those at steps that a resumed history already contains are skipped."""
         values = {name: float(value) for name, value in self.prefixed(metrics).items()}
-        self._put(_write_new, self, values, int(step), _now())
+        self._put(_Worker.write_metrics, self._worker, values, int(step), _now())
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Queue hyper-parameters, as nested dicts and lists."""
@@ -170,7 +143,7 @@ class QueuedLogger(Logger):
 
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png")
-        self._put(self._write_image, key, to_pixels(Image.open(drawn).convert("RGB")), int(step))
+        self.log_image(key, Image.open(drawn).convert("RGB"), step)
 
     def log_text(self, key: str, text: str, step: int) -> None:
         """Queue a text."""
@@ -178,26 +151,13 @@ class QueuedLogger(Logger):
             return super().log_text(key, text, step)
         self._put(self._write_text, key, str(text), int(step))
 
-    def log_table(
-        self,
-        key: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: object = None,
-        step: int | None = None,
-    ) -> None:
-        """Queue a table; a backend without tables gets a text in Markdown."""
+    def _put_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int | None) -> None:
         if self._write_table is None:
-            return super().log_table(key, columns, data, dataframe, step)
-        names, rows = cells(columns, data, dataframe)
-        self._put(self._write_table, key, list(names), plain(rows), int(step or 0))
+            return super()._put_table(key, columns, rows, step)
+        self._put(self._write_table, key, list(columns), plain(rows), int(step or 0))
 
-    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
-        """Queue the upload of a checkpoint (`log_model="all"`), or remember it for the end (`log_model=True`)."""
-        if self._log_model == "all":
-            self._put(self._upload, path, aliases)
-        elif self._log_model:
-            self._last_checkpoint = (path, aliases)
+    def _put_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
+        self._put(_upload, self, path, aliases)
 
     def flush(self) -> None:
         """Queue a flush of the backend. It does not wait."""
@@ -210,15 +170,14 @@ class QueuedLogger(Logger):
         worker, self._worker, self._run = self._worker, None, None
         atexit.unregister(self._finish_at_exit)
         if self._last_checkpoint is not None:
-            worker.calls.put((partial(self._upload, *self._last_checkpoint), False))
+            worker.calls.put(partial(_upload, self, *self._last_checkpoint))
             self._last_checkpoint = None
-        close = partial(_close, self, worker, status)
-        worker.calls.put(((lambda: None) if self._closes_in_caller else close, True))
+        worker.calls.put(status)
         worker.join(self.patience)
         worker.is_abandoned = worker.is_alive()
         lost = max(worker.calls.qsize(), 1) if worker.is_abandoned else 0
-        if self._closes_in_caller and not lost:
-            close()
+        if self._closes_in_caller and worker.is_open and not lost:
+            self._close(status)
         if lost or self.dropped:
             self.warn_once(
                 f"{type(self).__name__}: {lost + self.dropped} calls are lost: the queue was full for {self.dropped}, "
@@ -226,9 +185,6 @@ class QueuedLogger(Logger):
             )
         if worker.error is not None:
             raise worker.error
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._id is None else {"id": self._id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume the run that `state` came from, unless another one was requested. Call it before `start`."""
@@ -243,31 +199,13 @@ class QueuedLogger(Logger):
                 "already open and continues as a new one."
             )
         else:
-            self._put(_read_floors, self)
-
-    @property
-    def name(self) -> str | None:
-        """The project."""
-        return self._project
-
-    @property
-    def version(self) -> str | None:
-        """The run's id; None until it is known."""
-        return self._id
+            self._put(_Worker.read_floors, self._worker)
 
     def _backend(self) -> Any:
         if self._worker is not None and not self._worker.is_open:
             self.warn_once(f"{type(self).__name__}: the run is not open yet; `experiment` does nothing.")
             return Silence()
         return self._experiment
-
-    def _upload(self, path: Path, aliases: tuple[str, ...]) -> None:
-        try:
-            if path.exists():
-                self._write_checkpoint(path, aliases)
-        except OSError:
-            if path.exists():  # otherwise a newer checkpoint has replaced it
-                raise
 
     def _put(self, call: Callable[..., None], *values: Any) -> None:
         worker = self._worker
@@ -276,7 +214,7 @@ class QueuedLogger(Logger):
         if worker.error is not None:
             raise worker.error
         if worker.calls.qsize() < self.capacity:
-            worker.calls.put((partial(call, *values), False))
+            worker.calls.put(partial(call, *values))
             return
         self.dropped += 1
         self.warn_once(
@@ -289,8 +227,7 @@ class QueuedLogger(Logger):
             self.finish("interrupted")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the connection: a copy in another process opens its own, with the same id."""
-        return {**self.__dict__, "_run": None, "_experiment": None, "_worker": None}
+        return {**super().__getstate__(), "_worker": None}
 
 
 def to_image(pixels: Pixels) -> Any:
@@ -300,57 +237,62 @@ def to_image(pixels: Pixels) -> Any:
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
-# What the thread of a logger calls
-
-
-def _open(logger: QueuedLogger, run: RunInfo, worker: _Worker, has_answered: threading.Event) -> None:
+def _upload(logger: QueuedLogger, path: Path, aliases: tuple[str, ...]) -> None:
     try:
-        logger._open(run)
-        if logger._resumes:
-            _read_floors(logger)
-        else:
-            logger._floors = {}
-        logger._exists, logger._resumes, worker.is_open = True, False, True
-    except Exception as error:
-        worker.error = error  # `start` reads it as soon as the event is set
-        raise
-    finally:
-        has_answered.set()
-
-
-def _close(logger: QueuedLogger, worker: _Worker, status: Status) -> None:
-    if worker.is_open:
-        logger._close(status)
-
-
-def _read_floors(logger: QueuedLogger) -> None:
-    logger._floors = logger._last_steps()
-
-
-def _write_new(logger: QueuedLogger, values: dict[str, float], step: int, seconds: float) -> None:
-    if logger._floors:
-        values = {name: value for name, value in values.items() if step > logger._floors.get(name, -1)}
-    if values:
-        logger._write_metrics(values, step, seconds)
+        if path.exists():
+            logger._write_checkpoint(path, aliases)
+    except OSError:
+        if path.exists():  # otherwise a newer checkpoint has replaced it
+            raise
 
 
 class _Worker(threading.Thread):
-    """A daemon thread that makes queued calls until the first error, and then the last call."""
+    """A daemon thread that opens a run, makes queued calls until the first error, and closes the run.
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self.calls: queue.SimpleQueue[tuple[Callable[[], None], bool]] = queue.SimpleQueue()
+    The last entry of the queue is the status of the run.
+    """
+
+    def __init__(self, logger: QueuedLogger, info: RunInfo) -> None:
+        super().__init__(name=type(logger).__name__, daemon=True)
+        self.calls: queue.SimpleQueue[Callable[[], None] | Status] = queue.SimpleQueue()
         self.error: Exception | None = None
+        self.has_answered = threading.Event()
         self.is_open = False
         self.is_abandoned = False
+        self._logger, self._info = logger, info
+        self._floors: Mapping[str, int] = {}
         self.start()
 
     def run(self) -> None:
-        is_last = False
-        while not is_last and not self.is_abandoned:
-            call, is_last = self.calls.get()
-            try:
-                if is_last or self.error is None:
-                    call()
-            except Exception as error:  # noqa: BLE001  # every error of a backend is raised in the caller
-                self.error = self.error or error
+        self._call(self._open)
+        self.has_answered.set()
+        while self.is_open and not self.is_abandoned:
+            call = self.calls.get()
+            if isinstance(call, str):
+                if not self._logger._closes_in_caller:
+                    self._call(partial(self._logger._close, call))
+                return
+            if self.error is None:
+                self._call(call)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  # every error of a backend is raised in the caller
+            self.error = self.error or error
+
+    def _open(self) -> None:
+        logger = self._logger
+        logger._open(self._info)
+        if logger._resumes:
+            self.read_floors()
+        logger._exists, logger._resumes, self.is_open = True, False, True
+
+    def read_floors(self) -> None:
+        self._floors = self._logger._last_steps()
+
+    def write_metrics(self, values: dict[str, float], step: int, seconds: float) -> None:
+        if self._floors:
+            values = {name: value for name, value in values.items() if step > self._floors.get(name, -1)}
+        if values:
+            self._logger._write_metrics(values, step, seconds)

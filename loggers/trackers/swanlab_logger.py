@@ -24,7 +24,7 @@ class SwanLabLogger(QueuedLogger):
         name: the run's display name; None: the run's own name. Default: None.
         id: the run to continue, or the id of a new one; None: SwanLab creates one. Default: None.
         log_dir: folder of its files; None: `swanlog` in the run's root folder. Default: None.
-        prefix: see `QueuedLogger`.
+        prefix: see `RemoteLogger`.
         options: arguments of `swanlab.init`, for example `mode="offline"`, `workspace`, `tags`.
     """
 
@@ -41,23 +41,17 @@ class SwanLabLogger(QueuedLogger):
         prefix: str = "",
         **options: Any,
     ) -> None:
-        super().__init__(prefix=prefix, project=project, id=id)
+        super().__init__(prefix=prefix, project=project, id=id, dir=log_dir)
         self._run_name = name
-        self._dir = None if log_dir is None else str(log_dir)
         self._options = options
-
-    @property
-    def log_dir(self) -> str | None:
-        """The folder of the files of all runs; None until it is known."""
-        return self._dir
 
     def _open(self, run: RunInfo) -> None:
         swanlab = require_package("swanlab", purpose="SwanLabLogger")
-        self._dir = self._dir or str(run.root_dir / "swanlog")
+        self._dir = self._dir or run.root_dir / "swanlog"
         known = {} if self._id is None else {"id": self._id, "resume": "allow"}
         name = self._run_name or run.run_name
         self._experiment = swanlab.init(
-            **{"project": self._project, "name": name, "log_dir": self._dir, **known, **self._options}
+            **{"project": self._project, "name": name, "log_dir": self.log_dir, **known, **self._options}
         )
         self._id = self._experiment.id
 

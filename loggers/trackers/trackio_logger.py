@@ -20,7 +20,7 @@ class TrackioLogger(QueuedLogger):
     Args:
         project: the project. Default: `"trainwright_logs"`.
         name: the run's name; None: the run's own name, or one that Trackio creates. Default: None.
-        prefix: see `QueuedLogger`.
+        prefix: see `RemoteLogger`.
         options: arguments of `trackio.init`, for example `space_id`, `server_url`, `group`.
     """
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainwright.accelerator.logging import on_main_process
 from trainwright.core.errors import ConfigurationError, MissingPackageError, TrainwrightWarning, nearest, unknown
 from trainwright.core.names.constants import LoggerType
 from trainwright.core.names.foreign_names import check_owner
@@ -76,24 +75,22 @@ class LoggerTracker(GeneralTracker):
         self.run_name = run_name
         self._folder = Path(logging_dir or ".")
         self.logger: Logger = LOGGERS.get(self.name).in_folder(self._folder, run_name, **options)
+        self.logger.muted = not PartialState().is_main_process
         self._step, self._has_warned = -1, False
 
     @property
     def tracker(self) -> Any:
         """The run, in the form of the tracker's library; on other processes an object that does nothing."""
-        return self.logger.experiment if PartialState().is_main_process else Silence()
+        return self.logger.experiment
 
-    @on_main_process
     def start(self) -> None:
         """Open the run."""
         self.logger.start(RunInfo(self._folder, self.run_name))
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the hyper-parameters of the run."""
         self.logger.log_hyperparams(values)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         """Record values at a step; None: the one after the last one. Any `kwargs` raise ConfigurationError."""
         if kwargs:
@@ -104,9 +101,10 @@ class LoggerTracker(GeneralTracker):
         self._step = self._step + 1 if step is None else int(step)
         metrics: dict[str, float] = {}
         for name, value in _flat(values):
-            has_one = isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1
-            if has_one or isinstance(value, numbers.Real):
-                metrics[name] = float(value.item() if has_one else value)
+            if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1:
+                value = value.item()
+            if isinstance(value, numbers.Real):
+                metrics[name] = float(value)
             elif isinstance(value, str):
                 self.logger.log_text(name, value, self._step)
             elif not self._has_warned:
@@ -118,7 +116,6 @@ class LoggerTracker(GeneralTracker):
         if metrics:
             self.logger.log_metrics(metrics, self._step)
 
-    @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
         """Record images: names and lists of images, or arrays of them; see `Logger.log_image`. Options do nothing."""
         at = max(self._step, 0) if step is None else step
@@ -126,7 +123,6 @@ class LoggerTracker(GeneralTracker):
             for index, image in enumerate(images):
                 self.logger.log_image(key if len(images) == 1 else f"{key}/{index}", image, at)
 
-    @on_main_process
     def log_table(
         self,
         table_name: str,
@@ -140,7 +136,6 @@ class LoggerTracker(GeneralTracker):
         at = max(self._step, 0) if step is None else step
         self.logger.log_table(table_name, columns, data, dataframe, at)
 
-    @on_main_process
     def finish(self) -> None:
         """Write everything and close the run."""
         self.logger.finish("success")
@@ -317,13 +312,11 @@ class LoopTrackers:
             except ConfigurationError:
                 raise
             except Exception as error:  # whatever a tracker raises, the training continues
+                self.started.remove(tracker)
                 is_option = isinstance(error, TypeError) and "unexpected keyword argument" in str(error)
                 if method == "start" and is_option and isinstance(tracker, LoggerTracker):
-                    self.started.remove(tracker)
-                    raise ConfigurationError(
-                        f"an option in init_kwargs[{tracker.name!r}] is wrong: {error}."
-                    ) from error
-                self.started.remove(tracker)
+                    text = f"an option in init_kwargs[{tracker.name!r}] is wrong: {error}."
+                    raise ConfigurationError(text) from error
                 self._unopened += [tracker] if method == "start" else []
                 warnings.warn(
                     f"the tracker {tracker.name!r} failed in {method} with {type(error).__name__}: {error}. It is not "
