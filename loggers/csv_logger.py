@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.loggers.logger import RunInfo
-from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, last_steps_of, rows_without, write_atomically
+from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, rows_without, write_atomically
 
 METRICS_FILE = "metrics.csv"
 
@@ -62,7 +62,7 @@ class CSVLogger(VersionedLogger):
         return (folder / METRICS_FILE).exists()
 
     def last_steps(self) -> dict[str, int]:
-        return last_steps_of(_read(self.metrics_file)[1], own=("step",))
+        return {name: int(row["step"]) for row in _read(self.metrics_file)[1] for name in row if name != "step"}
 
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
         columns, rows = _read(self.metrics_file)

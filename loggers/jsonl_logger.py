@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainwright.loggers.hyperparams import json_safe, plain
-from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, last_steps_of, rows_without, write_atomically
+from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, rows_without, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 HPARAMS_FILE = "hparams.json"
@@ -51,7 +51,7 @@ class JSONLinesLogger(VersionedLogger):
         return (folder / METRICS_FILE).exists()
 
     def last_steps(self) -> dict[str, int]:
-        return last_steps_of(_rows(self.metrics_file), own=_OWN)
+        return {name: int(row["step"]) for row in _rows(self.metrics_file) for name in row if name not in _OWN}
 
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
         self._close()

@@ -342,6 +342,9 @@ class RemoteLogger(Logger):
         dir: folder of the backend's files. Default: None, which is a folder that `start` selects, or none.
     """
 
+    _project_argument: ClassVar[str] = "project"
+    _folder_argument: ClassVar[tuple[str, str] | None] = None  # its name, and a sub-folder of the run's root folder
+
     def __init__(
         self,
         *,
@@ -361,6 +364,15 @@ class RemoteLogger(Logger):
         self._dir = None if dir is None else Path(dir)
         self._experiment: Any = None
         self._last_checkpoint: tuple[Path, tuple[str, ...]] | None = None
+
+    @classmethod
+    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
+        """Return a logger for runs of a project. Its files are below `root_dir`, if the backend lets callers choose."""
+        given = {} if project is None else {cls._project_argument: project}
+        if cls._folder_argument is not None:
+            argument, folder = cls._folder_argument
+            given[argument] = str(root_dir / folder)
+        return cls(**{**given, **options})
 
     @property
     def name(self) -> str | None:

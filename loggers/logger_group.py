@@ -23,7 +23,7 @@ class LoggerGroup:
 
     A logger whose backend raises is reported, with a TrainwrightWarning that names it, the method and the error: a full
     disk or a lost connection never ends a training. A logger that cannot start, log metrics or flush is disabled until
-    the group is started again; if something else fails, such as a graph or an image, only that is missing.
+    the group is started again; if something else fails, such as a graph or a checkpoint, only that is missing.
     Configuration errors, such as a package that is not installed, are raised by `start`. There is no communication
     between ranks.
 
@@ -105,18 +105,6 @@ class LoggerGroup:
         """Record host-side numbers at a step with every logger; nothing if there are none."""
         if metrics:
             self._each("log_metrics", metrics, step)
-
-    def log_image(self, key: str, image: object, step: int) -> None:
-        """Record an image with every logger; see `Logger.log_image`."""
-        self._each("log_image", key, image, step)
-
-    def log_figure(self, key: str, figure: object, step: int) -> None:
-        """Record a matplotlib figure with every logger."""
-        self._each("log_figure", key, figure, step)
-
-    def log_text(self, key: str, text: str, step: int) -> None:
-        """Record a text with every logger."""
-        self._each("log_text", key, text, step)
 
     def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
         """Record the task's graph with the loggers that request it (`wants_graph`)."""

@@ -103,14 +103,10 @@ class TensorBoardLogger(VersionedLogger):
         return found
 
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
-        """Hide everything logged at `step` or later in TensorBoard."""
+        """Hide all curves from `step` on in TensorBoard: the mark does not name single ones."""
         events = require_package("tensorboard.compat.proto.event_pb2", purpose="TensorBoardLogger")
         mark = events.Event(step=step, session_log=events.SessionLog(status=events.SessionLog.START))
         self._backend().file_writer.add_event(mark, step)
-
-    def replace(self, step: int, earlier: Mapping[str, int]) -> None:
-        """Hide all curves of an earlier run from `step` on: the mark does not name single ones."""
-        super().replace(step, earlier)
         self._previous = {}
 
     def log_hyperparams(

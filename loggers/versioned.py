@@ -157,15 +157,6 @@ class VersionedLogger(Logger):
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
         """Remove from the folder's log everything logged at `step` or later; only the curves `names`, if given."""
 
-    def replace(self, step: int, earlier: Mapping[str, int]) -> None:
-        """Remove curves that an earlier run has logged at `step` or later; name → its last step."""
-        self.remove_from(step, earlier)
-        self.warn_once(
-            f"{type(self).__name__} writes into {self.log_dir}, which holds the log of an earlier fit or run; its "
-            f"values of {', '.join(sorted(earlier))} from step {step} on are replaced. Leave `version` unset for a new "
-            "folder."
-        )
-
     def _close(self) -> None:
         """Close what is open."""
 
@@ -185,7 +176,12 @@ class VersionedLogger(Logger):
         if self._previous:
             earlier = {name: self._previous.pop(name) for name in names if name in self._previous and name not in WHERE}
             if earlier := {name: last for name, last in earlier.items() if last > step}:
-                self.replace(step, earlier)
+                self.remove_from(step, earlier)
+                self.warn_once(
+                    f"{type(self).__name__} writes into {self.log_dir}, which holds the log of an earlier fit or run; "
+                    f"its values of {', '.join(sorted(earlier))} from step {step} on are replaced. Leave `version` "
+                    "unset for a new folder."
+                )
         if self._last_step is None or step > self._last_step:
             self._last_step = step
 
@@ -277,11 +273,6 @@ def cut_torn_line(path: Path) -> None:
         return
     with open(path, "rb+") as file:
         file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
-
-
-def last_steps_of(rows: Iterable[Mapping[str, Any]], own: Collection[str]) -> dict[str, int]:
-    """Return the last step of each name in a log's rows, without the file's `own` columns."""
-    return {name: int(row["step"]) for row in rows for name in row if name not in own}
 
 
 def rows_without(rows: Iterable[dict[str, Any]], step: int, names: Collection[str] | None) -> Iterator[dict[str, Any]]:

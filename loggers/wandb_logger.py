@@ -10,7 +10,7 @@ from typing import Any, Literal
 from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.loggers.hyperparams import plain
 from trainwright.loggers.images import to_pixels
-from trainwright.loggers.logger import Logger, RemoteLogger, RunInfo, Status
+from trainwright.loggers.logger import RemoteLogger, RunInfo, Status
 
 STEP_KEY = "trainer/global_step"
 """The x-axis of every curve: W&B's own step counts calls, and cannot be decreased."""
@@ -48,6 +48,8 @@ class WandbLogger(RemoteLogger):
     Raises:
         ConfigurationError: `offline` with `log_model`, which needs a connection, or `id` and `version` that differ.
     """
+
+    _folder_argument = ("save_dir", "")
 
     def __init__(
         self,
@@ -91,11 +93,6 @@ class WandbLogger(RemoteLogger):
         self._experiment = experiment
         self._is_ours = experiment is None
         self._floor: int | None = None  # the last step in a resumed history
-
-    @classmethod
-    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
-        """Return a logger for runs of a project; `options` may name another folder."""
-        return cls(project=project, **{"save_dir": root_dir, **options})
 
     @property
     def experiment(self) -> Any:

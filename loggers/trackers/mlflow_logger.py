@@ -61,7 +61,6 @@ class MLFlowLogger(QueuedLogger):
         self._tags = dict(tags or {})
         self._artifact_location = artifact_location
         self._experiment_id: str | None = None
-        self._params: dict[str, Any] = {}
 
     @property
     def name(self) -> str | None:
@@ -83,11 +82,8 @@ class MLFlowLogger(QueuedLogger):
             uri = f"sqlite:///{folder / 'mlflow.db'}"
             location = location or (folder / "artifacts").as_uri()
         client = tracking.MlflowClient(uri)
-        self._params = {}
         if self._id is not None:
-            found = client.get_run(self._id)
-            self._experiment_id = found.info.experiment_id
-            self._params = dict(found.data.params)
+            self._experiment_id = client.get_run(self._id).info.experiment_id
             client.update_run(self._id, status="RUNNING")
         else:
             held = client.get_experiment_by_name(self._project)
@@ -110,8 +106,8 @@ class MLFlowLogger(QueuedLogger):
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         param = require_package("mlflow.entities", purpose="MLFlowLogger").Param
         values = {_name(key): str(value)[:_LONGEST] for key, value in flatten(params).items()}
-        new = [param(key, value) for key, value in values.items() if key not in self._params]
-        self._params |= values
+        known = self._experiment.get_run(self._id).data.params
+        new = [param(key, value) for key, value in values.items() if key not in known]
         for begin in range(0, len(new), 100):  # MLflow's limit for one request
             self._experiment.log_batch(self._id, params=new[begin : begin + 100])
 

@@ -19,7 +19,7 @@ import numpy as np
 from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import plain
 from trainwright.loggers.images import to_pixels
-from trainwright.loggers.logger import Logger, RemoteLogger, RunInfo, Silence, Status
+from trainwright.loggers.logger import RemoteLogger, RunInfo, Silence, Status
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -48,8 +48,6 @@ class QueuedLogger(RemoteLogger):
     start_patience: float = 10.0
     patience: float = 60.0
     _package: ClassVar[str | None] = None  # `start` imports it in the caller, which may take longer than the patience
-    _project_argument: ClassVar[str] = "project"
-    _folder_argument: ClassVar[tuple[str, str] | None] = None  # its name, and a sub-folder of the run's root folder
     _closes_in_caller: ClassVar[bool] = False
     _write_image: Any = None
     _write_text: Any = None
@@ -59,15 +57,6 @@ class QueuedLogger(RemoteLogger):
     _worker: _Worker | None = None
     _exists: bool = False  # True if this logger, or the one in the checkpoint, has opened the run before
     _resumes: bool = False  # True if `_id` is from a checkpoint
-
-    @classmethod
-    def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
-        """Return a logger for runs of a project. Its files are below `root_dir`, if the backend lets callers choose."""
-        given = {} if project is None else {cls._project_argument: project}
-        if cls._folder_argument is not None:
-            argument, folder = cls._folder_argument
-            given[argument] = str(root_dir / folder)
-        return cls(**{**given, **options})
 
     @abstractmethod
     def _open(self, run: RunInfo) -> None:
@@ -126,11 +115,9 @@ class QueuedLogger(RemoteLogger):
         self._put(_Worker.write_metrics, self._worker, values, int(step), _now())
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Queue hyper-parameters, as nested dicts and lists."""
         self._put(self._write_hyperparams, plain(params))
 
     def log_image(self, key: str, image: Any, step: int) -> None:
-        """Queue the pixels of an image."""
         if self._write_image is None:
             return super().log_image(key, image, step)
         self._put(self._write_image, key, to_pixels(image), int(step))
@@ -146,7 +133,6 @@ class QueuedLogger(RemoteLogger):
         self.log_image(key, Image.open(drawn).convert("RGB"), step)
 
     def log_text(self, key: str, text: str, step: int) -> None:
-        """Queue a text."""
         if self._write_text is None:
             return super().log_text(key, text, step)
         self._put(self._write_text, key, str(text), int(step))

@@ -106,13 +106,13 @@ def test_a_logger_that_raises_is_reported_once_and_left_out_and_the_others_go_on
     assert sound.calls == ["start", "log_hyperparams", *["log_metrics", "flush"] * 2, "finish"]
 
 
-@pytest.mark.parametrize("method", ["log_hyperparams", "log_image", "log_figure", "log_text", "log_graph"])
+@pytest.mark.parametrize("method", ["log_hyperparams", "log_graph"])
 def test_what_a_logger_cannot_take_costs_it_none_of_its_metrics(run: RunInfo, method: str) -> None:
     logger = Recorder(method)
     logger.wants_graph = True
     group = LoggerGroup([logger])
     group.start(run)
-    arguments = {"log_hyperparams": ({},), "log_graph": (object(),)}.get(method, ("key", object(), 1))
+    arguments = {"log_hyperparams": ({},), "log_graph": (object(),)}[method]
     with pytest.warns(TrainwrightWarning, match=rf"Recorder\.{method} failed with OSError.* Only that is missing"):
         getattr(group, method)(*arguments)
     group.log_metrics({"a": 1.0}, 1)

@@ -84,8 +84,9 @@ class LoggerTracker(GeneralTracker):
         return self.logger.experiment
 
     def start(self) -> None:
-        """Open the run."""
-        self.logger.start(RunInfo(self._folder, self.run_name))
+        """Open the run, on the first process."""
+        if not self.logger.muted:
+            self.logger.start(RunInfo(self._folder, self.run_name))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the hyper-parameters of the run."""
