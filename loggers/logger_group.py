@@ -31,13 +31,17 @@ class LoggerGroup:
         loggers: in the order in which they are called. Default: `()`.
         is_main: True on the main rank. On the others nothing is started or written, and each logger's `experiment` does
             nothing. Default: True.
+
+    Attributes:
+        record: the record of the run, `run.jsonl`, once started. None on other ranks than the main one, and without a
+            logger that has a folder for each run.
     """
 
     def __init__(self, loggers: Iterable[Logger] = (), *, is_main: bool = True) -> None:
         self.loggers = list(loggers)
         self.is_main = is_main
         self._dropped: list[Logger] = []
-        self._record: RunRecord | None = None
+        self.record: RunRecord | None = None
         for logger in self.loggers:
             logger.muted = not is_main
 
@@ -83,19 +87,7 @@ class LoggerGroup:
                 self._call(logger, "start", run, strict=True)
         own = (logger.log_dir for logger in self.active if isinstance(logger, VersionedLogger))
         folder = next((found for found in own if found is not None), None)
-        self._record = None if folder is None else RunRecord(Path(folder))
-
-    @property
-    def record_folder(self) -> Path | None:
-        """The folder of the run's record, once started; None on other ranks than the main one, and without a logger
-        that has a folder for each run.
-        """
-        return None if self._record is None else self._record.folder
-
-    def note(self, event: str, step: int, facts: Mapping[str, Any]) -> None:
-        """Add an event to the run's record, `run.jsonl` in `record_folder`, if there is one; see `RunRecord.add`."""
-        if self._record is not None:
-            self._record.add(event, step, facts)
+        self.record = None if folder is None else RunRecord(Path(folder))
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Record hyper-parameters with every logger."""
@@ -126,9 +118,9 @@ class LoggerGroup:
     def finish(self, status: Status) -> None:
         """Finish every logger; safe in an exception's path, and if called twice."""
         self._each("finish", status)
-        if self._record is not None:
-            self._record.close()
-            self._record = None
+        if self.record is not None:
+            self.record.close()
+            self.record = None
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the loggers' states, in order, each with its class's name."""

@@ -23,8 +23,8 @@ def start_loggers(run: StageRun, stage: Stage) -> None:
     """Start the loggers, except for predictions. Restore a checkpoint first, so that they continue its run."""
     if stage != "predict" and run.logging is not None:
         run.logging.start(RunInfo(run.settings.root))
-        if run.logging.record_folder is not None:
-            run.note(stage, **_facts(run, run.logging.record_folder))
+        if run.logging.record is not None:
+            run.note(stage, **_facts(run, run.logging.record.folder))
 
 
 def _facts(run: StageRun, folder: Path) -> dict[str, Any]:

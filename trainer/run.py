@@ -282,14 +282,14 @@ class StageRun:
         """Read the metrics of training steps from the device and pass them on. Collective."""
         flushed = self.metrics.flush_step(self.exchange, self.last_step if self.loggers else None)
         self.take_metrics(flushed, "train", epoch)
-        if self.logging is not None and self.logging.record_folder is not None:
+        if self.logging is not None and self.logging.record is not None:
             facts = progress_facts(self.state, self.optimizers, self.engine.device)
             self.note("progress", **flushed.last_step, **facts)
 
     def note(self, event: str, **facts: Any) -> None:
         """Add an event to the run's record, if there is one. Not collective."""
-        if self.logging is not None:
-            self.logging.note(event, self.state.step, facts)
+        if self.logging is not None and self.logging.record is not None:
+            self.logging.record.add(event, self.state.step, facts)
 
     # Processes
 
