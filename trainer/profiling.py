@@ -4,14 +4,13 @@ a stage without a profiler has no additional cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from trainwright.callbacks.callback import Callback
-from trainwright.data.prepared import PreparedLoader
 from trainwright.profilers.profiler import Profiler
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
 from trainwright.trainer.data import EvaluationData, TrainData
@@ -120,28 +119,27 @@ def _wrap_step(step: Step, profiler: Profiler, strategy: str) -> Step:
 def _wrap_data(profiler: Profiler, data: TrainData | EvaluationData) -> None:
     """Record the time that the loop waits for batches of new data."""
     if isinstance(data, TrainData):
-        groups = data.groups
-        vars(data)["groups"] = lambda *args: _timed(groups(*args), profiler, "[Loader]train_dataloader_next")
+        vars(data)["groups"] = _timed(data.groups, profiler, "[Loader]train_dataloader_next")
         return
     for loader in data.loaders:
-        _wrap_loader(loader, profiler, f"[Loader]{loader.options.title}_next")
+        vars(loader)["iterate"] = _timed(loader.iterate, profiler, f"[Loader]{loader.options.title}_next")
 
 
-def _wrap_loader(loader: PreparedLoader, profiler: Profiler, name: str) -> None:
-    iterate = loader.iterate
-    vars(loader)["iterate"] = lambda *args: _timed(iterate(*args), profiler, name)
+def _timed(iterate: Callable[..., Iterator[Any]], profiler: Profiler, name: str) -> Callable[..., Iterator[Any]]:
+    """Return a function like `iterate` that records the time of each item under `name`."""
 
+    def timed(items: Iterator[Any]) -> Iterator[Any]:
+        end = object()
+        try:
+            while True:
+                with profiler.profile(name):
+                    item = next(items, end)
+                if item is end:
+                    return
+                yield item
+                del item
+        finally:
+            if (close := getattr(items, "close", None)) is not None:
+                close()
 
-def _timed(items: Iterator[Any], profiler: Profiler, name: str) -> Iterator[Any]:
-    end = object()
-    try:
-        while True:
-            with profiler.profile(name):
-                item = next(items, end)
-            if item is end:
-                return
-            yield item
-            del item
-    finally:
-        if (close := getattr(items, "close", None)) is not None:
-            close()
+    return lambda *args: timed(iterate(*args))
