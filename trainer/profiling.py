@@ -12,26 +12,21 @@ import torch
 
 from trainwright.callbacks.callback import Callback
 from trainwright.profilers.profiler import Profiler
-from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
+from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step
 from trainwright.trainer.data import EvaluationData, TrainData
 from trainwright.trainer.run import StageRun
 
 
 def begin(run: StageRun) -> None:
     """Set up the profiler after the processes of a stage have started. Not collective."""
-    profiler = run.profiler
-    processes = run.engine.processes
+    profiler, processes = run.profiler, run.engine.processes
     profiler.setup(run.stage or "fit", processes.rank, processes.world_size, run.settings.root)
     run.is_profiled = profiler.enabled
     if not profiler.enabled:
         return
     run.data.on_made = partial(_wrap_data, profiler)
     make_step, strategy = run.engine.make_step, f"[Strategy]{type(run.engine.strategy).__name__}"
-
-    def make(parts: StepParts) -> Step:
-        return _wrap_step(make_step(parts), profiler, strategy)
-
-    vars(run.engine)["make_step"] = make
+    vars(run.engine)["make_step"] = lambda parts: _wrap_step(make_step(parts), profiler, strategy)
 
 
 def wrap_hooks(run: StageRun) -> None:
@@ -72,18 +67,15 @@ class _Steps(Callback):
     reads_only = True
 
     def __init__(self, profiler: Profiler) -> None:
-        self._profiler = profiler
-        self._is_open = False
+        self._profiler, self._is_open = profiler, False
 
     def on_train_step_start(self, *_: Any) -> None:
-        """Start a step. A step that an exception ended is closed first."""
-        if self._is_open:
+        if self._is_open:  # an exception ended the previous step
             self._profiler.stop("run_training_batch")
         self._is_open = True
         self._profiler.start("run_training_batch")
 
     def on_train_step_end(self, *_: Any) -> None:
-        """End a step."""
         self._is_open = False
         self._profiler.stop("run_training_batch")
         self._profiler.end_step()

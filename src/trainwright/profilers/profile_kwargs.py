@@ -90,7 +90,7 @@ class CycleProfile(torch.profiler.profile):
 
     @property
     def is_recording(self) -> bool:
-        """Whether the schedule records the current step."""
+        """True if the schedule records the current step."""
         return self.current_action in _RECORDING
 
     def step(self) -> None:
@@ -180,11 +180,7 @@ class ProfileKwargs(KwargsHandler):
             make_schedule(self.schedule_option)
 
     def build(self, *handlers: Callable[..., Any]) -> CycleProfile:
-        """Return a profiler of torch with these options, which calls `handlers` and then `on_trace_ready`.
-
-        Raises:
-            ConfigurationError: This machine does not have an activity.
-        """
+        """Return a profiler with these options, which calls `handlers` and then `on_trace_ready` after each cycle."""
         options = self.to_dict()
         del options["output_trace_dir"]
         options["activities"] = self.activities and [_ACTIVITIES[name] for name in self.activities]
@@ -195,16 +191,8 @@ class ProfileKwargs(KwargsHandler):
 def profiled(
     options: ProfileKwargs, process_index: int, wait: Callable[[], None], written: list[str]
 ) -> Iterator[torch.profiler.profile]:
-    """Yield a profiler that records the `with` block, and write its traces.
-
-    Args:
-        options: Options of the profiler.
-        process_index: Rank of this process.
-        wait: Function that waits for all processes. It is called after the traces are written.
-        written: The traces of earlier contexts. Those of this one are appended.
-
-    Raises:
-        ConfigurationError: `options` are of another type, or this machine does not have an activity.
+    """Yield a profiler that records the `with` block; see `Accelerator.profile`. Its traces are appended to `written`,
+    and `wait` is called after they are written.
     """
     if not isinstance(options, ProfileKwargs):
         raise ConfigurationError(f"accelerator.profile({options!r}): expected ProfileKwargs(…).")
