@@ -46,8 +46,9 @@ class ExportMixin(nn.Module):
             return torch.onnx.export(self, positional, None if file_path is None else str(file_path), **options)
 
     def export(self, example_input: object = None, **options: Any) -> torch.export.ExportedProgram:
-        """Export `forward` in evaluation mode; `options` are passed to `torch.export.export`. `example_input` and its
-        default and error are those of `input_sample` in `to_onnx`.
+        """Export `forward` in evaluation mode; `options` are passed to `torch.export.export`.
+
+        `example_input`, its default and its error are those of `input_sample` in `to_onnx`.
         """
         positional, named = self._example("export", "example_input", example_input)
         with evaluating(self):

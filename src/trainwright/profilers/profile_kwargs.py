@@ -84,7 +84,7 @@ class CycleProfile(torch.profiler.profile):
         super().__init__(schedule=schedule, on_trace_ready=CycleProfile._call_handlers, **options)
         self.num_recorded = 0  # steps
         self._num_before = 0  # of them, those of earlier cycles
-        self._handlers = [each for each in handlers if each is not None]
+        self.handlers = [each for each in handlers if each is not None]
         self._is_exporting = False
         self._first = ""  # the first file of this cycle
 
@@ -106,7 +106,7 @@ class CycleProfile(torch.profiler.profile):
         if self._is_exporting or (self.step_num and self.num_recorded == self._num_before):
             return
         self._is_exporting = True
-        for handler in self._handlers:
+        for handler in self.handlers:
             handler(self)
         self._is_exporting, self._num_before = False, self.num_recorded
 
@@ -179,12 +179,16 @@ class ProfileKwargs(KwargsHandler):
         if self.schedule_option is not None:
             make_schedule(self.schedule_option)
 
-    def build(self, *handlers: Callable[..., Any]) -> CycleProfile:
-        """Return a profiler with these options, which calls `handlers` and then `on_trace_ready` after each cycle."""
+    def build(self) -> CycleProfile:
+        """Return a profiler of torch with these options.
+
+        Raises:
+            ConfigurationError: This machine does not have an activity.
+        """
         options = self.to_dict()
         del options["output_trace_dir"]
         options["activities"] = self.activities and [_ACTIVITIES[name] for name in self.activities]
-        return CycleProfile(options.pop("schedule_option"), *handlers, options.pop("on_trace_ready"), **options)
+        return CycleProfile(options.pop("schedule_option"), options.pop("on_trace_ready"), **options)
 
 
 @contextmanager
@@ -205,7 +209,9 @@ def profiled(
             written.append(str(folder / f"profile_{process_index}{f'-{number}' if number else ''}.json"))
             profiler.export_chrome_trace(written[-1])
 
-    with options.build(export) as profiler:
+    profiler = options.build()
+    profiler.handlers.insert(0, export)
+    with profiler:
         yield profiler
     if process_index == 0:
         profiler.warn_if_empty()
