@@ -131,7 +131,8 @@ class PyTorchProfiler(Profiler):
                 self._resources.callback(after.remove)
 
     def start(self, name: str) -> None:
-        if self.profiler.is_recording if self.profiler is not None else self.emit_nvtx:
+        is_recording = self.emit_nvtx if self.profiler is None else self.profiler.is_recording
+        if is_recording:
             region = record_function(name)
             region.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
             self._open.append((name, region))
