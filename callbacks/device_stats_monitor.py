@@ -12,7 +12,6 @@ from trainwright.core.run import Run, Stage
 from trainwright.core.state import StepResult
 from trainwright.core.task import TaskModule
 
-_PREFIX = "DeviceStatsMonitor"
 # Functions of backends without `memory_stats`.
 _MEMORY_READINGS = ("current_allocated_memory", "driver_allocated_memory", "memory_allocated", "memory_reserved")
 
@@ -60,7 +59,7 @@ class DeviceStatsMonitor(Callback):
         if self._wants_host(trainer.device):
             statistics |= _host_statistics()
         if statistics:
-            trainer.log_now({f"{_PREFIX}/{name}": value for name, value in statistics.items()})
+            trainer.log_now({f"DeviceStatsMonitor/{name}": value for name, value in statistics.items()})
 
     def _wants_host(self, device: torch.device) -> bool:
         return device.type == "cpu" if self.cpu_stats is None else self.cpu_stats

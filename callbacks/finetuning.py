@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -39,18 +38,14 @@ class BaseFinetuning(Callback):
     needs = ("late_groups",)
 
     def __init__(self) -> None:
-        self._groups: dict[int, list[list[str]]] = {}  # optimizer → names of the parameters of each added group
+        self._groups: dict[str, list[list[str]]] = {}  # optimizer → names of the parameters of each added group
         self._trained: list[str] | None = None
         self._resting: list[str] = []  # BatchNorm modules with frozen statistics
 
-    # For sub-classes
-
-    @abstractmethod
     def freeze_before_training(self, pl_module: TaskModule) -> None:
         """Freeze modules, before the optimizers are created."""
         raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training(self, task).")
 
-    @abstractmethod
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze modules; called for each optimizer at the start of each epoch (0-based)."""
         raise NotImplementedError(f"{type(self).__name__} must define finetune_function(self, task, epoch, optimizer).")
@@ -59,18 +54,13 @@ class BaseFinetuning(Callback):
     def flatten_modules(modules: Modules) -> list[nn.Module]:
         """Return the modules, in nested lists too, and those inside them that have parameters or no children."""
         if isinstance(modules, nn.Module):
-            inner = modules.modules()
-            return [one for one in inner if one._parameters or not one._modules]
+            return [one for one in modules.modules() if one._parameters or not one._modules]
         return [one for module in modules for one in BaseFinetuning.flatten_modules(module)]
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of modules that are trained, or with `requires_grad=False` those that are frozen.
-
-        Args:
-            modules: in nested lists too.
-            train_bn: BatchNorm layers are among them. Default: True.
-            requires_grad: which to yield. Default: True.
+        """Yield the parameters of modules that are trained, or with `requires_grad=False` those that are frozen. Those
+        of BatchNorm layers are among them if `train_bn`.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm) and not train_bn:
@@ -97,7 +87,7 @@ class BaseFinetuning(Callback):
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that are not in the optimizer yet; warn if some are."""
-        params, known = list(params), _held(optimizer)
+        params, known = list(params), _ids_in(optimizer)
         found = [p for p in params if id(p) not in known]
         if len(found) < len(params):
             warnings.warn(
@@ -126,8 +116,7 @@ class BaseFinetuning(Callback):
             train_bn: BatchNorm layers belong to the group. Default: True.
         """
         BaseFinetuning.make_trainable(modules)
-        rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else lr
-        known = _held(optimizer)
+        known = _ids_in(optimizer)
         inner = [  # without the BatchNorm layers that were never frozen
             module
             for module in BaseFinetuning.flatten_modules(modules)
@@ -135,9 +124,8 @@ class BaseFinetuning(Callback):
         ]
         params = BaseFinetuning.filter_on_optimizer(optimizer, BaseFinetuning.filter_params(inner, train_bn))
         if params:
+            rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else lr
             optimizer.add_param_group({"params": params, "lr": rate})
-
-    # Events
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage != "fit":
@@ -159,7 +147,7 @@ class BaseFinetuning(Callback):
             if isinstance(module, _BatchNorm):
                 module.track_running_stats = name not in self._resting
         for number, optimizer in enumerate(trainer.optimizers):
-            for names in self._groups.get(number, []):
+            for names in self._groups.get(str(number), []):
                 optimizer.add_param_group({"params": [parameters[name] for name in names]})
                 _exclude_from_schedules(trainer, optimizer, optimizer.param_groups[-1])
 
@@ -167,26 +155,19 @@ class BaseFinetuning(Callback):
         for number, optimizer in enumerate(trainer.optimizers):
             before = len(optimizer.param_groups)
             self.finetune_function(task, trainer.current_epoch, optimizer)
-            added = optimizer.param_groups[before:]
-            if added:
-                names = {id(parameter): name for name, parameter in task.named_parameters()}
-                self._groups.setdefault(number, []).extend([names[id(p)] for p in group["params"]] for group in added)
-                for group in added:
-                    _exclude_from_schedules(trainer, optimizer, group)
+            names = {id(parameter): name for name, parameter in task.named_parameters()}
+            for group in optimizer.param_groups[before:]:
+                self._groups.setdefault(str(number), []).append([names[id(p)] for p in group["params"]])
+                _exclude_from_schedules(trainer, optimizer, group)
         self._trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
-        self._resting = [
-            name
-            for name, module in task.named_modules()
-            if isinstance(module, _BatchNorm) and not module.track_running_stats
-        ]
+        norms = [(name, module) for name, module in task.named_modules() if isinstance(module, _BatchNorm)]
+        self._resting = [name for name, module in norms if not module.track_running_stats]
 
     def state_dict(self) -> dict[str, Any]:
-        groups = {str(number): groups for number, groups in self._groups.items()}
-        return {"groups": groups, "trained": self._trained, "resting": self._resting}
+        return {"groups": self._groups, "trained": self._trained, "resting": self._resting}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._groups = {int(number): groups for number, groups in state_dict["groups"].items()}
-        self._trained, self._resting = state_dict["trained"], state_dict["resting"]
+        self._groups, self._trained, self._resting = (state_dict[name] for name in ("groups", "trained", "resting"))
 
 
 class BackboneFinetuning(BaseFinetuning):
@@ -220,41 +201,36 @@ class BackboneFinetuning(BaseFinetuning):
         rounding: int = 12,
     ) -> None:
         super().__init__()
-        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
-        self.lambda_func = lambda_func
-        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
-        self.backbone_initial_lr = backbone_initial_lr
-        self.should_align = should_align
-        self.initial_denom_lr = initial_denom_lr
-        self.train_bn = train_bn
-        self.verbose = verbose
-        self.rounding = rounding
+        self.unfreeze_backbone_at_epoch, self.lambda_func = unfreeze_backbone_at_epoch, lambda_func
+        self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
+        self.should_align, self.initial_denom_lr, self.train_bn = should_align, initial_denom_lr, train_bn
+        self.verbose, self.rounding = verbose, rounding
         self.previous_backbone_lr: float | None = None
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
-        self.freeze(_backbone(pl_module), train_bn=self.train_bn)
+        if "backbone" not in dict(pl_module.named_children()):
+            raise ConfigurationError(
+                f"BackboneFinetuning needs a module {type(pl_module).__name__}.backbone. Name it so, or sub-class "
+                "BaseFinetuning."
+            )
+        self.freeze(pl_module.get_submodule("backbone"), train_bn=self.train_bn)
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
         current = float(optimizer.param_groups[0]["lr"])
         if epoch == self.unfreeze_backbone_at_epoch:
-            rate = self.backbone_initial_lr
-            rate = current * self.backbone_initial_ratio_lr if rate is None else rate
-            self.unfreeze_and_add_param_group(
-                _backbone(pl_module), optimizer, rate, self.initial_denom_lr, self.train_bn
-            )
+            given, backbone = self.backbone_initial_lr, pl_module.get_submodule("backbone")
+            rate = current * self.backbone_initial_ratio_lr if given is None else given
+            self.unfreeze_and_add_param_group(backbone, optimizer, rate, self.initial_denom_lr, self.train_bn)
         elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
-            factor = 2.0 if self.lambda_func is None else self.lambda_func(epoch + 1)
-            rate = factor * self.previous_backbone_lr
+            rate = self.previous_backbone_lr * (2.0 if self.lambda_func is None else self.lambda_func(epoch + 1))
             rate = min(rate, current) if self.should_align else rate
             optimizer.param_groups[-1]["lr"] = rate
         else:
             return
         self.previous_backbone_lr = rate
         if self.verbose:
-            pl_module.print(
-                f"epoch {epoch}: learning rate {round(current, self.rounding)}, of the backbone "
-                f"{round(rate, self.rounding)}"
-            )
+            rates = [round(each, self.rounding) for each in (current, rate)]
+            pl_module.print(f"epoch {epoch}: learning rate {rates[0]}, of the backbone {rates[1]}")
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
@@ -264,18 +240,8 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 
 
-def _held(optimizer: Optimizer) -> set[int]:
+def _ids_in(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _backbone(task: TaskModule) -> nn.Module:
-    found = dict(task.named_children()).get("backbone")
-    if found is None:
-        raise ConfigurationError(
-            f"BackboneFinetuning needs a module {type(task).__name__}.backbone. Name it so, or sub-class "
-            "BaseFinetuning."
-        )
-    return found
 
 
 def _set_trained(module: nn.Module, trained: bool) -> None:
@@ -289,18 +255,11 @@ def _set_trained(module: nn.Module, trained: bool) -> None:
 def _exclude_from_schedules(trainer: Run, optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Add a new group to the schedules of an optimizer, so that they do not change its learning rate."""
     group["initial_lr"] = group["lr"]
-    for config in trainer.lr_scheduler_configs:
-        pending = [config.scheduler]
-        while pending:
-            schedule: Any = pending.pop()
-            pending += [*vars(schedule).get("_schedulers", [])]  # of a sequence or a chain
-            if vars(schedule).get("optimizer") is not optimizer or "base_lrs" not in vars(schedule):
-                continue
+    pending: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
+    while pending:
+        schedule = pending.pop()
+        pending += vars(schedule).get("_schedulers", [])  # of a sequence or a chain
+        if vars(schedule).get("optimizer") is optimizer and "base_lrs" in vars(schedule):
             schedule.base_lrs.append(group["lr"])
             if isinstance(schedule, LambdaLR):
-                schedule.lr_lambdas.append(_unchanged(group))
-
-
-def _unchanged(group: dict[str, Any]) -> Callable[[int], float]:
-    """Return the factor with which a `LambdaLR` keeps the learning rate of a group."""
-    return lambda _: float(group["lr"]) / float(group["initial_lr"])
+                schedule.lr_lambdas.append(lambda _: float(group["lr"]) / float(group["initial_lr"]))

@@ -76,22 +76,17 @@ class ModelPruning(Callback):
         verbose: int = 0,
         prune_on_train_epoch_end: bool = True,
     ) -> None:
-        self._given = parameters_to_prune
-        self._names = tuple(parameter_names or ("weight", "bias"))
         is_whole = isinstance(amount, int)
         if not callable(amount) and not (amount >= 0 if is_whole else 0 <= amount <= 1):
             raise ConfigurationError(
                 f"ModelPruning(amount={amount!r}): expected a share from 0.0 to 1.0, a number, or a function."
             )
-        self._amount = amount
-        self._apply = apply_pruning
-        self._is_permanent = make_pruning_permanent
-        self._uses_ticket = use_lottery_ticket_hypothesis
-        self._resamples = resample_parameters
-        self._verbose = verbose
-        self._at_train_end = prune_on_train_epoch_end
+        self._given, self._names = parameters_to_prune, tuple(parameter_names or ("weight", "bias"))
         self._method = _method(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
-        self._is_global = use_global_unstructured
+        self._is_global, self._amount, self._apply = use_global_unstructured, amount, apply_pruning
+        self._uses_ticket, self._resamples = use_lottery_ticket_hypothesis, resample_parameters
+        self._is_permanent, self._at_train_end = make_pruning_permanent, prune_on_train_epoch_end
+        self._verbose = verbose
         self._targets: list[Target] = []
         self._first: dict[nn.Module, nn.Module] = {}  # module → a copy with its first weights
 
@@ -99,21 +94,18 @@ class ModelPruning(Callback):
         """Return the pairs to prune; override it to leave some out."""
         return parameters_to_prune
 
-    # Events
-
     def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get(_ENTRY)
         if saved is None:
             return
         self._collect(task)
-        modules, weights = dict(task.named_modules()), checkpoint["state_dict"]
+        weights = checkpoint["state_dict"]
         for name, value in saved["first"].items():
             module, _, key = name.rpartition(".")
-            with torch.no_grad():
-                getattr(self._first[modules[module]], key).copy_(value)
+            self._first[task.get_submodule(module)].get_parameter(key).data.copy_(value)
         for name, mask in saved["masks"].items():
             module, _, key = name.rpartition(".")
-            prune.identity(modules[module], key)
+            prune.identity(task.get_submodule(module), key)
             original = weights.pop(name).clone()
             original[mask == 0] = saved["hidden"][name].to(original)
             weights[f"{name}_orig"], weights[f"{name}_mask"] = original, mask.to(original)
@@ -136,25 +128,21 @@ class ModelPruning(Callback):
 
     def on_save_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
         weights, names = checkpoint["state_dict"], {module: name for name, module in task.named_modules()}
-        masks, hidden = {}, {}
+        masks, hidden, first = {}, {}, {}
         for module, key in self._targets:
             name = f"{names[module]}.{key}".lstrip(".")
             if f"{name}_mask" in weights:
                 masks[name], original = weights.pop(f"{name}_mask"), weights.pop(f"{name}_orig")
                 hidden[name] = original[masks[name] == 0]
                 weights[name] = original * masks[name]
-        first = {
-            f"{names[module]}.{key}".lstrip("."): value.detach()
-            for module, kept in self._first.items()
-            for key, value in kept.named_parameters(recurse=False)
-        }
+        for module, kept in self._first.items():
+            for key, value in kept.named_parameters(names[module], recurse=False):
+                first[key] = value.detach()
         checkpoint[_ENTRY] = {"masks": masks, "hidden": hidden, "first": first}
 
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage == "fit":
             self._targets, self._first = [], {}
-
-    # Pruning
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
         """Replace masks by zeros in the parameters."""
@@ -176,10 +164,9 @@ class ModelPruning(Callback):
         for module, first in self._first.items():
             if self._resamples and callable(reset := getattr(first, "reset_parameters", None)):
                 reset()
-            with torch.no_grad():
-                for key, value in first.named_parameters(recurse=False):
-                    own = dict(module.named_parameters(recurse=False))
-                    own.get(f"{key}_orig", own.get(key, value)).copy_(value)
+            for key, value in first.named_parameters(recurse=False):
+                own = f"{key}_orig" if f"{key}_orig" in module._parameters else key
+                module.get_parameter(own).data.copy_(value)
 
     def _collect(self, task: TaskModule) -> None:
         found = [
@@ -219,12 +206,12 @@ class ModelPruning(Callback):
 
     def _report(self, task: TaskModule) -> None:
         names = {module: name for name, module in task.named_modules()}
-        masks = {f"{names[module]}.{key}": getattr(module, f"{key}_mask") for module, key in self._targets}
-        pruned = {name: int((mask == 0).sum()) for name, mask in masks.items()}
-        total = sum(mask.numel() for mask in masks.values())
-        task.print(f"pruned: {sum(pruned.values())} of {total} weights ({sum(pruned.values()) / total:.1%})")
-        for name, number in pruned.items() if self._verbose > 1 else ():
-            task.print(f"  {name}: {number} of {masks[name].numel()} ({number / masks[name].numel():.1%})")
+        masks = {f"{names[module]}.{key}": module.get_buffer(f"{key}_mask") for module, key in self._targets}
+        counts = {name: (int((mask == 0).sum()), mask.numel()) for name, mask in masks.items()}
+        pruned, total = (sum(each) for each in zip(*counts.values(), strict=True))
+        task.print(f"pruned: {pruned} of {total} weights ({pruned / total:.1%})")
+        for name, (number, size) in counts.items() if self._verbose > 1 else ():
+            task.print(f"  {name}: {number} of {size} ({number / size:.1%})")
 
 
 def _method(method: Callable[..., Any] | str, is_global: bool, dim: int | None, norm: int | None) -> Any:
@@ -234,15 +221,14 @@ def _method(method: Callable[..., Any] | str, is_global: bool, dim: int | None, 
         ConfigurationError: see `ModelPruning`.
     """
     found: Any = method
-    options: dict[str, Any] = {}
+    needed = {"ln_structured": {"dim": dim, "n": norm}, "random_structured": {"dim": dim}}
+    options = needed.get(method, {}) if isinstance(method, str) else {}
     if isinstance(method, str):
         if method not in _METHODS:
             raise ConfigurationError(
                 f"ModelPruning(pruning_fn={method!r}) is unknown.{nearest(method, _METHODS)} Known: "
                 f"{', '.join(_METHODS)}."
             )
-        needed = {"ln_structured": {"dim": dim, "n": norm}, "random_structured": {"dim": dim}}
-        options = needed.get(method, {})
         if None in options.values():
             names = "pruning_dim and pruning_norm" if "n" in options else "pruning_dim"
             raise ConfigurationError(f"ModelPruning(pruning_fn={method!r}) needs {names}.")

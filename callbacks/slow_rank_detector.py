@@ -18,6 +18,10 @@ from trainwright.core.task import TaskModule
 from trainwright.core.tree import Batch
 
 _PARTS = ("data", "forward", "backward")
+_ADVICE = {
+    "data": ("waiting for data", "Look at its disk and its loader workers (num_workers)"),
+    "forward": ("computing", "Compare its clock, temperature and other processes with those of the others"),
+}
 _LEAST_SHARE = 0.1  # minimum share of a step that a slow rank delays the others by
 
 
@@ -55,22 +59,15 @@ class SlowRankDetector(Callback):
                 f"SlowRankDetector(every_n_steps={every_n_steps}, factor={factor}, communication_factor="
                 f"{communication_factor}): expected at least 1 step, and factors above 1."
             )
-        self.every_n_steps = every_n_steps
-        self.factor = factor
-        self.communication_factor = communication_factor
+        self.every_n_steps, self.factor, self.communication_factor = every_n_steps, factor, communication_factor
         self.seconds: list[dict[str, float]] = []
         self._warned: set[str] = set()
-        self._restart()
 
-    def _restart(self) -> None:
-        self._num_steps = 0
-        self._data_s = 0.0
+    def on_train_start(self, trainer: Run, task: TaskModule) -> None:
+        self._num_steps, self._data_s = 0, 0.0
         self._marks: list[tuple[Any, Any, Any]] = []  # per micro-batch: its start, the start and end of backward
         self._waits_since_s: float | None = None  # end of the last step; None after a validation or an epoch
         self._pending: tuple[Any, torch.Tensor] | None = None
-
-    def on_train_start(self, trainer: Run, task: TaskModule) -> None:
-        self._restart()
 
     def on_train_step_start(self, trainer: Run, task: TaskModule, group: Group) -> None:
         if self._waits_since_s is not None:
@@ -98,31 +95,27 @@ class SlowRankDetector(Callback):
             return
         if self._pending is not None:
             self._compare(trainer, *self._pending)
-        own = torch.tensor(self._own(), dtype=torch.float64 if task.device.type == "cpu" else torch.float32)
-        own = own.to(task.device)
-        gathered = own.new_zeros(trainer.world_size * len(_PARTS))
-        work = dist.all_gather_into_tensor(gathered, own, async_op=True) if trainer.world_size > 1 else None
-        self._pending = (work, gathered if work is not None else own)
-        self._num_steps, self._data_s, self._marks = 0, 0.0, []
-
-    def _own(self) -> list[float]:
-        """Return the seconds of this rank's parts per step."""
         forward = sum(_seconds(start, middle) for start, middle, _ in self._marks)
         backward = sum(_seconds(middle, end) for _, middle, end in self._marks)
-        return [total / self._num_steps for total in (self._data_s, forward, backward)]
+        own = torch.tensor([self._data_s, forward, backward], dtype=torch.float32).to(task.device) / self._num_steps
+        gathered = own.repeat(trainer.world_size)
+        work = dist.all_gather_into_tensor(gathered, own, async_op=True) if trainer.world_size > 1 else None
+        self._pending = (work, gathered)
+        self._num_steps, self._data_s, self._marks = 0, 0.0, []
 
     def _compare(self, run: Run, work: Any, gathered: torch.Tensor) -> None:
         if work is not None:
             work.wait()
         rows = gathered.view(-1, len(_PARTS)).tolist()
         self.seconds = [dict(zip(_PARTS, row, strict=True)) for row in rows]
-        text = None if len(rows) == 1 else self._finding()
-        if text is not None and run.is_global_zero and text.partition(":")[0] not in self._warned:
-            self._warned.add(text.partition(":")[0])
+        text = self._finding() if len(rows) > 1 and run.is_global_zero else ""
+        key = text.partition(":")[0]
+        if text and key not in self._warned:
+            self._warned.add(key)
             warnings.warn(text, TrainwrightWarning, stacklevel=2)
 
-    def _finding(self) -> str | None:
-        """Return a warning about what is slow, or None."""
+    def _finding(self) -> str:
+        """Return a warning about what is slow, or an empty text."""
         own = [one["data"] + one["forward"] for one in self.seconds]
         middle = {part: statistics.median_low([one[part] for one in self.seconds]) for part in _PARTS}
         slowest = max(range(len(own)), key=own.__getitem__)
@@ -130,12 +123,8 @@ class SlowRankDetector(Callback):
         whole = statistics.median_low([sum(one.values()) for one in self.seconds])
         if own[slowest] > self.factor * usual and own[slowest] - usual > _LEAST_SHARE * whole:
             there = self.seconds[slowest]
-            part = max(("data", "forward"), key=lambda name: there[name] - middle[name])
-            advice = {
-                "data": "Look at its disk and its loader workers (num_workers)",
-                "forward": "Compare its clock, temperature and other processes with those of the others",
-            }[part]
-            what = {"data": "waiting for data", "forward": "computing"}[part]
+            part = max(_ADVICE, key=lambda name: there[name] - middle[name])
+            what, advice = _ADVICE[part]
             return (
                 f"rank {slowest} is slow in {what}: {_ms(there[part])} per step, {_ms(middle[part])} on the median "
                 f"rank. The others wait for it. {advice}."
@@ -146,7 +135,7 @@ class SlowRankDetector(Callback):
                 f"communication is slow: the backward takes {_ms(least)} per step on every rank, the forward "
                 f"{_ms(middle['forward'])}. Use larger batches, accumulate_grad_batches, or a faster network."
             )
-        return None
+        return ""
 
 
 def _mark(device: torch.device) -> Any:

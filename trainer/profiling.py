@@ -4,35 +4,29 @@ a stage without a profiler has no additional cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from trainwright.callbacks.callback import Callback
-from trainwright.data.prepared import PreparedLoader
 from trainwright.profilers.profiler import Profiler
-from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
+from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step
 from trainwright.trainer.data import EvaluationData, TrainData
 from trainwright.trainer.run import StageRun
 
 
 def begin(run: StageRun) -> None:
     """Set up the profiler after the processes of a stage have started. Not collective."""
-    profiler = run.profiler
-    processes = run.engine.processes
+    profiler, processes = run.profiler, run.engine.processes
     profiler.setup(run.stage or "fit", processes.rank, processes.world_size, run.settings.root)
     run.is_profiled = profiler.enabled
     if not profiler.enabled:
         return
     run.data.on_made = partial(_wrap_data, profiler)
     make_step, strategy = run.engine.make_step, f"[Strategy]{type(run.engine.strategy).__name__}"
-
-    def make(parts: StepParts) -> Step:
-        return _wrap_step(make_step(parts), profiler, strategy)
-
-    vars(run.engine)["make_step"] = make
+    vars(run.engine)["make_step"] = lambda parts: _wrap_step(make_step(parts), profiler, strategy)
 
 
 def wrap_hooks(run: StageRun) -> None:
@@ -73,18 +67,15 @@ class _Steps(Callback):
     reads_only = True
 
     def __init__(self, profiler: Profiler) -> None:
-        self._profiler = profiler
-        self._is_open = False
+        self._profiler, self._is_open = profiler, False
 
     def on_train_step_start(self, *_: Any) -> None:
-        """Start a step. A step that an exception ended is closed first."""
-        if self._is_open:
+        if self._is_open:  # an exception ended the previous step
             self._profiler.stop("run_training_batch")
         self._is_open = True
         self._profiler.start("run_training_batch")
 
     def on_train_step_end(self, *_: Any) -> None:
-        """End a step."""
         self._is_open = False
         self._profiler.stop("run_training_batch")
         self._profiler.end_step()
@@ -120,28 +111,27 @@ def _wrap_step(step: Step, profiler: Profiler, strategy: str) -> Step:
 def _wrap_data(profiler: Profiler, data: TrainData | EvaluationData) -> None:
     """Record the time that the loop waits for batches of new data."""
     if isinstance(data, TrainData):
-        groups = data.groups
-        vars(data)["groups"] = lambda *args: _timed(groups(*args), profiler, "[Loader]train_dataloader_next")
+        vars(data)["groups"] = _timed(data.groups, profiler, "[Loader]train_dataloader_next")
         return
     for loader in data.loaders:
-        _wrap_loader(loader, profiler, f"[Loader]{loader.options.title}_next")
+        vars(loader)["iterate"] = _timed(loader.iterate, profiler, f"[Loader]{loader.options.title}_next")
 
 
-def _wrap_loader(loader: PreparedLoader, profiler: Profiler, name: str) -> None:
-    iterate = loader.iterate
-    vars(loader)["iterate"] = lambda *args: _timed(iterate(*args), profiler, name)
+def _timed(iterate: Callable[..., Iterator[Any]], profiler: Profiler, name: str) -> Callable[..., Iterator[Any]]:
+    """Return a function like `iterate` that records the time of each item under `name`."""
 
+    def timed(items: Iterator[Any]) -> Iterator[Any]:
+        end = object()
+        try:
+            while True:
+                with profiler.profile(name):
+                    item = next(items, end)
+                if item is end:
+                    return
+                yield item
+                del item
+        finally:
+            if (close := getattr(items, "close", None)) is not None:
+                close()
 
-def _timed(items: Iterator[Any], profiler: Profiler, name: str) -> Iterator[Any]:
-    end = object()
-    try:
-        while True:
-            with profiler.profile(name):
-                item = next(items, end)
-            if item is end:
-                return
-            yield item
-            del item
-    finally:
-        if (close := getattr(items, "close", None)) is not None:
-            close()
+    return lambda *args: timed(iterate(*args))

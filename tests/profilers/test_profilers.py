@@ -248,6 +248,14 @@ def test_the_memory_timeline_and_the_share_of_the_peak_are_written(tmp_path: Pat
     assert 0 < float(share) < 100
 
 
+@pytest.mark.slow
+def test_each_cycle_has_a_memory_timeline_without_traces_too(tmp_path: Path) -> None:
+    schedule = {"wait": 1, "active": 1, "repeat": 2}
+    _fit(PyTorchProfiler(tmp_path, memory_timeline=True, export_to_chrome=False, schedule=schedule))
+    names = {path.name for path in tmp_path.glob("*.json")}
+    assert names == {"fit-profile-0-memory.json", "fit-profile-0-1-memory.json"}
+
+
 def test_wrong_arguments_name_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match=r"unknown profiler 'simpel'.*'simple'"):
         quiet_trainer(profiler="simpel")

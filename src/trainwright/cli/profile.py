@@ -78,8 +78,7 @@ class _NoLogger(Logger):
 
 
 def _may_be_fused(optimizer: Optimizer) -> bool:
-    given = optimizer.defaults
-    return "fused" in given and not given["fused"] and not given.get("foreach")
+    return not optimizer.defaults.get("fused", True) and not optimizer.defaults.get("foreach")
 
 
 def advice(result: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
@@ -167,9 +166,8 @@ def profile(argv: Sequence[str]) -> int:
     if settings.seed_everything is not None:
         seed_everything(settings.seed_everything)
     built = build(parser, settings)
-    trainer, task = built.trainer, built.task
+    trainer, task, gather = built.trainer, built.task, _Gather()
     traced = _TRACED_STEPS if max(trainer.world_size, trainer.num_devices) > 1 else 0
-    gather = _Gather()
     trainer.settings.profiler = StepPartsProfiler(wanted.steps, wanted.warmup, traced)
     trainer.logger = _NoLogger()
     of_task = task.configure_callbacks
@@ -178,9 +176,8 @@ def profile(argv: Sequence[str]) -> int:
     trainer.callbacks = [*trainer.callbacks, gather]
     trainer.max_steps = wanted.warmup + wanted.steps + traced
     with redirect_stdout(sys.stderr if wanted.json else sys.stdout):  # a reader of the JSON gets nothing else
-        trainer.fit(
-            task, datamodule=built.data, ckpt_path=settings.ckpt_path, load_weights_only=bool(settings.ckpt_path)
-        )
+        path = settings.ckpt_path
+        trainer.fit(task, datamodule=built.data, ckpt_path=path, load_weights_only=bool(path))
     if trainer.interrupted:
         return INTERRUPTED
     if trainer.is_global_zero:
@@ -214,12 +211,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps to measure (default: 20)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    names = ", ".join(REMEDIES)
+    names, sides = ", ".join(REMEDIES), "trial runs of each side of a comparison (default: 3)"
     parser.add_argument("--apply", action="store_true", help=f"try changes in trial runs: all, or those named: {names}")
     parser.add_argument("--output", help="configuration to write with --apply (default: CONFIG.tuned.yaml)")
-    parser.add_argument(
-        "--repeats", type=int, default=_REPEATS, help="trial runs of each side of a comparison (default: 3)"
-    )
+    parser.add_argument("--repeats", type=int, default=_REPEATS, help=sides)
     return parser
 
 
@@ -231,10 +226,11 @@ def _report(gather: _Gather, wanted: argparse.Namespace) -> None:
     slowest = max(range(len(work)), key=work.__getitem__)  # the other ranks wait for it
     largest = max(main["parts"], key=main["parts"].__getitem__)
     texts = advice(main, gather.facts)
+    there = gather.ranks[slowest]["parts"]
     if wanted.json:
         numbers = {**main, "warmup": wanted.warmup, "world_size": len(work), "largest": largest, "advice": texts}
         numbers["losses"] = [loss.item() for loss in gather.losses]
-        print(json.dumps({**numbers, "slowest_rank": slowest, "slowest": gather.ranks[slowest]["parts"]}, indent=2))
+        print(json.dumps({**numbers, "slowest_rank": slowest, "slowest": there}, indent=2))
         return
     several = len(work) > 1
     of = f", rank 0 of {len(work)}" if several else ""
@@ -243,7 +239,7 @@ def _report(gather: _Gather, wanted: argparse.Namespace) -> None:
     for part, ms in main["parts"].items():
         if part == "validation" and not ms:
             continue
-        more = f"  {gather.ranks[slowest]['parts'][part]:>18.3f}" if several else ""
+        more = f"  {there[part]:>18.3f}" if several else ""
         print(f"{part:<14}  {ms:>10.3f}  {100 * ms / main['step_ms']:>6.1f}{more}")
     print(f"Largest part: {largest}.")
     for text in texts:

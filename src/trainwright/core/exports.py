@@ -48,12 +48,7 @@ class ExportMixin(nn.Module):
     def export(self, example_input: object = None, **options: Any) -> torch.export.ExportedProgram:
         """Export `forward` in evaluation mode; `options` are passed to `torch.export.export`.
 
-        Args:
-            example_input: arguments of `forward`: a tuple, a dict of named arguments, or a single one. Default:
-                `example_input_array`.
-
-        Raises:
-            ConfigurationError: `example_input` and `example_input_array` are both missing.
+        `example_input`, its default and its error are those of `input_sample` in `to_onnx`.
         """
         positional, named = self._example("export", "example_input", example_input)
         with evaluating(self):
@@ -107,8 +102,7 @@ class ExportMixin(nn.Module):
                 f"{type(self).__name__}.{method} needs an example of forward's input: pass {argument}, or set "
                 "self.example_input_array."
             )
-        device = next((tensor.device for tensor in self.parameters()), torch.device("cpu"))
-        sample = move(sample, device)
+        sample = move(sample, next((tensor.device for tensor in self.parameters()), torch.device("cpu")))
         if isinstance(sample, dict):
             return (), sample
         return (sample if isinstance(sample, tuple) else (sample,)), {}

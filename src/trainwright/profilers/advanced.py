@@ -5,6 +5,7 @@ from __future__ import annotations
 import cProfile
 import io
 import pstats
+import re
 from pathlib import Path
 
 from trainwright.profilers.profiler import Profiler
@@ -33,7 +34,6 @@ class AdvancedProfiler(Profiler):
         super().__init__(dirpath, filename)
         self.line_count_restriction, self.dump_stats = line_count_restriction, dump_stats
         self._profiles: dict[str, cProfile.Profile] = {}
-        self._open: list[str] = []
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
         super().setup(stage, rank, world_size, root)
@@ -41,33 +41,26 @@ class AdvancedProfiler(Profiler):
 
     def start(self, name: str) -> None:
         if self._open:
-            self._profiles[self._open[-1]].disable()
-        self._open.append(name)
-        self._profiles.setdefault(name, cProfile.Profile()).enable()
+            self._open[-1][1].disable()
+        self._open.append((name, self._profiles.setdefault(name, cProfile.Profile())))
+        self._open[-1][1].enable()
 
     def stop(self, name: str) -> None:
-        """Stop recording the action `name`.
-
-        Raises:
-            ValueError: The action was not started.
-        """
-        if name not in self._open:
-            raise ValueError(f"stop({name!r}): the action was not started.")
-        self._profiles[self._open[-1]].disable()
-        at = len(self._open) - 1 - self._open[::-1].index(name)
+        at = self._innermost(name)
+        self._open[-1][1].disable()
         del self._open[at]
         if self._open:
-            self._profiles[self._open[-1]].enable()
+            self._open[-1][1].enable()
 
     def close(self) -> None:
         if self._open:
-            self._profiles[self._open[-1]].disable()
+            self._open[-1][1].disable()
             self._open = []
         if not self.dump_stats:
             return
         for name, profile in self._profiles.items():
-            safe = "".join(letter if letter.isalnum() or letter in "._" else "_" for letter in name)
-            path = self.path(f"-{safe}.prof")
+            action = re.sub(r"[^\w.]", "_", name)
+            path = self.path(f"-{action}.prof")
             path.parent.mkdir(parents=True, exist_ok=True)
             profile.dump_stats(path)
 

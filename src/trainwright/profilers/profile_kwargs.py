@@ -1,4 +1,4 @@
-"""Options of `torch.profiler`: its schedules, and `ProfileKwargs` for user-written training loops."""
+"""torch's profiler with checks for its schedule and activities, and `ProfileKwargs` for user-written training loops."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import gzip
 import inspect
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +18,34 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.names.kwargs_handler import KwargsHandler
 
-RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+_RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 _ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
-_SCHEDULE_KEYS = tuple(inspect.signature(torch.profiler.schedule).parameters)
 _SEARCHED_STEPS = 10_000
 
 Schedule = Callable[[int], ProfilerAction]
 
 
 def make_schedule(given: Mapping[str, int] | Schedule) -> Schedule:
-    """Return a schedule that can be pickled.
-
-    Args:
-        given: Arguments of `torch.profiler.schedule`, or a function of the step, which is returned unchanged. In a
-            dictionary, `active` is required, and `wait` and `warmup` default to 0.
+    """Return a function of the step, from one or from arguments of `torch.profiler.schedule`. Of those, `active` is
+    required, and `wait` and `warmup` default to 0.
 
     Raises:
         ConfigurationError: A key is unknown, `active` is missing, or a value is out of its range.
     """
     if callable(given):
         return given
+    known = list(inspect.signature(torch.profiler.schedule).parameters)
     for key in given:
-        if key not in _SCHEDULE_KEYS:
+        if key not in known:
             raise ConfigurationError(
-                f"a schedule has no key {key!r}.{nearest(str(key), _SCHEDULE_KEYS)} Known: {', '.join(_SCHEDULE_KEYS)}."
+                f"a schedule has no key {key!r}.{nearest(str(key), known)} Known: {', '.join(known)}."
             )
     if "active" not in given:
         raise ConfigurationError(f"schedule={dict(given)} has no active: the number of steps to record in a cycle.")
-    schedule = partial(_action, {"wait": 0, "warmup": 0, **given})
     try:
-        schedule(0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # it was requested
+            schedule: Schedule = torch.profiler.schedule(**{"wait": 0, "warmup": 0, **given})
     except (AssertionError, TypeError) as error:
         raise ConfigurationError(
             f"schedule={dict(given)}: expected whole numbers, at least 1 for active and at least 0 for the others."
@@ -57,63 +53,84 @@ def make_schedule(given: Mapping[str, int] | Schedule) -> Schedule:
     return schedule
 
 
-def _action(options: dict[str, int], step: int) -> ProfilerAction:
-    return _torch_schedule(**options)(step)
+class CycleProfile(torch.profiler.profile):
+    """torch's profiler, which can export each cycle several times and counts the recorded steps.
 
+    Args:
+        schedule: See `make_schedule`. None records everything.
+        handlers: Called with this profiler after each cycle in which a step ended. None is skipped.
+        options: Further arguments of `torch.profiler.profile`.
 
-@cache
-def _torch_schedule(**options: int) -> Schedule:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # it was requested
-        schedule: Schedule = torch.profiler.schedule(**options)
-    return schedule
-
-
-def warn_without_records(schedule: Schedule, num_steps: int) -> None:
-    """Warn that `schedule` recorded none of `num_steps` steps."""
-    if not num_steps:
-        text = "the profiler recorded no step: the loop did not call step() of the profiler: call it after each step."
-        return warnings.warn(text, TrainwrightWarning, stacklevel=3)
-    first = next((step for step in range(_SEARCHED_STEPS) if schedule(step) in RECORDING), None)
-    return warnings.warn(
-        f"the profiler recorded no step: the loop ran {num_steps} steps, and the schedule becomes active "
-        f"{'never' if first is None else f'after {first} steps'}. Decrease wait, warmup or skip_first.",
-        TrainwrightWarning,
-        stacklevel=3,
-    )
-
-
-def check_activities(given: Iterable[object] | None) -> None:
-    """Raise a ConfigurationError for the first activity that torch cannot record on this machine."""
-    held = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch has no types here
-    for activity in given or ():
-        if activity not in held:
-            names = ", ".join(name for name, each in _ACTIVITIES.items() if each in held)
-            wrong = next((name for name, each in _ACTIVITIES.items() if each == activity), activity)
-            raise ConfigurationError(f"the activity {wrong!r} cannot be recorded on this machine. Supported: {names}.")
-
-
-def adapt(profiler: torch.profiler.profile) -> None:
-    """Let a profiler export each cycle several times: torch can write a cycle once, and the first file is copied. A
-    step does not warn that events of the last cycle are cleared, since they were exported.
+    Raises:
+        ConfigurationError: torch cannot record an activity on this machine.
     """
-    export, step, cycle, first = profiler.export_chrome_trace, profiler.step, None, ""
 
-    def stepped() -> None:
-        with warnings.catch_warnings():
+    def __init__(
+        self,
+        schedule: Mapping[str, int] | Schedule | None,
+        *handlers: Callable[..., Any] | None,
+        **options: Any,
+    ) -> None:
+        held = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch has no types here
+        names = {activity: name for name, activity in _ACTIVITIES.items()}
+        for activity in options.get("activities") or ():
+            if activity not in held:
+                supported = ", ".join(name for each, name in names.items() if each in held)
+                raise ConfigurationError(
+                    f"the activity {names.get(activity, activity)!r} cannot be recorded on this machine. "
+                    f"Supported: {supported}."
+                )
+        schedule = None if schedule is None else make_schedule(schedule)
+        super().__init__(schedule=schedule, on_trace_ready=CycleProfile._call_handlers, **options)
+        self.num_recorded = 0  # steps
+        self._num_before = 0  # of them, those of earlier cycles
+        self.handlers = [each for each in handlers if each is not None]
+        self._is_exporting = False
+        self._first = ""  # the first file of this cycle
+
+    @property
+    def is_recording(self) -> bool:
+        """True if the schedule records the current step."""
+        return self.current_action in _RECORDING
+
+    def step(self) -> None:
+        """End a step."""
+        self.num_recorded += self.is_recording
+        with warnings.catch_warnings():  # they were exported
             warnings.filterwarnings("ignore", ".*Profiler clears events at the end of each cycle")
-            step()
+            super().step()
 
-    def exported(path: str, *args: Any, **options: Any) -> None:
-        nonlocal cycle, first
-        if cycle is not profiler.profiler or not Path(first).exists():
-            export(str(path), *args, **options)
-            cycle, first = profiler.profiler, str(path)
+    def _call_handlers(self) -> None:
+        self._first = ""
+        # After a failed export, torch crashes in another one.
+        if self._is_exporting or (self.step_num and self.num_recorded == self._num_before):
             return
-        with _opener(first)(first, "rb") as source, _opener(path)(path, "wb") as target:
+        self._is_exporting = True
+        for handler in self.handlers:
+            handler(self)
+        self._is_exporting, self._num_before = False, self.num_recorded
+
+    def export_chrome_trace(self, path: str, *args: Any, **options: Any) -> None:
+        """Write the trace of a cycle. torch can do so once, so that further files are copies of the first one."""
+        if not self._first or not Path(self._first).exists():
+            super().export_chrome_trace(str(path), *args, **options)
+            self._first = str(path)
+            return
+        with _opener(self._first)(self._first, "rb") as source, _opener(path)(path, "wb") as target:
             shutil.copyfileobj(source, target)
 
-    vars(profiler).update(export_chrome_trace=exported, step=stepped)
+    def warn_if_empty(self) -> None:
+        """Warn if the schedule recorded no step."""
+        if self.num_recorded or not self.record_steps:
+            return
+        reason = "the loop did not call step() of the profiler: call it after each step."
+        if self.step_num:
+            first = next((step for step in range(_SEARCHED_STEPS) if self.schedule(step) in _RECORDING), None)
+            reason = (
+                f"the loop ran {self.step_num} steps, and the schedule becomes active "
+                f"{'never' if first is None else f'after {first} steps'}. Decrease wait, warmup or skip_first."
+            )
+        warnings.warn(f"the profiler recorded no step: {reason}", TrainwrightWarning, stacklevel=3)
 
 
 def _opener(path: str) -> Callable[..., Any]:
@@ -162,67 +179,41 @@ class ProfileKwargs(KwargsHandler):
         if self.schedule_option is not None:
             make_schedule(self.schedule_option)
 
-    def build(self) -> torch.profiler.profile:
+    def build(self) -> CycleProfile:
         """Return a profiler of torch with these options.
 
         Raises:
             ConfigurationError: This machine does not have an activity.
         """
-        activities = None if self.activities is None else [_ACTIVITIES[name] for name in self.activities]
-        check_activities(activities)
-        return torch.profiler.profile(
-            activities=activities,
-            schedule=None if self.schedule_option is None else make_schedule(self.schedule_option),
-            on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
-        )
+        options = self.to_dict()
+        del options["output_trace_dir"]
+        options["activities"] = self.activities and [_ACTIVITIES[name] for name in self.activities]
+        return CycleProfile(options.pop("schedule_option"), options.pop("on_trace_ready"), **options)
 
 
 @contextmanager
 def profiled(
     options: ProfileKwargs, process_index: int, wait: Callable[[], None], written: list[str]
 ) -> Iterator[torch.profiler.profile]:
-    """Yield a profiler that records the `with` block, and write its traces.
-
-    Args:
-        options: Options of the profiler.
-        process_index: Rank of this process.
-        wait: Function that waits for all processes. It is called after the traces are written.
-        written: The traces of earlier contexts. Those of this one are appended.
-
-    Raises:
-        ConfigurationError: `options` are of another type, or this machine does not have an activity.
+    """Yield a profiler that records the `with` block; see `Accelerator.profile`. Its traces are appended to `written`,
+    and `wait` is called after they are written.
     """
     if not isinstance(options, ProfileKwargs):
         raise ConfigurationError(f"accelerator.profile({options!r}): expected ProfileKwargs(…).")
     folder = None if options.output_trace_dir is None else Path(options.output_trace_dir)
-    schedule = None if options.schedule_option is None else make_schedule(options.schedule_option)
-    is_over = False
 
-    def ready(profiler: torch.profiler.profile) -> None:
-        at = profiler.step_num
-        if is_over and schedule is not None and at and schedule(at - 1) != ProfilerAction.RECORD:
-            return  # the loop ended before a step of this cycle
+    def export(profiler: torch.profiler.profile) -> None:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            names = (str(folder / f"profile_{process_index}{f'-{i}' if i else ''}.json") for i in count())
-            written.append(next(path for path in names if path not in written))
+            number = sum(Path(path).parent == folder for path in written)
+            written.append(str(folder / f"profile_{process_index}{f'-{number}' if number else ''}.json"))
             profiler.export_chrome_trace(written[-1])
-        if options.on_trace_ready is not None:
-            options.on_trace_ready(profiler)
 
     profiler = options.build()
-    profiler.on_trace_ready = ready
-    adapt(profiler)
+    profiler.handlers.insert(0, export)
     with profiler:
         yield profiler
-        is_over = True
-    steps = profiler.step_num
-    if process_index == 0 and schedule is not None and all(schedule(i) not in RECORDING for i in range(steps)):
-        warn_without_records(schedule, steps)
+    if process_index == 0:
+        profiler.warn_if_empty()
     if folder is not None:
         wait()

@@ -36,8 +36,8 @@ class Profiler:
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.filename = filename
-        self.stage, self.rank, self.world_size = "fit", 0, 1
-        self._root = Path(".")
+        self.stage, self.rank, self.world_size, self._root = "fit", 0, 1, Path(".")
+        self._open: list[Any] = []  # sequences that begin with the name of an open action, the innermost last
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
         """Prepare for a stage, and discard the records of earlier ones.
@@ -53,7 +53,11 @@ class Profiler:
         """Start recording the action `name`."""
 
     def stop(self, name: str) -> None:
-        """Stop recording the action `name`."""
+        """Stop recording the action `name`.
+
+        Raises:
+            ValueError: In a SimpleProfiler or AdvancedProfiler, the action was not started.
+        """
 
     @contextmanager
     def profile(self, name: str) -> Iterator[None]:
@@ -77,6 +81,17 @@ class Profiler:
 
         vars(recorded)["__self__"] = getattr(function, "__self__", None)  # the owner: see HookTable.only_read
         return recorded
+
+    def _innermost(self, name: str) -> int:
+        """Return the index of the innermost open action `name`.
+
+        Raises:
+            ValueError: The action was not started.
+        """
+        for at in range(len(self._open) - 1, -1, -1):
+            if self._open[at][0] == name:
+                return at
+        raise ValueError(f"stop({name!r}): the action was not started.")
 
     def end_step(self) -> None:
         """Record the end of a training step, or of a batch of an evaluation."""

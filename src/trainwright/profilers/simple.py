@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from trainwright.profilers.profiler import Profiler
 
@@ -26,7 +25,6 @@ class SimpleProfiler(Profiler):
         self.extended = extended
         # Action → calls, seconds, seconds in other actions inside of it.
         self._records: dict[str, list[float]] = {}
-        self._open: list[list[Any]] = []  # name, start, seconds in actions inside of it
         self._since = perf_counter()
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
@@ -34,27 +32,15 @@ class SimpleProfiler(Profiler):
         self._records, self._open, self._since = {}, [], perf_counter()
 
     def start(self, name: str) -> None:
-        self._open.append([name, perf_counter(), 0.0])
+        self._open.append([name, perf_counter(), 0.0])  # the last: seconds in actions inside of it
 
     def stop(self, name: str) -> None:
-        """Stop recording the action `name`.
-
-        Raises:
-            ValueError: The action was not started.
-        """
-        now, stack = perf_counter(), self._open
-        at = len(stack) - 1
-        while at >= 0 and stack[at][0] != name:
-            at -= 1
-        if at < 0:
-            raise ValueError(f"stop({name!r}): the action was not started.")
-        _, since, inside = stack.pop(at)
+        now, at = perf_counter(), self._innermost(name)
+        _, since, inside = self._open.pop(at)
         passed = now - since
         if at:
-            stack[at - 1][2] += passed
-        record = self._records.get(name)
-        if record is None:
-            record = self._records[name] = [0, 0.0, 0.0]
+            self._open[at - 1][2] += passed
+        record = self._records.setdefault(name, [0, 0.0, 0.0])
         record[0] += 1
         record[1] += passed
         record[2] += inside
@@ -70,8 +56,7 @@ class SimpleProfiler(Profiler):
     def summary(self) -> str:
         """Return a table of the actions, the longest first."""
         whole = max(perf_counter() - self._since, 1e-9)
-        rows = sorted(self.totals.items(), key=lambda row: -row[1][1])
-        rows = rows if self.extended else rows[:_TOP]
+        rows = sorted(self.totals.items(), key=lambda row: -row[1][1])[: None if self.extended else _TOP]
         if not rows:
             return ""
         width = max(len("Action"), *(len(name) for name, _ in rows))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +17,7 @@ OTHER = "other"
 _STRATEGY_PARTS = {"batch_to_device": "host to device", "training_step": "forward", "backward": "backward"}
 
 
+@cache
 def part_of(name: str) -> str | None:
     """Return the part of a step that an action of the Trainer belongs to; None for actions that are not counted."""
     kind, _, rest = name.partition("]")
@@ -41,7 +44,6 @@ class StepPartsProfiler(SimpleProfiler):
     def __init__(self, steps: int, warmup: int, traced: int = 0) -> None:
         super().__init__()
         self.steps, self.warmup, self.traced = steps, warmup, traced
-        self._parts: dict[str, str | None] = {}
         self._done = self._measured = 0
         self._mark = self._wall = 0.0
         self._own: dict[str, float] = {}
@@ -51,9 +53,7 @@ class StepPartsProfiler(SimpleProfiler):
         self._shares: dict[str, float] = {}
 
     def start(self, name: str) -> None:
-        if name not in self._parts:
-            self._parts[name] = part_of(name)
-        if (part := self._parts[name]) is None:
+        if (part := part_of(name)) is None:
             return
         _wait_for_gpu()
         super().start(name)
@@ -62,7 +62,7 @@ class StepPartsProfiler(SimpleProfiler):
             self._regions[-1].__enter__()
 
     def stop(self, name: str) -> None:
-        if self._parts.get(name) is None:
+        if part_of(name) is None:
             return
         _wait_for_gpu()
         if self._regions:
@@ -72,13 +72,12 @@ class StepPartsProfiler(SimpleProfiler):
     def end_step(self) -> None:
         self._done += 1
         _wait_for_gpu()
-        now = perf_counter()
         if self._done <= self.warmup:
             self._records, self._mark = {}, perf_counter()
         elif self._done <= self.warmup + self.steps:
-            self._measured, self._wall = self._done - self.warmup, now - self._mark
+            self._measured, self._wall = self._done - self.warmup, perf_counter() - self._mark
             self._own = {name: own for name, (_, _, own) in self.totals.items()}
-            waited = sum(own for name, own in self._own.items() if self._parts[name] == "data wait")
+            waited = sum(own for name, own in self._own.items() if part_of(name) == "data wait")
             self._longest_wait, self._waited = max(self._longest_wait, waited - self._waited), waited
         if self._done == self.warmup + self.steps and self.traced:
             self._trace = torch.profiler.profile(activities=None)
@@ -93,9 +92,8 @@ class StepPartsProfiler(SimpleProfiler):
         while self._regions:
             self._regions.pop().__exit__(None, None, None)
         trace.__exit__(None, None, None)
-        self._shares = communication_shares(
-            (event.name, event.time_range.start, event.time_range.end) for event in trace.events()
-        )
+        events = ((event.name, event.time_range) for event in trace.events())
+        self._shares = communication_shares((name, time.start, time.end) for name, time in events)
 
     def summary(self) -> str:
         """Return no text: the command prints a table."""
@@ -106,35 +104,35 @@ class StepPartsProfiler(SimpleProfiler):
         self.close()
         steps, parts, callbacks = max(self._measured, 1), dict.fromkeys((*PARTS, OTHER), 0.0), dict[str, float]()
         for name, own in self._own.items():
-            part, ms = self._parts[name] or OTHER, 1000 * own / steps
+            part, ms = part_of(name) or OTHER, 1000 * own / steps
             parts[part] += ms
             if part == "callbacks":
-                owner = name.partition("]")[2]  # of the task, with the hook
-                owner = owner if name.startswith("[TaskModule]") else owner.partition(".")[0]
+                kind, _, hook = name.partition("]")
+                owner = hook if kind == "[TaskModule" else hook.partition(".")[0]
                 callbacks[owner] = callbacks.get(owner, 0.0) + ms
         step = 1000 * self._wall / steps
         parts[OTHER] = step - sum(parts.values())
         for part, share in self._shares.items():
             moved = parts[part] * share
             parts[part], parts["communication"] = parts[part] - moved, parts["communication"] + moved
-        longest = {"longest_wait_ms": 1000 * self._longest_wait}
-        return {"steps": self._measured, "step_ms": step, "parts": parts, "callbacks": callbacks, **longest}
+        found = {"steps": self._measured, "step_ms": step, "parts": parts, "callbacks": callbacks}
+        return {**found, "longest_wait_ms": 1000 * self._longest_wait}
 
 
 def communication_shares(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
     """Return the share of each part's own time in which a collective was in flight, from (name, start, end)."""
-    marks: list[tuple[float, int, str]] = []  # time, +1 or -1, part; "" for a collective
+    marks: list[tuple[float, int, str]] = []  # time, +1 or -1, name
     for name, start, end in events:
         if name.startswith(("part:", "gloo:", "nccl:")):
-            part = name[5:] if name.startswith("part:") else ""
-            marks += [(start, 1, part), (end, -1, part)]
-    total, shared, stack, running, before = dict[str, float](), dict[str, float](), list[str](), 0, 0.0
-    for time, change, part in sorted(marks, key=lambda mark: mark[0]):
+            marks += [(start, 1, name), (end, -1, name)]
+    total, shared = defaultdict[str, float](float), defaultdict[str, float](float)
+    stack, running, before = list[str](), 0, 0.0
+    for time, change, name in sorted(marks, key=lambda mark: mark[0]):
         if stack:
-            total[stack[-1]] = total.get(stack[-1], 0.0) + time - before
-            shared[stack[-1]] = shared.get(stack[-1], 0.0) + (time - before if running else 0.0)
-        before = time
-        if not part:
+            total[stack[-1]] += time - before
+            shared[stack[-1]] += (time - before) * (running > 0)
+        before, part = time, name[5:]
+        if not name.startswith("part:"):
             running += change
         elif change > 0:
             stack.append(part)
