@@ -48,12 +48,7 @@ class AcceleratedModel(nn.Module):
         self.module = module
         self.make_context = make_context
         self._explain, self._no_sync = explain, no_sync
-        for name, value in (
-            ("engine", engine),
-            ("call", call),
-            ("owner", owner),
-        ):  # not children: their parameters are the module's
-            object.__setattr__(self, name, value)
+        vars(self).update(engine=engine, call=call, owner=owner)  # not children: their parameters are the module's
         self._num_forwards = 0  # that run now
         self._guard: Any = None
         if isinstance(engine, nn.Module) and engine is not module:
@@ -102,17 +97,13 @@ class AcceleratedModel(nn.Module):
         within = args or kwargs.get("destination") is not None or kwargs.get("prefix")
         return super().state_dict(*args, **kwargs) if within else self.module.state_dict(**kwargs)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the model's own names and parameters."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+        return self.module.named_parameters(*args, **kwargs)
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the model's own names and buffers."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+        return self.module.named_buffers(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the model's own names, on every rank."""
