@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import pickle
 import threading
@@ -37,8 +36,8 @@ class Round(NamedTuple):
 class RoundTransfer:
     """Sends rounds that the first process reads. It reads one round ahead, which the others receive in a thread.
 
-    A round is two messages to each process: the number of the pass with the length of the other one, and a pickle of
-    the process's share.
+    A round is two messages to each process: the number of the pass with the lengths in the other one, and the process's
+    share.
 
     Args:
         processes: all processes of the script.
@@ -109,23 +108,22 @@ class RoundTransfer:
         group = self._processes.group_for(_CPU)
         for process in range(1, self._processes.world_size):
             share = None if found is None else found.shares[self._places[process]]
-            packed, file = recursively_apply(_Packed, share, test_type=_is_strided), io.BytesIO()
-            pickle.dump((kind, facts, packed), file, protocol=5)
-            content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-            for message in (torch.tensor([self._pass, len(content)]), content):
+            described, content = _encode((kind, facts, share))
+            header = torch.tensor([self._pass, described, len(content)])
+            for message in (header, content):
                 self._pending.append((dist.isend(message, process, group=group, tag=_TAG), message))
 
     def _receive(self) -> tuple[str, Any, Any]:
         group = self._processes.group_for(_CPU)
         while True:
-            header = torch.empty(2, dtype=torch.int64)
+            header = torch.empty(3, dtype=torch.int64)
             dist.recv(header, 0, group=group, tag=_TAG)
-            number, size = header.tolist()
+            number, described, size = header.tolist()
             content = torch.empty(size, dtype=torch.uint8)
             dist.recv(content, 0, group=group, tag=_TAG)
             if number == self._pass:  # otherwise it belongs to a pass that this process has left
-                kind, facts, share = pickle.loads(content.numpy().data)
-                return kind, facts, recursively_apply(_Packed.tensor, share, test_type=_is_packed)
+                kind, facts, share = _decode(content, described)
+                return kind, facts, share
 
 
 def _in_thread(work: Callable[[], Any]) -> Future[Any]:
@@ -142,23 +140,39 @@ def _in_thread(work: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-class _Packed:
-    """A tensor in a message: pickled as the bytes of its own elements, without the rest of its storage."""
+class _Slot:
+    """Placeholder of a tensor in a message."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.dtype, self.shape, self.data = tensor.dtype, tensor.shape, host_bytes(tensor.resolve_conj())
-
-    def tensor(self) -> torch.Tensor:
-        """Return the tensor, in the memory of the message's bytes."""
-        return torch.from_numpy(self.data).view(self.dtype).view(self.shape)
+        self.dtype, self.shape = tensor.dtype, tensor.shape
 
 
-def _is_packed(leaf: object) -> bool:
-    return isinstance(leaf, _Packed)
+def _encode(value: object) -> tuple[int, torch.Tensor]:
+    """Return the bytes of all tensors in `value`, followed by a pickle of the rest, and the length of that."""
+    parts: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return tensor
+        parts.append(torch.from_numpy(host_bytes(tensor.resolve_conj())))
+        return _Slot(tensor)
+
+    described = bytearray(pickle.dumps(recursively_apply(keep, value)))
+    return len(described), torch.cat([*parts, torch.frombuffer(described, dtype=torch.uint8)])
 
 
-def _is_strided(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
+def _decode(content: torch.Tensor, described: int) -> Any:
+    """Return what `_encode` was given. Its tensors share the memory of `content` where they are aligned in it."""
+    end = 0
+
+    def fill(slot: _Slot) -> torch.Tensor:
+        nonlocal end
+        start, end = end, end + slot.shape.numel() * slot.dtype.itemsize
+        part = content[start:end] if start % slot.dtype.itemsize == 0 else content[start:end].clone()
+        return part.view(slot.dtype).view(slot.shape)
+
+    structure = pickle.loads(content[len(content) - described :].numpy().data)
+    return recursively_apply(fill, structure, test_type=lambda leaf: isinstance(leaf, _Slot))
 
 
 def _deferring(read: Callable[[], Iterator[Round]]) -> Iterator[tuple[Exception | None, Round | None]]:
