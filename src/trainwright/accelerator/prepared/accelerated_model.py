@@ -97,13 +97,17 @@ class AcceleratedModel(nn.Module):
         within = args or kwargs.get("destination") is not None or kwargs.get("prefix")
         return super().state_dict(*args, **kwargs) if within else self.module.state_dict(**kwargs)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the model's own names and parameters."""
-        return self.module.named_parameters(*args, **kwargs)
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the model's own names and buffers."""
-        return self.module.named_buffers(*args, **kwargs)
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the model's own names, on every rank."""

@@ -7,7 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from trainwright.checkpoint.disk.planned_file import host_bytes
 from trainwright.core.errors import WorkerError
 from trainwright.processes.collectives import recursively_apply
 from trainwright.processes.process_group import Processes
+
+T = TypeVar("T")
 
 _TAG = 7301  # separates these messages from point-to-point messages of the user
 _CPU = torch.device("cpu")
@@ -126,9 +128,9 @@ class RoundTransfer:
                 return kind, facts, share
 
 
-def _in_thread(work: Callable[[], Any]) -> Future[Any]:
+def _in_thread(work: Callable[[], T]) -> Future[T]:
     """Call a function in another thread, which does not delay the end of the process."""
-    future: Future[Any] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
@@ -151,7 +153,7 @@ def _encode(value: object) -> tuple[int, torch.Tensor]:
     """Return the bytes of all tensors in `value`, followed by a pickle of the rest, and the length of that."""
     parts: list[torch.Tensor] = []
 
-    def keep(tensor: torch.Tensor) -> Any:
+    def keep(tensor: torch.Tensor) -> torch.Tensor | _Slot:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             return tensor
         parts.append(torch.from_numpy(host_bytes(tensor.resolve_conj())))

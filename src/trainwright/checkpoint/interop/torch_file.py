@@ -55,6 +55,8 @@ _FORMER_NUMBER = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle of torc
 _HEAD_BYTES = 32
 _FORMER_VERSION = 1001
 
+_Place = tuple[Any, int, int]  # of a storage: the bytes that contain it, its offset in them, and its length
+
 
 def read_torch_file(
     path: pathlib.Path, *, mapped: bool = True, span: tuple[int, int] | None = None
@@ -119,7 +121,7 @@ def _read_archive(path: pathlib.Path, archive: zipfile.ZipFile, data: Any, mappe
     if info.file_size > MAX_PICKLE_BYTES:
         raise CheckpointError(f"{path}: its data.pkl has {info.file_size} bytes, the limit is {MAX_PICKLE_BYTES}.")
 
-    def find(key: str) -> tuple[Any, int, int]:
+    def find(key: str) -> _Place:
         info = entries[f"data/{key}"]
         if info.compress_type != zipfile.ZIP_STORED:
             records.take(info.file_size)
@@ -161,7 +163,7 @@ def _read_former(path: pathlib.Path, mapped: bool) -> tuple[_Interpreter, Any]:
                 "machine."
             )
     kinds = {_key_of(node): _STORAGE_DTYPES[node.args[0][1].name] for node in storages}
-    places: dict[str, tuple[Any, int, int]] = {}
+    places: dict[str, _Place] = {}
     for key in values[4]:
         if not isinstance(key, str):
             raise ValueError(f"the key of a storage is a {type(key).__name__}")
@@ -181,10 +183,10 @@ class _Records:
     Args:
         path: the file.
         mapped: False copies the storages.
-        find: returns the bytes that contain a storage, its offset in them, and its length.
+        find: returns the place of a storage.
     """
 
-    def __init__(self, path: pathlib.Path, mapped: bool, find: Callable[[str], tuple[Any, int, int]]) -> None:
+    def __init__(self, path: pathlib.Path, mapped: bool, find: Callable[[str], _Place]) -> None:
         self._path, self._mapped, self._find = path, mapped, find
         self._size = path.stat().st_size
         self._taken = 0
