@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.tree import iterate_tensors
 from trainwright.strategies.steps.gradients import Gradients
 
 
@@ -69,26 +69,20 @@ def check_steps(name: str, value: object) -> int:
 
 
 @dataclass(slots=True)
-class Place:
-    """The position of a prepared loader in its data.
+class _Position:
+    """The position of a micro-batch in its group.
 
     Attributes:
-        weight: factor of the current micro-batch's loss; None: the loss is divided by `divisor`. 0 for padding, which
-            a rank receives after it has run out of data before others.
+        weight: factor of the micro-batch's loss; None: the loss is divided by `divisor`. 0 for padding, which a rank
+            receives after it has run out of data before others.
         divisor: divisor of the losses of the group.
         num_missing: difference between `num_steps` and the length of a short last group.
-        starts_group: the current micro-batch is the first of its optimizer step.
+        starts_group: the micro-batch is the first of its optimizer step.
         ends_group: an optimizer step follows.
-        ends_data: no micro-batch follows in this pass.
-        group: Number of the current group, over all passes.
+        group: Number of the group, over all passes.
         carried: Micro-batches of the group from an earlier pass, which ended within the group.
-        position: Number of the current micro-batch in its group, 1-based, carried ones included.
-        fresh: Sets of models that had none of the carried micro-batches; their losses are divided by the others alone.
-        num_rows: Samples of the current micro-batch if they may be fewer than in a full one; otherwise None.
-        num_batches: micro-batches of this pass that the loop has received, skipped ones included.
-        received: Micro-batches that the loop has received and not yet begun, each with its part of the position. Used
-            while steps have several micro-batches.
-        fetched_ahead: True if the loop had received others when the newest micro-batch began.
+        position: Number of the micro-batch in its group, 1-based, carried ones included.
+        num_rows: Samples of the micro-batch if they may be fewer than in a full one; otherwise None.
     """
 
     weight: float | None = None
@@ -96,14 +90,33 @@ class Place:
     num_missing: int = 0
     starts_group: bool = True
     ends_group: bool = True
-    ends_data: bool = False
     group: int = 0
     carried: int = 0
     position: int = 1
-    fresh: set[tuple[int, ...]] = field(default_factory=set)
     num_rows: int | None = None
+
+
+_POSITION_FIELDS = [each.name for each in fields(_Position)]
+_MOST_RECEIVED = 256
+
+
+@dataclass(slots=True)
+class Place(_Position):
+    """The position of a prepared loader in its data, with that of the current micro-batch.
+
+    Attributes:
+        ends_data: no micro-batch follows in this pass.
+        fresh: Sets of models that had none of the carried micro-batches; their losses are divided by the others alone.
+        num_batches: micro-batches of this pass that the loop has received, skipped ones included.
+        received: Micro-batches that the loop has received and not yet begun, each with its part of the position. Used
+            while steps have several micro-batches.
+        fetched_ahead: True if the loop had received others when the newest micro-batch began.
+    """
+
+    ends_data: bool = False
+    fresh: set[tuple[int, ...]] = field(default_factory=set)
     num_batches: int = 0
-    received: list[tuple[weakref.ref[torch.Tensor] | None, tuple[Any, ...]]] = field(default_factory=list)
+    received: list[tuple[weakref.ref[torch.Tensor] | None, list[Any]]] = field(default_factory=list)
     fetched_ahead: bool = False
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
@@ -112,17 +125,11 @@ class Place:
 
     def receive(self, batch: Any) -> None:
         """Record that the loop receives a micro-batch, whose position is the current one."""
-        while not isinstance(batch, torch.Tensor):
-            if isinstance(batch, Mapping):
-                batch = tuple(batch.values())
-            if not isinstance(batch, (list, tuple)) or not batch:
-                break
-            batch = batch[0]
-        tensor = weakref.ref(batch) if isinstance(batch, torch.Tensor) else None
+        tensor = next(map(weakref.ref, iterate_tensors(batch)), None)
         if self.fetched_ahead or len(self.received) == _MOST_RECEIVED:
             self.received.clear()  # the loop skips some, or begins none
             self.fetched_ahead = False
-        self.received.append((tensor, _POSITION(self)))
+        self.received.append((tensor, [getattr(self, name) for name in _POSITION_FIELDS]))
 
     def begin(self) -> None:
         """Go to the position of the micro-batch that begins, of those that the loop has received.
@@ -137,21 +144,6 @@ class Place:
         self.fetched_ahead = bool(received)
         for name, value in zip(_POSITION_FIELDS, values, strict=True):
             setattr(self, name, value)
-
-
-_POSITION_FIELDS = (
-    "weight",
-    "divisor",
-    "num_missing",
-    "starts_group",
-    "ends_group",
-    "group",
-    "carried",
-    "position",
-    "num_rows",
-)
-_MOST_RECEIVED = 256
-_POSITION = operator.attrgetter(*_POSITION_FIELDS)
 
 
 class Accumulation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import check_owner
@@ -105,15 +105,7 @@ class Handlers:
     engine: TERecipeKwargs | None = None
 
 
-_KINDS = (
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    AutocastKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-    AORecipeKwargs,
-    TERecipeKwargs,
-)
+_KINDS: dict[str, Any] = {name: get_args(hint)[0] for name, hint in get_type_hints(Handlers).items()}
 
 
 def sort_handlers(handlers: Sequence[Any]) -> Handlers:
@@ -122,14 +114,14 @@ def sort_handlers(handlers: Sequence[Any]) -> Handlers:
     Raises:
         ConfigurationError: One is of another kind, or two are of the same.
     """
-    found: dict[Any, Any] = {}
+    found: dict[str, Any] = {}
     for handler in handlers:
-        kind = next((kind for kind in _KINDS if isinstance(handler, kind)), None)
-        if kind is None:
+        name = next((name for name, kind in _KINDS.items() if isinstance(handler, kind)), None)
+        if name is None:
             check_owner(handler)
-            known = ", ".join(kind.__name__ for kind in _KINDS)
+            known = ", ".join(kind.__name__ for kind in _KINDS.values())
             raise ConfigurationError(f"kwargs_handlers holds a {type(handler).__name__}. Pass objects of: {known}.")
-        if kind in found:
+        if name in found:
             raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}. Pass one.")
-        found[kind] = handler
-    return Handlers(*(found.get(kind) for kind in _KINDS))
+        found[name] = handler
+    return Handlers(**found)

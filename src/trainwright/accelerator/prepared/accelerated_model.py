@@ -48,12 +48,7 @@ class AcceleratedModel(nn.Module):
         self.module = module
         self.make_context = make_context
         self._explain, self._no_sync = explain, no_sync
-        for name, value in (
-            ("engine", engine),
-            ("call", call),
-            ("owner", owner),
-        ):  # not children: their parameters are the module's
-            object.__setattr__(self, name, value)
+        vars(self).update(engine=engine, call=call, owner=owner)  # not children: their parameters are the module's
         self._num_forwards = 0  # that run now
         self._guard: Any = None
         if isinstance(engine, nn.Module) and engine is not module:

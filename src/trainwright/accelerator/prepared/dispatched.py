@@ -48,11 +48,10 @@ class DispatchedLoader(PreparedLoader):
         self._slice_fn = slice_fn
         self._transfer = RoundTransfer(processes, [row[0] for row in processes.gather_integers([options.rank])])
         self._inner: PreparedLoader | None = None
-        self._resume: Mapping[str, int] | None = None
         self._anchor_round = self._anchor_batch = 0
         self._short_rounds: dict[int, int] = {}
         self._snapshot: Any = None
-        self._can_seek, self._keeps_state, self._size = _on_first(self._prepare, processes, options)
+        self._can_seek, self._keeps_state, self._size = _from_first(self._prepare, processes, options)
         self._state_source = self._inner if self._keeps_state else None
         self.count_batches()
 
@@ -120,23 +119,18 @@ class DispatchedLoader(PreparedLoader):
 
     def _read(self, start_batch: int) -> Iterator[Round]:
         """Yield the shares of each round, on the first process."""
-        inner, options = self._inner, self.options
-        assert inner is not None
+        inner, options = self._on_first, self.options
         batches = inner.iterate(self._batches_before(start_batch))
-        world = options.world
-        groups = ([batch] for batch in batches) if options.split_batches else rounds_of(batches, world)
+        groups = rounds_of(batches, self._per_round)
         while True:
             if inner.stateful:
                 self._snapshot = inner.state_dict()
             group = next(groups, None)
             if group is None:
                 return
-            if options.split_batches or self._slice_fn is not None:
-                shares = self._parts(group)
-            else:
-                shares = group
+            shares = self._parts(group) if options.split_batches or self._slice_fn is not None else group
             real = len(shares)
-            yield Round([*shares, *shares[:1] * (world - real)], real)
+            yield Round([*shares, *shares[:1] * (options.world - real)], real)
             del group, shares
 
     def _parts(self, group: list[Any]) -> list[Any]:
@@ -156,40 +150,43 @@ class DispatchedLoader(PreparedLoader):
 
     def _batches_before(self, start_batch: int) -> int:
         """Return the number of the user's batches before a round."""
-        per_round = 1 if self.options.split_batches else self.options.world
-        return self._anchor_batch + (start_batch - self._anchor_round) * per_round
+        return self._anchor_batch + (start_batch - self._anchor_round) * self._per_round
+
+    @property
+    def _per_round(self) -> int:
+        """The user's batches of a round."""
+        return 1 if self.options.split_batches else self.options.world
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
         self._anchor_round = int(resume["batch"]) if resume else 0
-        per_round = 1 if self.options.split_batches else self.options.world
-        self._anchor_batch = int(resume.get("micro_batches", self._anchor_round * per_round)) if resume else 0
+        self._anchor_batch = int(resume.get("micro_batches", self._anchor_round * self._per_round)) if resume else 0
 
     def _count(self) -> list[int] | int | None:
-        found = _on_first(self._count_on_first, self._processes, self.options)
+        def count() -> int | None:
+            self._on_first.set_epoch(self.epoch)
+            return self._on_first.num_batches
+
+        found = _from_first(count, self._processes, self.options)
         if found is None:
             return None
-        per_round = 1 if self.options.split_batches else self.options.world
-        rounds = self._anchor_round + max(0, -(-(found - self._anchor_batch) // per_round))
+        rounds = self._anchor_round + max(0, -(-(found - self._anchor_batch) // self._per_round))
         return [rounds] * self.options.world
 
-    def _count_on_first(self) -> int | None:
-        assert self._inner is not None
-        self._inner.set_epoch(self.epoch)
-        return self._inner.num_batches
-
     def _own_state(self) -> Any:
-        if self._snapshot is None:
-            assert self._inner is not None
-            return self._inner.state_dict()
-        return self._snapshot
+        return self._on_first.state_dict() if self._snapshot is None else self._snapshot
 
     def _load_own(self, state: Any, *, at_epoch_start: bool) -> None:
-        assert self._inner is not None
         self._snapshot = None
-        self._inner.load_state_dict(state, at_epoch_start=at_epoch_start)
+        self._on_first.load_state_dict(state, at_epoch_start=at_epoch_start)
+
+    @property
+    def _on_first(self) -> PreparedLoader:
+        """The loader of all data, which only the first process has."""
+        assert self._inner is not None
+        return self._inner
 
 
-def _on_first(work: Callable[[], T], processes: Processes, options: LoaderOptions) -> T:
+def _from_first(work: Callable[[], T], processes: Processes, options: LoaderOptions) -> T:
     """Run `work` on the first process and return its result on all. An error is raised on all. Collective."""
     problem, result = None, None
     if processes.rank == 0:

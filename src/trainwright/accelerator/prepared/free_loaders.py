@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -83,22 +84,18 @@ class _Loader(RoundLoader):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch (0-based) of the next pass, also in the sampler or the data set."""
         self.iteration = epoch
-        sampler, found = self._batches, False
+        sampler, found = self._batches, []
         while sampler is not None:
-            if sets_epoch(sampler):
-                sampler.set_epoch(epoch)
-                found = True
+            found += [sampler] if sets_epoch(sampler) else []
             sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-        if not found and sets_epoch(self.dataset):
-            self.dataset.set_epoch(epoch)
+        for each in found or ([self.dataset] if sets_epoch(self.dataset) else []):
+            each.set_epoch(epoch)
 
     def _begin(self) -> None:
         self.end_of_dataloader, self.remainder = False, -1
         if not self._drop_last:
-            try:
+            with contextlib.suppress(TypeError):  # the data set has no length
                 self.remainder = self.total_dataset_length % self.total_batch_size
-            except TypeError:  # the data set has no length
-                self.remainder = -1
         self.set_epoch(self.iteration)
 
 
@@ -135,9 +132,7 @@ class DataLoaderShard(_Loader):
     ) -> None:
         super().__init__(dataset, skip_batches, use_stateful_dataloader, _drop_last, _non_blocking, iteration, kwargs)
         del torch_device_mesh
-        self.device = device
-        self.rng_types = rng_types
-        self.synchronized_generator = synchronized_generator
+        self.device, self.rng_types, self.synchronized_generator = device, rng_types, synchronized_generator
 
     @property
     def total_batch_size(self) -> int:
@@ -170,14 +165,9 @@ class DataLoaderDispatcher(_Loader):
     Args:
         dataset: the data set; only the first process reads it.
         split_batches: divide each batch over the processes. Default: False.
-        skip_batches: first batches of each pass that are dropped. Default: 0.
-        use_stateful_dataloader: only False. Default: False.
-        _drop_last: an incomplete last round is dropped. Default: False.
-        _non_blocking: copy batches to the device without waiting. Default: False.
         slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a share. Default: `slice_tensors`.
         torch_device_mesh: processes that differ only in its dimensions `"tp"` and `"cp"` receive the same batches.
-        iteration: the epoch (0-based) of the first pass. Default: 0.
-        **kwargs: arguments of `DataLoader`.
+        **kwargs: other arguments of `DataLoaderShard`.
     """
 
     def __init__(
@@ -233,7 +223,11 @@ class DataLoaderDispatcher(_Loader):
     def _read(self) -> Iterator[Round]:
         """Yield the shares of each round, on the first process."""
         world = self._world
-        rounds = self._rounds()
+        rounds = (
+            found[0] if len(found) == 1 else concatenate(found)
+            for found in rounds_of(super().__iter__(), self.batches_per_round)
+            if len(found) == self.batches_per_round or not self._drop_last
+        )
         first: Any = None
         batch = next(rounds, None)
         while batch is not None:
@@ -247,15 +241,6 @@ class DataLoaderDispatcher(_Loader):
             shares = [self._slice(batch, place * share, (place + 1) * share, place) for place in range(world)]
             yield Round(shares, (rows, upcoming is None))
             batch = upcoming
-
-    def _rounds(self) -> Iterator[Any]:
-        batches = super().__iter__()
-        if self.split_batches:
-            yield from batches
-            return
-        for found in rounds_of(batches, self._world):
-            if len(found) == self._world or not self._drop_last:
-                yield concatenate(found)
 
     def _slice(self, batch: Any, start: int, stop: int, place: int) -> Any:
         return self.slice_fn(batch, slice(start, stop), process_index=place, num_processes=self._world)
@@ -319,8 +304,9 @@ def prepare_data_loader(
         check_divisible(dataloader.batch_size or getattr(batches, "batch_size", None), world)
     sampler = getattr(batches, "sampler", None)
     if use_seedable_sampler and isinstance(sampler, RandomSampler):
+        source, options_of = sampler.data_source, (sampler.replacement, sampler._num_samples, sampler.generator)
         batches = copy.copy(batches)
-        batches.sampler = sampler = _seedable(sampler, data_seed)
+        batches.sampler = sampler = SeedableRandomSampler(source, *options_of, data_seed=data_seed)
     size = dataloader.batch_size
     generator = None
     if world > 1 and not dispatches:
@@ -346,12 +332,6 @@ def prepare_data_loader(
         return DataLoaderDispatcher(dataset, split_batches, **options)
     place = device if put_on_device else None
     return DataLoaderShard(dataset, place, rng_types, generator, **options)
-
-
-def _seedable(sampler: RandomSampler, seed: int | None) -> SeedableRandomSampler:
-    return SeedableRandomSampler(
-        sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=seed
-    )
 
 
 def _batching(

@@ -37,6 +37,7 @@ from trainwright.data.iterable import is_divided
 from trainwright.processes.collectives import same_on_all_ranks
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.engine import Engine
+from trainwright.strategies.steps.gradients import parameters_of
 
 if TYPE_CHECKING:
     from trainwright.accelerator.megatron.megatron_loop import MegatronLoop
@@ -191,7 +192,11 @@ class PreparedObjects:
         if trained:
             self._engine.precision.convert(trained, self._engine.device, self._engine.conversions)
         optimizers = [optimizer.given for optimizer in self.optimizers]
-        engines = iter(self._engine.prepare_models(trained, optimizers, self._plan(schedules)))
+        configs = [SchedulerConfig(schedule, interval="step") for schedule in schedules]
+        # The first loader is the training data.
+        size = self.dataloaders[0].prepared.batch_size if self.dataloaders else None
+        plan = LoopPlan(configs, self._accumulation.num_steps, size)
+        engines = iter(self._engine.prepare_models(trained, optimizers, plan))
         for i, model, placed in new:
             if placed and not evaluation_mode:
                 engine = next(engines)
@@ -199,12 +204,6 @@ class PreparedObjects:
                 engine = move_module(model, self._state.device) if placed else model
             found[i] = self._once(model, self.models, partial(self._around, model, engine))
         return found
-
-    def _plan(self, schedules: Sequence[Any]) -> LoopPlan:
-        """Return what is known about the training: its first loader is the training data."""
-        sizes = [loader.prepared.batch_size for loader in self.dataloaders]
-        configs = [SchedulerConfig(schedule, interval="step") for schedule in schedules]
-        return LoopPlan(configs, self._accumulation.num_steps, next(iter(sizes), None))
 
     def _compare(self, models: Sequence[nn.Module]) -> None:
         """Raise on every rank unless all prepare the same models. Collective."""
@@ -285,13 +284,8 @@ class PreparedObjects:
                 inner = (steps or self.optimizers)[0].optimizer
                 self.megatron.schedule(own, inner, per_process=self._schedule_steps == "per_process")
             per_step = self._per_step() if isinstance(own, LRScheduler) and steps_with_optimizer else 1
-            return AcceleratedScheduler(
-                own,
-                steps or self.optimizers,
-                self._accumulation,
-                steps_with_optimizer=steps_with_optimizer,
-                per_step=per_step,
-            )
+            optimizers, options = steps or self.optimizers, {"steps_with_optimizer": steps_with_optimizer}
+            return AcceleratedScheduler(own, optimizers, self._accumulation, **options, per_step=per_step)
 
         return self._once(own, self.schedulers, make)
 
@@ -385,18 +379,14 @@ def _warn_of_other_parameters(
     prepared: Sequence[object], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> None:
     """Warn of an optimizer without a parameter of a prepared model, beside a model that no optimizer trains."""
-
-    def held(*optimizers: Optimizer) -> set[int]:
-        return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-
-    trained = held(*optimizers)
+    trained = set(map(id, parameters_of(optimizers)))
     ids = [{id(p) for p in model.parameters() if p.requires_grad} for model in models]
     if not any(of_model and trained.isdisjoint(of_model) for of_model in ids):
         return
     for one in prepared:
         if not isinstance(one, AcceleratedOptimizer) or one.optimizer is not one.given:  # its engine knows the model
             continue
-        if held(one).isdisjoint(set().union(*ids)):
+        if set().union(*ids).isdisjoint(map(id, parameters_of([one]))):
             warnings.warn(
                 f"{type(one.optimizer).__name__} holds no parameter of a prepared model: its steps change nothing in "
                 "them. Make it from the parameters of the model that is prepared.",

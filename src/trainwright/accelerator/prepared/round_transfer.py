@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from trainwright.checkpoint.disk.planned_file import host_bytes
 from trainwright.core.errors import WorkerError
 from trainwright.processes.collectives import recursively_apply
 from trainwright.processes.process_group import Processes
 
-_HEADER = struct.Struct("qqq")  # pass, bytes of the description, bytes of the second message
-_HEADER_BYTES = 4096
-_ALIGNMENT = 64  # of tensors in a message
+T = TypeVar("T")
+
 _TAG = 7301  # separates these messages from point-to-point messages of the user
 _CPU = torch.device("cpu")
 
@@ -38,7 +38,8 @@ class Round(NamedTuple):
 class RoundTransfer:
     """Sends rounds that the first process reads. It reads one round ahead, which the others receive in a thread.
 
-    A round is one message to each process, with the structure of its share, and one with the tensors.
+    A round is two messages to each process: the number of the pass with the lengths in the other one, and the process's
+    share.
 
     Args:
         processes: all processes of the script.
@@ -86,7 +87,7 @@ class RoundTransfer:
             work.wait()
 
     def _received(self) -> Iterator[tuple[Any, Any]]:
-        ahead = _InThread(self._receive)
+        ahead = _in_thread(self._receive)
         try:
             while True:
                 kind, facts, share = ahead.result()
@@ -94,11 +95,11 @@ class RoundTransfer:
                     return
                 if kind == "error":
                     raise WorkerError(f"the first process could not read the data: {facts}")
-                ahead = _InThread(self._receive)
+                ahead = _in_thread(self._receive)
                 yield share, facts
                 del share
         finally:
-            ahead.wait()  # it has been sent
+            wait([ahead])  # it has been sent
 
     def _send(self, error: Exception | None, found: Round | None) -> None:
         """Start to send a round, or the end of the pass, once the others have received what was sent before."""
@@ -109,56 +110,71 @@ class RoundTransfer:
         group = self._processes.group_for(_CPU)
         for process in range(1, self._processes.world_size):
             share = None if found is None else found.shares[self._places[process]]
-            for message in _encode(self._pass, kind, facts, share):
+            described, content = _encode((kind, facts, share))
+            header = torch.tensor([self._pass, described, len(content)])
+            for message in (header, content):
                 self._pending.append((dist.isend(message, process, group=group, tag=_TAG), message))
 
     def _receive(self) -> tuple[str, Any, Any]:
         group = self._processes.group_for(_CPU)
         while True:
-            header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+            header = torch.empty(3, dtype=torch.int64)
             dist.recv(header, 0, group=group, tag=_TAG)
-            number, described, size = _HEADER.unpack_from(header.numpy().data)
+            number, described, size = header.tolist()
             content = torch.empty(size, dtype=torch.uint8)
-            if size:
-                dist.recv(content, 0, group=group, tag=_TAG)
+            dist.recv(content, 0, group=group, tag=_TAG)
             if number == self._pass:  # otherwise it belongs to a pass that this process has left
-                return _decode(header, described, content)
+                kind, facts, share = _decode(content, described)
+                return kind, facts, share
 
 
-class _InThread:
-    """Call of a function in another thread."""
+def _in_thread(work: Callable[[], T]) -> Future[T]:
+    """Call a function in another thread, which does not delay the end of the process."""
+    future: Future[T] = Future()
 
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work = work
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="trainwright-receive", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._result = self._work()
+            future.set_result(work())
         except BaseException as error:  # noqa: BLE001 -- it is raised by the thread that requests the result
-            self._error = error
+            future.set_exception(error)
 
-    def wait(self) -> None:
-        """Wait for the end of the call."""
-        self._thread.join()
-
-    def result(self) -> Any:
-        """Return the result once it is there, or raise the error of the call."""
-        self.wait()
-        if self._error is not None:
-            raise self._error
-        found, self._result = self._result, None
-        return found
+    threading.Thread(target=run, name="trainwright-receive", daemon=True).start()
+    return future
 
 
 class _Slot:
-    """Placeholder of a tensor in the structure of a share."""
+    """Placeholder of a tensor in a message."""
 
-    def __init__(self, tensor: torch.Tensor, start: int) -> None:
-        self.dtype, self.shape, self.start = tensor.dtype, tuple(tensor.shape), start
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+
+
+def _encode(value: object) -> tuple[int, torch.Tensor]:
+    """Return the bytes of all tensors in `value`, followed by a pickle of the rest, and the length of that."""
+    parts: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor | _Slot:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return tensor
+        parts.append(torch.from_numpy(host_bytes(tensor.resolve_conj())))
+        return _Slot(tensor)
+
+    described = bytearray(pickle.dumps(recursively_apply(keep, value)))
+    return len(described), torch.cat([*parts, torch.frombuffer(described, dtype=torch.uint8)])
+
+
+def _decode(content: torch.Tensor, described: int) -> Any:
+    """Return what `_encode` was given. Its tensors share the memory of `content` where they are aligned in it."""
+    end = 0
+
+    def fill(slot: _Slot) -> torch.Tensor:
+        nonlocal end
+        start, end = end, end + slot.shape.numel() * slot.dtype.itemsize
+        part = content[start:end] if start % slot.dtype.itemsize == 0 else content[start:end].clone()
+        return part.view(slot.dtype).view(slot.shape)
+
+    structure = pickle.loads(content[len(content) - described :].numpy().data)
+    return recursively_apply(fill, structure, test_type=lambda leaf: isinstance(leaf, _Slot))
 
 
 def _deferring(read: Callable[[], Iterator[Round]]) -> Iterator[tuple[Exception | None, Round | None]]:
@@ -169,67 +185,6 @@ def _deferring(read: Callable[[], Iterator[Round]]) -> Iterator[tuple[Exception 
     except Exception as error:  # noqa: BLE001 -- it is raised on every process once the last round has been used
         yield error, None
     yield None, None
-
-
-def _encode(number: int, kind: str, facts: object, share: object) -> list[torch.Tensor]:
-    """Return the messages of a share: the header, and the rest if there is any."""
-    tensors: list[torch.Tensor] = []
-    place = 0
-
-    def keep(tensor: torch.Tensor) -> Any:
-        nonlocal place
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            return tensor
-        slot = _Slot(tensor, place)
-        tensors.append(tensor.detach())
-        place = _aligned(place + tensor.nbytes)
-        return slot
-
-    described = pickle.dumps((kind, facts, recursively_apply(keep, share)))
-    inline = _HEADER.size + len(described) <= _HEADER_BYTES
-    start = 0 if inline else _aligned(len(described))
-    size = start + place
-    header = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
-    _HEADER.pack_into(header.numpy().data, 0, number, len(described), size)
-    if inline:
-        _write(header, _HEADER.size, described)
-    if not size:
-        return [header]
-    content = torch.empty(size, dtype=torch.uint8)
-    if not inline:
-        _write(content, 0, described)
-    for tensor in tensors:
-        end = start + tensor.nbytes
-        if end > start:
-            content[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        start = _aligned(end)
-    return [header, content]
-
-
-def _decode(header: torch.Tensor, described: int, content: torch.Tensor) -> tuple[str, Any, Any]:
-    inline = _HEADER.size + described <= _HEADER_BYTES
-    text = header[_HEADER.size : _HEADER.size + described] if inline else content[:described]
-    kind, facts, structure = pickle.loads(text.numpy().tobytes())
-    first = 0 if inline else _aligned(described)
-
-    def fill(slot: _Slot) -> torch.Tensor:
-        size = slot.dtype.itemsize
-        for length in slot.shape:
-            size *= length
-        start = first + slot.start
-        if not size:
-            return torch.empty(slot.shape, dtype=slot.dtype)
-        return content[start : start + size].view(slot.dtype).view(slot.shape)
-
-    return kind, facts, recursively_apply(fill, structure, test_type=lambda leaf: isinstance(leaf, _Slot))
-
-
-def _aligned(place: int) -> int:
-    return -(-place // _ALIGNMENT) * _ALIGNMENT
-
-
-def _write(message: torch.Tensor, start: int, text: bytes) -> None:
-    message[start : start + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def rounds_of(batches: Iterator[Any], world: int) -> Iterator[list[Any]]:

@@ -18,7 +18,7 @@ from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading
 from trainwright.checkpoint.format.regions import Box, Region, lengths_of
 from trainwright.checkpoint.format.safetensors_io import dtype_name, to_storable
 from trainwright.checkpoint.format.shard_files import SavedTensor, ShardFiles, loaded
-from trainwright.checkpoint.interop.pickle_parser import Named, Node, PickleParser, checked_size, checked_sizes
+from trainwright.checkpoint.interop.pickle_parser import Named, Node, checked_size, checked_sizes, parse_pickle
 from trainwright.checkpoint.interop.torch_file import MAX_PICKLE_BYTES, STORABLE_DTYPES, read_torch_file
 from trainwright.core.errors import CheckpointError
 from trainwright.core.tree import map_tensors
@@ -111,7 +111,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
         )
     with reading(path, "is not metadata of torch.distributed.checkpoint"):
         data = read_bytes(path, max_bytes=MAX_PICKLE_BYTES)
-        found = _Metadata(folder, PickleParser(data, limit=MAX_PICKLE_BYTES, origin=str(path)).parse())
+        found = _Metadata(folder, parse_pickle(data, limit=MAX_PICKLE_BYTES, origin=str(path))[0])
         values = {name: found.value(name, entry) for name, entry in found.entries.items()}
         return _nested({found.path(name): value for name, value in values.items()})
 

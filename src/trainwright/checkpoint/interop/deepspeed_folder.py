@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +181,7 @@ class _Zero:
                     parts = [_cut([vectors[number] for vectors in flat], begin, count, 0)]
                     begin += count + int(self._paddings[number][place])
                 for region, values in (pair for part in parts for pair in part):
-                    shards.add(name, region, shape, values.dtype, partial(_same, values))
+                    shards.add(name, region, shape, values.dtype, values.detach)
                 found[name] = shards.full(name, shape, flat[0][0].dtype, self.folder)
         return found
 
@@ -193,10 +192,6 @@ class _Zero:
             parts = [ranks[name].view(-1) for ranks in fragments] if self._is_stage_3 else [fragments[0][name].view(-1)]
             found[name] = torch.cat(parts)[: math.prod(size)].view(tuple(size))
         return found
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _cut(vectors: Iterable[torch.Tensor], begin: int, count: int, first: int) -> Iterator[tuple[Span, torch.Tensor]]:
@@ -225,9 +220,7 @@ def _torch_state(
         step = plain.pop("step", zero.groups[number].pop("step", first["global_steps"]))
         plain["step"] = torch.as_tensor(step, dtype=torch.float32)
         for name in group:
-            state[name] = {**plain, **{kind: values[name] for kind, values in kinds.items()}}
-            if not kinds:
-                state[name] = {}
+            state[name] = {**plain, **{kind: values[name] for kind, values in kinds.items()}} if kinds else {}
     groups: Sequence[dict[str, Any]] = zero.groups
     if "bias_correction" in groups[0]:
         groups = [_as_adam(group, first.get("ds_config") or {}) for group in groups]

@@ -100,15 +100,21 @@ def _names(
     names: Sequence[str] | None,
 ) -> dict[int, str]:
     flat = [position for places in positions for position in places]
+    shapes = {position: _shape_of(state.get(position, {})) for position in flat}
     if names is None and all("param_names" in group for group in groups):
         # An optimizer that was created from `named_parameters()` saves them.
         names = [str(name) for group in groups for name in group["param_names"]]
     if names is not None:
-        return _given_names(flat, names, state, weights)
+        _check_names(names, len(flat), weights)
+        found = dict(zip(flat, names, strict=True))
+        try:
+            _check_shapes(found, shapes, weights)
+        except NamesUnknown as error:
+            raise CheckpointError(str(error)) from error
+        return found
     candidates = _parameters(weights)
     if len(candidates) < len(flat):
         raise NamesUnknown(f"the optimizer has {len(flat)} parameters, and the file has {len(candidates)} weights.")
-    shapes = {position: _shape_of(state.get(position, {})) for position in flat}
     if ordered and len(groups) == 1 and len(candidates) == len(flat):
         found = dict(zip(flat, candidates, strict=True))
         _check_shapes(found, shapes, weights)
@@ -116,22 +122,14 @@ def _names(
     return _names_by_shape(positions, shapes, candidates, weights, ordered)
 
 
-def _given_names(
-    flat: list[int], names: Sequence[str], state: Mapping[int, Mapping[str, Any]], weights: Mapping[str, Any]
-) -> dict[int, str]:
-    if len(names) != len(flat) or len(set(names)) != len(names):
+def _check_names(names: Sequence[str], number: int, weights: Mapping[str, Any]) -> None:
+    if len(names) != number or len(set(names)) != len(names):
         raise CheckpointError(
-            f"{len(set(names))} different names were given for an optimizer of {len(flat)} parameters. Name each one."
+            f"{len(set(names))} different names were given for an optimizer of {number} parameters. Name each one."
         )
     strange = [name for name in names if name not in weights]
     if strange:
         raise CheckpointError(f"the file has no weights of the given names {', '.join(strange[:5])}.")
-    found = dict(zip(flat, names, strict=True))
-    try:
-        _check_shapes(found, {position: _shape_of(state.get(position, {})) for position in flat}, weights)
-    except NamesUnknown as error:
-        raise CheckpointError(str(error)) from error
-    return found
 
 
 def _parameters(weights: Mapping[str, Any]) -> list[str]:
@@ -227,10 +225,9 @@ def _hyper_parameters() -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     for name in torch.optim.__all__:
         cls = getattr(torch.optim, name)
-        if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer) or cls is torch.optim.Optimizer:
-            continue
-        shape = (1, 1) if name == "Muon" else (1,)  # Muon accepts matrices only
-        parameter = torch.nn.Parameter(torch.zeros(shape))
-        optimizer = cls([parameter], lr=0.1)  # type: ignore[call-arg]  # all have lr, the base class does not
-        found[name] = frozenset(optimizer.state_dict()["param_groups"][0])
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer:
+            # Muon accepts matrices only.
+            parameter = torch.nn.Parameter(torch.zeros((1, 1) if name == "Muon" else (1,)))
+            optimizer = cls([parameter], lr=0.1)  # type: ignore[call-arg]  # all have lr, the base class does not
+            found[name] = frozenset(optimizer.state_dict()["param_groups"][0])
     return found

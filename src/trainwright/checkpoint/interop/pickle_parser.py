@@ -20,7 +20,6 @@ from trainwright.core.errors import CheckpointError
 MAX_OPERATIONS = 5_000_000
 _MAX_KEY_BITS = 64  # of an integer: crafted larger ones make dict operations take quadratic time
 _MAX_KEY_PARTS = 1000  # of a tuple: hashing one that shares its parts takes exponential time
-
 _MAX_DIMS = 64
 
 Name = tuple[str, str]
@@ -64,8 +63,8 @@ class Unknown:
 STORAGE: Name = ("", "storage")
 
 
-class PickleParser:
-    """A parser for one pickle.
+def parse_pickle(data: Any, start: int = 0, *, limit: int, origin: str) -> tuple[Any, int, list[Node]]:
+    """Parse one pickle.
 
     Args:
         data: bytes that contain the pickle, such as a mapped file.
@@ -73,37 +72,22 @@ class PickleParser:
         limit: its maximal length in bytes.
         origin: names the file in messages.
 
-    Attributes:
-        position: offset after the pickle, once it has been parsed.
-        storages: the nodes of storages outside the pickle, in order.
+    Returns:
+        The content, the offset after the pickle, and the nodes of storages outside the pickle, in order.
+
+    Raises:
+        CheckpointError: it exceeds a limit.
+        Exception: any other error means that it is damaged.
     """
-
-    def __init__(self, data: Any, start: int = 0, *, limit: int, origin: str) -> None:
-        self.position = start
-        self.storages: list[Node] = []
-        self._file = io.BytesIO(data[start : start + limit])
-        self._limit = limit if start + limit < len(data) else None  # None: the limit is not reached
-        self._origin = origin
-
-    def parse(self) -> Any:
-        """Return the content of the pickle.
-
-        Raises:
-            CheckpointError: it exceeds a limit.
-            Exception: any other error means that it is damaged.
-        """
-        reader = _Reader(self._file, f"{self._origin}: its pickle exceeds {MAX_OPERATIONS} operations")
-        try:
-            found = reader.load()
-        except (EOFError, pickle.UnpicklingError):
-            if self._limit is None:
-                raise
-            raise CheckpointError(
-                f"{self._origin}: its pickle is longer than the limit of {self._limit} bytes."
-            ) from None
-        self.position += self._file.tell()
-        self.storages = reader.storages
-        return found
+    file = io.BytesIO(data[start : start + limit])
+    reader = _Reader(file, f"{origin}: its pickle exceeds {MAX_OPERATIONS} operations")
+    try:
+        found = reader.load()
+    except (EOFError, pickle.UnpicklingError):
+        if start + limit >= len(data):
+            raise
+        raise CheckpointError(f"{origin}: its pickle is longer than the limit of {limit} bytes.") from None
+    return found, start + file.tell(), reader.storages
 
 
 class _Operations(dict[int, Callable[..., None]]):
@@ -126,6 +110,7 @@ class _Reader(pickle._Unpickler):
 
     stack: list[Any]
     append: Callable[[Any], None]  # appends to the stack
+    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, file: io.BytesIO, too_many: str) -> None:
         super().__init__(file, encoding="utf-8")
@@ -190,8 +175,9 @@ class _Reader(pickle._Unpickler):
         else:
             raise TypeError(f"items for a {type(target).__name__}")
 
-    def dict_of(self, values: list[Any]) -> None:
-        """Create a dict. Keys and values alternate in `values`."""
+    def create_dict(self) -> None:
+        """Create a dict of the values since the last mark. Keys and values alternate."""
+        values = self.pop_mark()
         self.append({})
         self.set_items(values)
 
@@ -209,16 +195,12 @@ _OPERATIONS: dict[int, Callable[..., None]] = {
     pickle.ADDITEMS[0]: lambda reader: reader.add(reader.pop_mark()),
     pickle.SETITEM[0]: lambda reader: reader.set_items([reader.stack.pop(), reader.stack.pop()][::-1]),
     pickle.SETITEMS[0]: lambda reader: reader.set_items(reader.pop_mark()),
-    pickle.DICT[0]: lambda reader: reader.dict_of(reader.pop_mark()),
+    pickle.DICT[0]: _Reader.create_dict,
     pickle.FROZENSET[0]: lambda reader: reader.append(frozenset(map(checked_key, reader.pop_mark()))),
     pickle.BYTEARRAY8[0]: lambda reader: reader.append(
         bytearray(reader.read(int.from_bytes(reader.read(8), "little")))
     ),
 }
-
-
-def _size(data: bytes) -> int:
-    return int.from_bytes(data, "little")
 
 
 def checked_key(key: Any) -> Any:

@@ -116,17 +116,15 @@ def merge_weights(
         raise FileNotFoundError(f"{source} is not a folder.")
     if remove_source and target.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"{target} is within {source}, which would be removed. Choose another folder.")
-    own = (source / MANIFEST).is_file()
-    weights, tied = _own_weights(source) if own else _foreign_weights(source)
+    if (source / MANIFEST).is_file():
+        tensors, tied = stored_tensors(source)
+        weights = {tensor.name: Weight(tensor.like, partial(_read, tensor.read)) for tensor in tensors}
+    else:
+        weights, tied = _foreign_weights(source)
     files = replace_weights(target, weights, max_shard_bytes=max_shard_bytes, safe=safe, tied=tied)
     if remove_source:
         shutil.rmtree(source)
     return files
-
-
-def _own_weights(source: Path) -> tuple[dict[str, Weight], dict[str, str]]:
-    tensors, tied = stored_tensors(source)
-    return {tensor.name: Weight(tensor.like, partial(_read, tensor.read)) for tensor in tensors}, tied
 
 
 def _foreign_weights(source: Path) -> tuple[dict[str, Weight], dict[str, str]]:

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import io
 import math
-import mmap
 import pathlib
 import re
 import struct
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,12 +33,12 @@ from trainwright.checkpoint.interop.pickle_parser import (
     Name,
     Named,
     Node,
-    PickleParser,
     Unknown,
     checked_key,
     checked_size,
     checked_sizes,
     length_of,
+    parse_pickle,
 )
 from trainwright.core.errors import CheckpointError
 
@@ -55,6 +54,8 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of name and extra field, at t
 _FORMER_NUMBER = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle of torch before 1.6
 _HEAD_BYTES = 32
 _FORMER_VERSION = 1001
+
+_Place = tuple[Any, int, int]  # of a storage: the bytes that contain it, its offset in them, and its length
 
 
 def read_torch_file(
@@ -79,15 +80,14 @@ def read_torch_file(
     check_regular(path)
     try:
         if span is not None:
-            data = np.fromfile(path, np.uint8, offset=span[0], count=span[1])
+            data: Any = np.fromfile(path, np.uint8, offset=span[0], count=span[1])
             with zipfile.ZipFile(io.BytesIO(data.data)) as archive:
-                reader, tree = _interpreted(_Records(path, archive, mapped, data))
+                reader, tree = _read_archive(path, archive, data, mapped)
         elif zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                reader, tree = _interpreted(_Records(path, archive, mapped))
+                reader, tree = _read_archive(path, archive, _map(path), mapped)
         else:
-            with open(path, "rb") as file:
-                reader, tree = _interpreted(_FormerRecords(path, file, mapped))
+            reader, tree = _read_former(path, mapped)
     except CheckpointError as error:
         if str(path) in str(error):
             raise
@@ -101,157 +101,126 @@ def read_torch_file(
     return tree, sorted(reader.unknown)
 
 
-def _interpreted(records: _Records | _FormerRecords) -> tuple[_Interpreter, Any]:
-    reader = _Interpreter(records)
-    return reader, reader.value(records.parsed())
+def _map(path: pathlib.Path) -> Any:
+    return np.memmap(path, dtype=np.uint8, mode="c")  # writing to a tensor does not change the file
 
 
-class _Records:
-    """The entries of an archive: a pickle, and storages by key."""
+def _read_archive(path: pathlib.Path, archive: zipfile.ZipFile, data: Any, mapped: bool) -> tuple[_Interpreter, Any]:
+    """Read a zip archive, which has a pickle, and an entry for each storage."""
+    entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    if "constants.pkl" in entries:
+        raise CheckpointError(
+            f"{path} is a TorchScript program, not a state dict. Load it with torch.jit.load and save its state_dict()."
+        )
+    order = entries.get("byteorder")
+    if order is not None and archive.read(order) != b"little":
+        raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported.")
+    info = entries.get("data.pkl")
+    if info is None:
+        raise CheckpointError(f"{path} is a zip archive without data.pkl: torch.save did not write it.")
+    if info.file_size > MAX_PICKLE_BYTES:
+        raise CheckpointError(f"{path}: its data.pkl has {info.file_size} bytes, the limit is {MAX_PICKLE_BYTES}.")
 
-    def __init__(self, path: pathlib.Path, archive: zipfile.ZipFile, mapped: bool, data: Any = None) -> None:
-        self._path = path
-        self._mapped = mapped
-        self._archive = archive
-        self._entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        if "constants.pkl" in self._entries:
-            raise CheckpointError(
-                f"{path} is a TorchScript program, not a state dict. Load it with torch.jit.load and save its "
-                "state_dict()."
-            )
-        order = self._entries.get("byteorder")
-        if order is not None and archive.read(order) != b"little":
-            raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported.")
-        self.room = _Room(path)
-        # A private mapping: writing to a tensor does not change the file.
-        self._file: Any = np.memmap(path, dtype=np.uint8, mode="c") if data is None else data
-
-    def parsed(self) -> Any:
-        """Return the parsed pickle."""
-        info = self._entries.get("data.pkl")
-        if info is None:
-            raise CheckpointError(f"{self._path} is a zip archive without data.pkl: torch.save did not write it.")
-        if info.file_size > MAX_PICKLE_BYTES:
-            raise CheckpointError(
-                f"{self._path}: its data.pkl has {info.file_size} bytes, the limit is {MAX_PICKLE_BYTES}."
-            )
-        return PickleParser(self._archive.read(info), limit=MAX_PICKLE_BYTES, origin=str(self._path)).parse()
-
-    def storage(self, key: str, dtype: torch.dtype, num: int) -> torch.Tensor:
-        """Return a storage as a flat tensor of `num` elements."""
-        info = self._entries[f"data/{key}"]
-        need = num * dtype.itemsize
-        if num < 0 or info.file_size < need:
-            raise CheckpointError(f"{self._path}: the storage {key!r} has {info.file_size} bytes, expected {need}.")
-        if num == 0:
-            return torch.empty(0, dtype=dtype)
+    def find(key: str) -> _Place:
+        info = entries[f"data/{key}"]
         if info.compress_type != zipfile.ZIP_STORED:
-            self.room.take(info.file_size)
-            return torch.frombuffer(bytearray(self._archive.read(info)), dtype=dtype, count=num)
-        header = self._file[info.header_offset : info.header_offset + _LOCAL_HEADER.size].tobytes()
-        start = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
-        if start + need > len(self._file):
-            raise CheckpointError(f"{self._path} is truncated: the storage {key!r} extends beyond its end.")
-        return _flat(self._file[start : start + need], start, dtype, self._mapped)
+            records.take(info.file_size)
+            return np.frombuffer(bytearray(archive.read(info)), np.uint8), 0, info.file_size
+        start = info.header_offset + _LOCAL_HEADER.size
+        header = data[info.header_offset : start].tobytes()
+        return data, start + sum(_LOCAL_HEADER.unpack(header)), info.file_size
+
+    records = _Records(path, mapped, find)
+    tree, _, _ = parse_pickle(archive.read(info), limit=MAX_PICKLE_BYTES, origin=str(path))
+    reader = _Interpreter(records)
+    return reader, reader.value(tree)
 
 
-class _Room:
-    """The limit on the size of all tensors of a file, relative to the file's size."""
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self._path = path
-        self._size = path.stat().st_size
-        self._limit = _FILE_SIZES * self._size + _FREE_BYTES
-        self._taken = 0
-
-    def take(self, num_bytes: int) -> None:
-        """Count more bytes, and raise a `CheckpointError` beyond the limit."""
-        self._taken += num_bytes
-        if self._taken > self._limit:
-            raise CheckpointError(
-                f"{self._path} has {self._size} bytes, and its tensors have more than {self._limit}, the limit for a "
-                "file of this size: they repeat elements. If you trust its author, save contiguous copies of its "
-                "tensors."
-            )
-
-
-class _FormerRecords:
-    """The content of a file of torch before 1.6.
+def _read_former(path: pathlib.Path, mapped: bool) -> tuple[_Interpreter, Any]:
+    """Read a file of torch before 1.6.
 
     It has five pickles: a magic number, a version, machine information, the tree, and the keys of the storages. Each
     storage follows as the number of its elements (8 bytes) and the elements.
     """
-
-    def __init__(self, path: pathlib.Path, file: BinaryIO, mapped: bool) -> None:
-        self._path = path
-        self._mapped = mapped
-        self.room = _Room(path)
-        self._data: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
-        self._position = 0
-        self._places: dict[str, tuple[int, int]] = {}  # key → offset and length, in bytes
-
-    def parsed(self) -> Any:
-        """Return the parsed tree, and find the storages."""
-        head = self._data[:_HEAD_BYTES]
-        if _FORMER_NUMBER not in head:
+    with open(path, "rb") as file:
+        if _FORMER_NUMBER not in file.read(_HEAD_BYTES):
             raise CheckpointError(
-                f"{self._path} is neither an archive of torch.save nor in its format before 1.6: it is a bare pickle "
+                f"{path} is neither an archive of torch.save nor in its format before 1.6: it is a bare pickle "
                 "(pickle.dump, or torch before 0.1.10), or damaged. A bare pickle can only be executed. If you trust "
                 "its author, load it with torch.load(…, weights_only=False) and save its tensors again."
             )
-        self._next()
-        (version, _), (facts, _) = self._next(), self._next()
-        if version != _FORMER_VERSION or not isinstance(facts, dict) or facts.get("little_endian") is not True:
+    data, end = _map(path), 0
+    values: list[Any] = []
+    storages: list[Node] = []
+    for number in range(5):
+        value, end, found = parse_pickle(data, end, limit=MAX_PICKLE_BYTES - end, origin=str(path))
+        values.append(value)
+        storages += found
+        is_little = isinstance(value, dict) and value.get("little_endian") is True
+        if number == 2 and (values[1] != _FORMER_VERSION or not is_little):
             raise CheckpointError(
-                f"{self._path} does not have version {_FORMER_VERSION} of its format, or was not written on a "
-                "little-endian machine."
+                f"{path} does not have version {_FORMER_VERSION} of its format, or was not written on a little-endian "
+                "machine."
             )
-        tree, storages = self._next()
-        kinds = {_key_of(node): _STORAGE_DTYPES[node.args[0][1].name] for node in storages}
-        keys = self._next()[0]
-        self._bytes: Any = np.memmap(self._path, dtype=np.uint8, mode="c")  # writes do not change the file
-        start = self._position
-        for key in keys:
-            if not isinstance(key, str):
-                raise ValueError(f"the key of a storage is a {type(key).__name__}")
-            num = int.from_bytes(self._bytes[start : start + 8].tobytes(), "little")
-            num_bytes = num * (kinds[key] or torch.uint8).itemsize
-            if start + 8 + num_bytes > len(self._bytes):
-                raise CheckpointError(f"{self._path} is truncated: the storage {key!r} extends beyond its end.")
-            self._places[key] = (start + 8, num_bytes)
-            start += 8 + num_bytes
-        return tree
+    kinds = {_key_of(node): _STORAGE_DTYPES[node.args[0][1].name] for node in storages}
+    places: dict[str, _Place] = {}
+    for key in values[4]:
+        if not isinstance(key, str):
+            raise ValueError(f"the key of a storage is a {type(key).__name__}")
+        start = end + 8
+        num_bytes = int.from_bytes(data[end:start].tobytes(), "little") * (kinds[key] or torch.uint8).itemsize
+        places[key] = data, start, num_bytes
+        end = start + num_bytes
+        if end > len(data):
+            raise CheckpointError(f"{path} is truncated: the storage {key!r} extends beyond its end.")
+    reader = _Interpreter(_Records(path, mapped, places.__getitem__))
+    return reader, reader.value(values[3])
 
-    def _next(self) -> tuple[Any, list[Node]]:
-        """Parse the next pickle; return its value and the nodes of its storages."""
-        left = MAX_PICKLE_BYTES - self._position
-        parser = PickleParser(self._data, self._position, limit=left, origin=str(self._path))
-        value = parser.parse()
-        self._position = parser.position
-        return value, parser.storages
+
+class _Records:
+    """The storages of a file, by key, and the limit on the size of all its tensors, relative to the file's size.
+
+    Args:
+        path: the file.
+        mapped: False copies the storages.
+        find: returns the place of a storage.
+    """
+
+    def __init__(self, path: pathlib.Path, mapped: bool, find: Callable[[str], _Place]) -> None:
+        self._path, self._mapped, self._find = path, mapped, find
+        self._size = path.stat().st_size
+        self._taken = 0
 
     def storage(self, key: str, dtype: torch.dtype, num: int) -> torch.Tensor:
         """Return a storage as a flat tensor of `num` elements."""
-        start, num_bytes = self._places[key]
+        data, start, size = self._find(key)
         need = num * dtype.itemsize
-        if num < 0 or num_bytes < need:
-            raise CheckpointError(f"{self._path}: the storage {key!r} has {num_bytes} bytes, expected {need}.")
-        return _flat(self._bytes[start : start + need], start, dtype, self._mapped)
+        if size < need:
+            raise CheckpointError(f"{self._path}: the storage {key!r} has {size} bytes, expected {need}.")
+        if start + need > len(data):
+            raise CheckpointError(f"{self._path} is truncated: the storage {key!r} extends beyond its end.")
+        if num == 0:
+            return torch.empty(0, dtype=dtype)
+        part = data[start : start + need]
+        if not self._mapped or start % dtype.itemsize:  # elements must be aligned
+            part = part.copy()
+        return torch.frombuffer(part, dtype=dtype)
 
-
-def _flat(data: Any, start: int, dtype: torch.dtype, mapped: bool) -> torch.Tensor:
-    """Return a part of a file that begins at byte `start` as a flat tensor."""
-    if not len(data):
-        return torch.empty(0, dtype=dtype)
-    if not mapped or start % dtype.itemsize:  # elements must be aligned
-        data = data.copy()
-    return torch.frombuffer(data, dtype=dtype)
+    def take(self, num_bytes: int) -> None:
+        """Count more bytes, and raise a `CheckpointError` beyond the limit."""
+        self._taken += num_bytes
+        limit = _FILE_SIZES * self._size + _FREE_BYTES
+        if self._taken > limit:
+            raise CheckpointError(
+                f"{self._path} has {self._size} bytes, and its tensors have more than {limit}, the limit for a file of "
+                "this size: they repeat elements. If you trust its author, save contiguous copies of its tensors."
+            )
 
 
 class _Interpreter:
     """An interpreter that converts nodes to values by the closed list, and collects unsupported names."""
 
-    def __init__(self, records: _Records | _FormerRecords) -> None:
+    def __init__(self, records: _Records) -> None:
         self.records = records
         self.unknown: set[str] = set()
         # id of a node or container → its value and the number of values in it. It preserves shared objects.
@@ -270,7 +239,7 @@ class _Interpreter:
         kind = type(value)
         if kind is Named:
             self._counted(1)
-            return self._reference(value.name)
+            return _REFERENCES[value.name] if value.name in _REFERENCES else self.unknown_of(value.name)
         if kind not in _SHARED:
             self._counted(1 + length_of(value) // _TEXT_OF_A_VALUE)
             return value
@@ -283,7 +252,14 @@ class _Interpreter:
         before = self._count
         self._counted(1)
         self._open.add(id(value))
-        made = self._node(value) if kind is Node else self._container(value, kind)
+        made: Any
+        if kind is Node:
+            maker = _MAKERS.get(value.name)
+            made = self.unknown_of(value.name) if maker is None else maker(self, value)
+        elif kind is dict:
+            made = {self.value(key): self.value(item) for key, item in value.items()}
+        else:
+            made = kind(self.value(item) for item in value)
         self._open.discard(id(value))
         self._made[id(value)] = made, self._count - before
         self._held.append(value)
@@ -297,20 +273,8 @@ class _Interpreter:
                 "long lists. Save these as tensors."
             )
 
-    def _container(self, value: Any, kind: type) -> Any:
-        if kind is dict:
-            return {self.value(key): self.value(item) for key, item in value.items()}
-        return kind(self.value(item) for item in value)
-
-    def _node(self, node: Node) -> Any:
-        maker = _MAKERS.get(node.name)
-        return self._unknown(node.name) if maker is None else maker(self, node)
-
-    def _reference(self, name: Name) -> Any:
-        found = _REFERENCES.get(name)
-        return self._unknown(name) if found is None else found
-
-    def _unknown(self, name: Name) -> Unknown:
+    def unknown_of(self, name: Name) -> Unknown:
+        """Return the placeholder for an unsupported name, and collect the name."""
         self.unknown.add(".".join(name))
         return Unknown(".".join(name))
 
@@ -345,7 +309,7 @@ class _Interpreter:
         sizes, strides = checked_sizes(self.value(size)), checked_sizes(self.value(stride))
         if len(sizes) != len(strides):
             raise ValueError(f"a tensor of sizes {sizes} and strides {strides}")
-        self.records.room.take(math.prod(sizes) * flat.itemsize)
+        self.records.take(math.prod(sizes) * flat.itemsize)
         last = checked_size(offset) + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
         if math.prod(sizes) and last >= flat.numel():
             raise CheckpointError(
@@ -384,10 +348,6 @@ def _default_dict(reader: _Interpreter, node: Node) -> Any:
     return Unknown(factory.name) if isinstance(factory, Unknown) else defaultdict(factory, _mapping(reader, node))
 
 
-def _namespace(reader: _Interpreter, node: Node) -> Any:
-    return reader.value(node.state or {})
-
-
 def _encoded(reader: _Interpreter, node: Node) -> bytes:
     text, codec = node.args
     if type(text) is not str or codec not in ("latin1", "latin-1"):
@@ -424,8 +384,10 @@ _DTYPES = (
 )  # fmt: skip
 _BUILTINS: dict[str, Any] = {each.__name__: each for each in (int, float, str, bool, list, dict, set, tuple, bytes)}
 _BUILTINS |= {"long": int, "unicode": str}
+# The dtypes that tensors of a file may have.
+STORABLE_DTYPES: dict[Name, torch.dtype] = {("torch", name): getattr(torch, name) for name in _DTYPES}
 # The values of names that are not called.
-_REFERENCES: dict[Name, Any] = {("torch", name): getattr(torch, name) for name in _DTYPES} | {
+_REFERENCES: dict[Name, Any] = STORABLE_DTYPES | {
     (module, name): value for name, value in _BUILTINS.items() for module in ("builtins", "__builtin__")
 }
 _STORAGE_DTYPES: dict[Name, torch.dtype | None] = {
@@ -436,9 +398,6 @@ _STORAGE_DTYPES: dict[Name, torch.dtype | None] = {
         "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
     }.items()
 } | {("torch.storage", "UntypedStorage"): None}  # fmt: skip
-
-# The dtypes that tensors of a file may have.
-STORABLE_DTYPES: dict[Name, torch.dtype] = {("torch", name): getattr(torch, name) for name in _DTYPES}
 
 _SHARED = frozenset({Node, dict, list, tuple, set, frozenset})
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
@@ -452,7 +411,7 @@ def _subclass(reader: _Interpreter, node: Node) -> Any:
         raise ValueError("a tensor subclass that no function builds")
     known = rebuild.name[0] == "torch._utils" and rebuild.name[1] in ("_rebuild_tensor_v2", "_rebuild_parameter")
     if not plain or not known:
-        return reader._unknown(kind.name if type(kind) is Named and not plain else rebuild.name)
+        return reader.unknown_of(kind.name if type(kind) is Named and not plain else rebuild.name)
     return reader.value(Node(rebuild.name, args))
 
 
@@ -467,7 +426,7 @@ _MAKERS: dict[Name, _Maker] = {
     ("collections", "OrderedDict"): _mapping,
     ("collections", "defaultdict"): _default_dict,
     ("collections", "Counter"): lambda reader, node: Counter(_mapping(reader, node)),
-    ("argparse", "Namespace"): _namespace,
+    ("argparse", "Namespace"): lambda reader, node: reader.value(node.state or {}),
     ("_codecs", "encode"): _encoded,
     ("numpy", "dtype"): _numpy_dtype,
 }

@@ -21,7 +21,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -54,8 +54,10 @@ _SHARD = re.compile(r"-\d{5,}-of-(\d{5,})\.[a-z]+$")
 def _in_full(weight: Weight) -> torch.Tensor:
     """Return a weight as one contiguous CPU tensor whose storage has no other elements."""
     here = weight.in_memory
-    if here is not None and _is_saved_as_it_is(here):
-        return here
+    if here is not None and here.device.type == "cpu":
+        is_plain = here.is_contiguous() and not here.is_conj() and not here.is_neg()
+        if is_plain and here.untyped_storage().nbytes() == here.nbytes:
+            return here
     made = torch.empty(weight.like.shape, dtype=weight.like.dtype, device="cpu")
     flat, begin = made.view(-1), 0
     for part in weight.read():
@@ -64,47 +66,36 @@ def _in_full(weight: Weight) -> torch.Tensor:
     return made
 
 
-def _is_saved_as_it_is(tensor: torch.Tensor) -> bool:
-    """Return whether torch.save would write exactly the tensor's elements, in their order."""
-    plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return plain and tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Format:
-    stem: str
-    suffix: str
-
-    @property
-    def single(self) -> str:
-        return f"{self.stem}{self.suffix}"
-
-    @property
-    def index(self) -> str:
-        return f"{self.stem}{self.suffix}.index.json"
-
-
-SAFETENSORS = _Format("model", ".safetensors")
-PICKLE = _Format("pytorch_model", ".bin")
-
-
 @dataclass(slots=True)
 class _Files:
-    """The file names of a model, and the weights in each file."""
+    """The file names of a model, and the weights in each file.
 
-    kind: _Format
+    Attributes:
+        safe: safetensors; False: torch's format.
+        shards: the weights of each file, by name.
+        tied: see `replace_weights`.
+    """
+
+    safe: bool
     shards: list[dict[str, Weight]]
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str]
 
     @property
     def is_single(self) -> bool:
         return len(self.shards) == 1
 
+    @property
+    def entry(self) -> str:
+        """The file that publishes the model: the only one, or the index."""
+        single = "model.safetensors" if self.safe else "pytorch_model.bin"
+        return single if self.is_single else f"{single}.index.json"
+
     def names(self, infix: str = "") -> list[str]:
         """Return the names of the weight files. `infix` is inserted for temporary names."""
         if self.is_single:
-            return [self.kind.single]
-        return shard_names(len(self.shards), stem=self.kind.stem, suffix=self.kind.suffix, infix=infix)
+            return [self.entry]
+        stem, suffix = ("model", ".safetensors") if self.safe else ("pytorch_model", ".bin")
+        return shard_names(len(self.shards), stem=stem, suffix=suffix, infix=infix)
 
     def index(self, names: list[str]) -> bytes:
         """Return the index for shards of these names."""
@@ -141,10 +132,9 @@ def replace_weights(
         The model's files, the index last if there is one.
     """
     folder = folder.absolute()
-    kind = SAFETENSORS if safe else PICKLE
     dealt = deal_out({name: weight.like.nbytes for name, weight in weights.items()}, max_shard_bytes)
     shards = [{name: weights[name] for name in names} for names in dealt]
-    files = _Files(kind, shards, {} if safe else dict(tied or {}))
+    files = _Files(safe, shards, {} if safe else dict(tied or {}))
     new_folders = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     _check_room(folder, new_folders[-1].parent if new_folders else folder, weights)
     written: dict[str, Path] = {}
@@ -152,9 +142,11 @@ def replace_weights(
         make_folder(folder)
         for name, shard in zip(files.names(), files.shards, strict=True):
             written[name] = hidden(folder / name, "tmp")
-            _write(written[name], shard, files)
-        if not files.is_single:
-            written[kind.index] = hidden(folder / kind.index, "tmp")
+            if safe:
+                write_files(folder, [plan_streamed(written[name].name, shard)])
+            else:
+                _write_pickle(written[name], shard, files.tied)
+        written.setdefault(files.entry, hidden(folder / files.entry, "tmp"))
     except BaseException as error:
         _undo([*written.values()], new_folders)
         if isinstance(error, OSError):
@@ -164,13 +156,13 @@ def replace_weights(
         raise
     names = _put_in_place(folder, files, written, new_folders)
     try:
-        _remove_others(folder, {*names, *([] if files.is_single else [kind.index])})
+        _remove_others(folder, {*names, files.entry})
         names = _take_own_names(folder, files, names)
     except OSError as error:
         raise CheckpointError(
             f"the new weights are in {folder}, but old files could not be deleted: {error}. Save again to retry."
         ) from error
-    return [folder / name for name in (names if files.is_single else [*names, kind.index])]
+    return [folder / name for name in dict.fromkeys([*names, files.entry])]
 
 
 def _check_room(folder: Path, there: Path, weights: Mapping[str, Weight]) -> None:
@@ -184,15 +176,8 @@ def _check_room(folder: Path, there: Path, weights: Mapping[str, Weight]) -> Non
         )
 
 
-def _write(path: Path, shard: Mapping[str, Weight], files: _Files) -> None:
-    """Write a new weight file and wait until it is on the disk."""
-    if files.kind is PICKLE:
-        _write_pickle(path, shard, files.tied)
-        return
-    write_files(path.parent, [plan_streamed(path.name, shard)])
-
-
 def _write_pickle(path: Path, shard: Mapping[str, Weight], tied: Mapping[str, str]) -> None:
+    """Write a new file in torch's format and wait until it is on the disk."""
     tensors = {name: _in_full(weight) for name, weight in shard.items()}
     tensors |= {other: tensors[first] for other, first in tied.items() if first in tensors}
     with open(path, "xb") as file:
@@ -211,9 +196,8 @@ def _write_pickle(path: Path, shard: Mapping[str, Weight], tied: Mapping[str, st
 
 def _put_in_place(folder: Path, files: _Files, written: Mapping[str, Path], new_folders: list[Path]) -> list[str]:
     """Publish the new weights as the folder's model; return the names of their files."""
-    own = files.names()
-    entry = own[0] if files.is_single else files.kind.index
-    names = own
+    own = names = files.names()
+    entry = files.entry
     if not files.is_single and any(os.path.lexists(folder / name) for name in own):
         names = files.names(secrets.token_hex(8))
     new = list(written.values())
@@ -253,8 +237,8 @@ def _remove_others(folder: Path, kept: set[str]) -> None:
 
 
 def _is_model_file(name: str) -> bool:
-    split = split_hidden(name)
-    return _MODEL_FILE.fullmatch(name if split is None else split[0]) is not None
+    visible, _ = split_hidden(name) or (name, "")
+    return _MODEL_FILE.fullmatch(visible) is not None
 
 
 def _take_own_names(folder: Path, files: _Files, names: list[str]) -> list[str]:
@@ -272,7 +256,7 @@ def _take_own_names(folder: Path, files: _Files, names: list[str]) -> list[str]:
         _undo(linked, [])
         return names
     sync_folder(folder)
-    replace_file(folder / files.kind.index, files.index(own))
+    replace_file(folder / files.entry, files.index(own))
     for name in names:
         (folder / name).unlink()
         fault_point("delete", folder / name)

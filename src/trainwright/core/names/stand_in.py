@@ -12,32 +12,12 @@ from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.constants import ACCELERATE_VERSION
 
 _NAME = "accelerate"
-
-
-class StandIn:
-    """The replacement of accelerate by Trainwright, until `remove`. It is a context manager, too."""
-
-    def __init__(self, finder: _Finder) -> None:
-        self._finder = finder
-
-    def remove(self) -> None:
-        """Import the installed accelerate from now on. Names that were imported before keep their meaning."""
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-            for name in [name for name, module in sys.modules.items() if isinstance(module, _Module)]:
-                del sys.modules[name]
-
-    def __enter__(self) -> StandIn:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
 
 
 def as_accelerate() -> StandIn:
@@ -56,16 +36,16 @@ def as_accelerate() -> StandIn:
     """
     present = _present()
     if present is not None:
-        return StandIn(present)
+        return present
     if _NAME in sys.modules:
         raise ConfigurationError(
             "accelerate is imported already, by this script or by a library such as transformers. Call "
             "trainwright.as_accelerate() before they are imported, or start the script with "
             "python -m trainwright.as_accelerate."
         )
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
-    return StandIn(finder)
+    stand_in = StandIn()
+    sys.meta_path.insert(0, stand_in)
+    return stand_in
 
 
 def is_active() -> bool:
@@ -73,8 +53,8 @@ def is_active() -> bool:
     return _present() is not None
 
 
-def _present() -> _Finder | None:
-    return next((finder for finder in sys.meta_path if isinstance(finder, _Finder)), None)
+def _present() -> StandIn | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, StandIn)), None)
 
 
 class _Module(ModuleType):
@@ -86,8 +66,24 @@ class _Module(ModuleType):
         return getattr(import_module(_own(self.__name__)), name)
 
 
-class _Finder(DistributionFinder, Loader):
-    """Finds accelerate's modules here, and its metadata, by which libraries check its version."""
+class StandIn(DistributionFinder, Loader):
+    """The replacement of accelerate by Trainwright, until `remove`. It is a context manager, too.
+
+    It finds accelerate's modules here, and its metadata, by which libraries check its version.
+    """
+
+    def remove(self) -> None:
+        """Import the installed accelerate from now on. Names that were imported before keep their meaning."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            for name in [name for name, module in sys.modules.items() if isinstance(module, _Module)]:
+                del sys.modules[name]
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         del path, target
@@ -126,7 +122,11 @@ def run_script(arguments: Sequence[str]) -> None:
         arguments: The script and its arguments.
     """
     if not arguments or arguments[0] in ("-h", "--help") or list(arguments) == ["-m"]:
-        _show_usage()
+        sys.exit(
+            "usage: python -m trainwright.as_accelerate script.py [arguments]\n"
+            "       python -m trainwright.as_accelerate -m module [arguments]\n\n"
+            "Run a script with Trainwright instead of Hugging Face's accelerate."
+        )
     as_accelerate()
     if arguments[0] == "-m":
         sys.argv[:] = list(arguments[1:])
@@ -135,11 +135,3 @@ def run_script(arguments: Sequence[str]) -> None:
         sys.argv[:] = list(arguments)
         sys.path[0] = str(Path(arguments[0]).resolve().parent)
         runpy.run_path(arguments[0], run_name="__main__")
-
-
-def _show_usage() -> NoReturn:
-    sys.exit(
-        "usage: python -m trainwright.as_accelerate script.py [arguments]\n"
-        "       python -m trainwright.as_accelerate -m module [arguments]\n\n"
-        "Run a script with Trainwright instead of Hugging Face's accelerate."
-    )
