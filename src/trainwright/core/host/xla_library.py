@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
 from trainwright.core.errors import ConfigurationError, require_package
 
@@ -60,7 +61,7 @@ def join_devices(local_rank: int, local_world_size: int) -> str:
     xla, runtime, backend = load_xla(), load_xla("runtime"), load_xla("distributed.xla_backend")
 
     class RankedGroup(backend.ProcessGroupXla):  # type: ignore[misc, name-defined]  # torch_xla has no types
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: object) -> None:
+        def __init__(self, store: TCPStore, rank: int, size: int, timeout: object) -> None:
             super().__init__(store, rank, size, timeout)
             store.set(f"ordinal/{rank}", str(runtime.global_ordinal()))
             self._ordinals = [int(store.get(f"ordinal/{other}")) for other in range(size)]
@@ -112,17 +113,17 @@ class XLALibrary:
                 "an earlier run of this process used all XLA devices (spmd=…), and torch_xla cannot leave that mode. "
                 "Start another process, or pass XLAStrategy(spmd='ddp')."
             )
-        self.num_replicas = 1 if self._runtime.is_spmd() else int(self._runtime.world_size())
-        if num_processes == 1 and self.num_replicas > 1:
+        self._num_replicas = 1 if self._runtime.is_spmd() else int(self._runtime.world_size())
+        if num_processes == 1 and self._num_replicas > 1:
             raise ConfigurationError(
-                f"torch_xla.launch or xmp.spawn has started {self.num_replicas} replicas. Call the script without it: "
-                f"Trainer(devices={self.num_replicas}), or `trainwright launch --tpu --num_processes "
-                f"{self.num_replicas}`. In one process, XLAStrategy(spmd='ddp') or XLAStrategy(spmd='fsdp') uses all "
+                f"torch_xla.launch or xmp.spawn has started {self._num_replicas} replicas. Call the script without it: "
+                f"Trainer(devices={self._num_replicas}), or `trainwright launch --tpu --num_processes "
+                f"{self._num_replicas}`. In one process, XLAStrategy(spmd='ddp') or XLAStrategy(spmd='fsdp') uses all "
                 "XLA devices."
             )
-        if self.num_replicas != num_processes:
+        if self._num_replicas != num_processes:
             raise ConfigurationError(
-                f"{num_processes} processes were started, but torch_xla has {self.num_replicas} device(s) for them. "
+                f"{num_processes} processes were started, but torch_xla has {self._num_replicas} device(s) for them. "
                 "Start one process for each device, or use XLAStrategy(spmd='ddp') in one process."
             )
         if spmd:
@@ -147,7 +148,7 @@ class XLALibrary:
 
     def average(self, gradients: list[torch.Tensor]) -> None:
         """Average tensors over the processes, in place, as part of the current program. Collective."""
-        self._model.all_reduce(self._model.REDUCE_SUM, gradients, scale=1 / self.num_replicas, pin_layout=False)
+        self._model.all_reduce(self._model.REDUCE_SUM, gradients, scale=1 / self._num_replicas, pin_layout=False)
 
     def num_compilations(self) -> int:
         """Return how many graphs have been compiled in this process."""
