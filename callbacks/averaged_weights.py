@@ -105,7 +105,9 @@ class AveragedWeights:
             current = [live[place].detach().to(self._own[place].device) for place in places]
             if self.num_averaged == 0:
                 for average, value in zip(averages, current, strict=True):
-                    average.copy_(value)
+                    average.copy_(
+                        value * 1
+                    )  # torch_xla 2.9 shares the buffer of a plain copy, and the next step frees it
             elif self._avg_fn is not None:
                 for average, value in zip(averages, current, strict=True):
                     average.copy_(self._avg_fn(average, value, self.num_averaged))

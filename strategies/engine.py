@@ -128,7 +128,7 @@ class Engine(LightningMembers):
         """Choose the device and join the other processes. Collective; blocks until all have joined."""
         self.processes = self._make_processes(topology)
         kind, indices = self.settings.device_type, self.settings.device_indices
-        index = indices[topology.local_rank % len(indices)]
+        index = 0 if kind == "xla" else indices[topology.local_rank % len(indices)]  # a process sees one XLA device
         self.device = torch.device("cpu") if kind == "cpu" else torch.device(kind, index)
         if kind == "cpu":
             keep_freed_memory(True)

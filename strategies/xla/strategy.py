@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, unknown
 from trainwright.core.host.xla_library import XLALibrary, check_versions
 from trainwright.core.process import Topology
@@ -18,12 +21,15 @@ from trainwright.core.task import TaskModule
 from trainwright.core.tree import iterate_tensors, map_tensors, move, move_module, named_leaves
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.launcher import set_variable
+from trainwright.processes.process_group import Processes
 from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.ddp.replicas import broadcast_from_main
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.state import FullState
+from trainwright.strategies.steps.gradients import Gradients
 from trainwright.strategies.steps.step import Step, StepParts
-from trainwright.strategies.strategy import Strategy, StrategyOutline
+from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 
 _WARM_UP = 2  # optimizer steps: the first one creates the optimizer's state
 _MOST_WARNINGS = 5
@@ -31,13 +37,16 @@ _MOST_REPEATED = 5  # compilations for known shapes without a warning: the first
 _SPMD = ("ddp", "fsdp")
 
 
-class XLAStrategy(Strategy):
-    """Trains with the XLA compiler (torch_xla), on a TPU or another XLA device, in one process.
+class XLAStrategy(DataParallel):
+    """Trains with the XLA compiler (torch_xla), on TPUs or other XLA devices.
 
     XLA records the operations of a step, and compiles and runs them as one program at the end of the step. Each shape
     of batches needs its own program. Use `drop_last=True` in the loader, and pad samples to few lengths. A warning
     names the batch of each later compilation. Reading a value in a step, with `.item()` or `print`, splits it into two
     programs. Use `self.log` instead.
+
+    With `devices=N`, or with processes of a launcher, each process trains a replica on one device, and gradients are
+    averaged. With `spmd`, one process uses all devices of its machine.
 
     Args:
         spmd: `"ddp"`: one process uses all devices of this machine, and batches are divided over them along their first
@@ -45,25 +54,35 @@ class XLAStrategy(Strategy):
             those of the full batch. This cannot be undone in a process. Default: None, which uses one device.
         downcast_bf16: Store float32 and float64 tensors as bfloat16 on the device. This affects all later runs of the
             process. Default: False.
+        timeout, hang_timeout: See `DataParallel`.
     """
 
-    capabilities = Capabilities(inference_mode=False, state_rests=False, converted_layers=False)
+    capabilities = Capabilities(
+        inference_mode=False, state_rests=False, converted_layers=False, independent_steps=False
+    )
     distributed_type = DistributedType.XLA
     runs_on: ClassVar[str | None] = "xla"
 
-    def __init__(self, *, spmd: Literal["ddp", "fsdp"] | None = None, downcast_bf16: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        spmd: Literal["ddp", "fsdp"] | None = None,
+        downcast_bf16: bool = False,
+        timeout: float | datetime.timedelta | Duration | str | None = None,
+        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
+    ) -> None:
+        super().__init__(timeout=timeout, hang_timeout=hang_timeout)
         if spmd is not None and spmd not in _SPMD:
             raise unknown("spmd", spmd, _SPMD)
-        self.spmd = spmd
+        self.spmd, self.is_distributed = spmd, spmd is None
         self.downcast_bf16 = downcast_bf16
 
     def check(self, settings: EngineSettings) -> None:
         check_versions()
-        if settings.num_processes > 1:
+        if settings.num_processes > 1 and self.spmd is not None:
             raise ConfigurationError(
-                f"{self!r} runs one process, but {settings.num_processes} were started or requested. Start one process "
-                "on one machine, without devices= and num_nodes=, and use all of its XLA devices with "
-                "XLAStrategy(spmd='ddp') or XLAStrategy(spmd='fsdp')."
+                f"{self!r} uses all XLA devices of one machine in one process, but {settings.num_processes} processes "
+                "were started or requested. Remove spmd, or devices= and num_nodes= and the launcher's processes."
             )
         super().check(settings)
         if settings.compile_options is not None:
@@ -81,8 +100,8 @@ class XLAStrategy(Strategy):
         return XLAEngine(self, settings)
 
 
-class XLAEngine(Engine):
-    """Records steps for one XLA device, or for all devices of this machine."""
+class XLAEngine(ParallelEngine):
+    """Records steps for the XLA device of this process, or for all devices of this machine."""
 
     strategy: XLAStrategy
     library: XLALibrary
@@ -90,17 +109,35 @@ class XLAEngine(Engine):
     def start(self, topology: Topology) -> None:
         if self.strategy.downcast_bf16:
             set_variable("XLA_DOWNCAST_BF16", "1")
-        self.library = XLALibrary(spmd=self.strategy.spmd is not None)
+        super().start(topology)
+        size = self.processes.world_size
+        self.library = XLALibrary(spmd=self.strategy.spmd is not None, num_processes=size)
+        if size > 1:
+            self.gradients = AveragedGradients(self.device, self.processes, self.library)
         self._models: list[nn.Module] = []
         self._shapes: list[dict[str, tuple[int, ...]]] = []  # shapes of the batches of the current step
         self._seen: dict[bool, list[Any]] = {True: [], False: []}  # shapes of training and of evaluation steps so far
         self._num_repeated = self._num_warnings = 0
-        super().start(topology)
+
+    def _make_processes(self, topology: Topology) -> Processes:
+        return super()._make_processes(topology) if topology.world_size > 1 else Processes(topology)
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
         found = super().prepare(task, make_optimizers, plan)
+        self._equalize(task)
         self.state = XLAState(task, self.optimizers, self.device, is_main=self.is_main)
         return found
+
+    def _equalize(self, model: nn.Module) -> None:
+        """Start with rank 0's weights on all ranks, and average the gradients of the model."""
+        if isinstance(self.gradients, AveragedGradients):
+            broadcast_from_main(model)
+            self.gradients.parameters += model.parameters()
+
+    def begin_evaluation(self) -> None:
+        if self.processes.world_size > 1:
+            for buffer in self.task.buffers():
+                dist.broadcast(buffer, src=0)
 
     def _place(self, task: TaskModule) -> None:
         super()._place(task)
@@ -157,6 +194,7 @@ class XLAEngine(Engine):
         found = super().prepare_models(models, optimizers, plan)
         for model in models:
             self._divide_parameters(model)
+            self._equalize(model)
         self._models += models
         return found
 
@@ -193,6 +231,26 @@ class XLAEngine(Engine):
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 optimizer.state[parameter] = map_tensors(torch.Tensor.cpu, state)
+
+
+class AveragedGradients(Gradients):
+    """Full gradients, which the processes average after the last backward of a step."""
+
+    def __init__(self, device: torch.device, processes: Processes, library: XLALibrary) -> None:
+        super().__init__(device)
+        self._processes, self._library = processes, library
+        self.parameters: list[nn.Parameter] = []
+
+    def complete(self) -> None:
+        """Average the gradients that any process has. Collective, without waiting for the device."""
+        used = self._processes.gather_integers([int(one.grad is not None) for one in self.parameters])
+        found = []
+        for parameter, times in zip(self.parameters, map(sum, zip(*used, strict=True)), strict=True):
+            if times:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                found.append(parameter.grad)
+        if found:
+            self._library.average(found)
 
 
 class XLAState(FullState):

@@ -161,7 +161,6 @@ def test_files_of_accelerate_are_read(content: dict[str, Any], expected: dict[st
         (["--use_fsdp", "--use_deepspeed", "{script}"], "--use_fsdp and --use_deepspeed exclude each other"),
         (["--zero_stage", "2", "{script}"], "--zero_stage needs --use_deepspeed too"),
         (["--tpu", "--cpu", "{script}"], "--tpu and --cpu exclude each other"),
-        (["--tpu", "--num_processes", "8", "{script}"], "one process uses all devices of the machine"),
         (["--tpu", "{script}"], "--tpu needs torch_xla and the torch that it was built for"),
         (["--cpu", "--multi_gpu", "{script}"], "--cpu and --multi_gpu exclude each other"),
         (["--tpu_use_cluster", "{script}"], "start the script on each machine of a pod with --tpu"),

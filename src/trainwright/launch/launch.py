@@ -98,11 +98,6 @@ def check_options(config: LaunchConfig) -> None:
     ):
         if getattr(config, one) and getattr(config, other):
             raise ConfigurationError(f"--{one} and --{other} exclude each other. Pass one of them.")
-    if config.tpu and (config.num_processes or 1) > 1:
-        raise ConfigurationError(
-            f"--num_processes {config.num_processes} with --tpu: one process uses all devices of the machine, with "
-            "Accelerator(strategy='xla_fsdp') or 'xla_ddp'. Pass --num_processes 1."
-        )
     for name, least in (("num_processes", 1), ("num_machines", 1), ("machine_rank", 0), ("max_restarts", 0)):
         value = getattr(config, name)
         if value is not None and value < least:

@@ -61,7 +61,7 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
             `"0,3"`.
         kind: torch's device type.
     """
-    available = None if kind == "cpu" else 1 if kind == "xla" else torch.accelerator.device_count()
+    available = None if kind in ("cpu", "xla") else torch.accelerator.device_count()
     given = devices
     if isinstance(devices, str) and devices != "auto":
         try:
@@ -83,10 +83,9 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
         indices = list(range(devices))
     else:
         raise ConfigurationError(f"devices={given!r}: write a count of at least 1, -1, 'auto' or a list of indices.")
-    if kind == "xla" and indices != [0]:
+    if kind == "xla" and indices != list(range(len(indices))):
         raise ConfigurationError(
-            f"devices={given!r} is not supported on XLA devices. Remove devices=…. strategy='xla' uses one device. "
-            "XLAStrategy(spmd='ddp') and XLAStrategy(spmd='fsdp') use all devices of this machine in one process."
+            f"devices={given!r}: torch_xla gives each process its device. Write their number: devices={len(indices)}."
         )
     if available is not None and max(indices) >= available:
         raise ConfigurationError(

@@ -422,11 +422,7 @@ def _topology() -> Topology:
 
 
 def _device(topology: Topology, kind: str, backend: str | None) -> torch.device:
-    if kind == "xla":
-        if topology.world_size > 1:
-            raise ConfigurationError(
-                f"{topology.world_size} processes, but one uses all XLA devices: Accelerator(strategy='xla_ddp')."
-            )
+    if kind == "xla":  # each process sees its own device only
         return torch.device("xla", 0)
     if properties(kind).is_unified:
         return torch.device("cpu" if topology.world_size > 1 else kind)

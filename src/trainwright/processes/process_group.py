@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, WorkerError
+from trainwright.core.host.xla_library import join_devices
 from trainwright.core.process import STARTED_BY_TRAINER, Topology, check_address, variable
 from trainwright.processes.devices import ONECCL, default_backend
 from trainwright.processes.hang_detector import HangDetector
@@ -225,6 +226,8 @@ class ProcessGroup(Processes):
             backend = self.backend or default_backend(device)
             if backend == "ccl":
                 importlib.import_module(ONECCL)
+            if device.type == "xla":
+                backend = join_devices(self.topology.local_rank, self.topology.local_world_size)
             # Each attempt of an elastic launcher, and each run of this process, gets its own corner of the store:
             # otherwise a new attempt reads the addresses that the old one left there. A store of rank 0 itself is new
             # in each attempt, and machines that have joined later count fewer attempts.

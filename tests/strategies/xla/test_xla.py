@@ -23,13 +23,14 @@ from trainwright.strategies import XLAStrategy
 needs_xla = pytest.mark.requires("torch_xla", reason="make test-xla has an environment for it")
 
 
-def run(name: str, num_devices: int = 1, **options: Any) -> Any:
-    """Run one of `programs` in a process of its own."""
+def run(name: str, num_devices: int = 1, *, replicas: int = 1, **options: Any) -> Any:
+    """Run one of `programs` in a process of its own, or in several that the launcher starts."""
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_devices)}
-    command = [sys.executable, "-m", "tests.strategies.xla.programs", name, json.dumps(options)]
+    launch = ["trainwright", "launch", "--tpu", "--num_processes", str(replicas), "-m"] if replicas > 1 else []
+    command = [sys.executable, "-m", *launch, "tests.strategies.xla.programs", name, json.dumps(options)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads([line for line in done.stdout.splitlines() if not line.startswith("[rank")][-1])
 
 
 @needs_xla
@@ -91,6 +92,44 @@ def test_a_user_written_loop(strategy: str, accumulate: int) -> None:
 
 
 @needs_xla
+@pytest.mark.parametrize("manual", [False, True])
+def test_replicas_in_several_processes_train_like_ddp(manual: bool) -> None:
+    options = {} if manual else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    found = run("equal_losses", replicas=2, strategy="xla", manual=manual, **options)
+    assert max(found["losses"], found["weights"], found["metrics"]) < 2e-6
+
+
+@needs_xla
+def test_replicas_weigh_tokens_and_gather_metrics_like_ddp() -> None:
+    under_xla, on_cpu = run("language_model", replicas=2, strategy="xla")
+    assert under_xla == pytest.approx(on_cpu, abs=1e-4)
+
+
+@needs_xla
+def test_checkpoints_of_replicas_resume_exactly_and_continue_those_of_ddp(tmp_path: Path) -> None:
+    found = run("saves", replicas=2, strategy="xla", folder=str(tmp_path))
+    assert found["resumed"] == 0
+    assert max(found["to_cpu"], found["from_cpu"]) < 1e-6
+
+
+@needs_xla
+def test_replicas_in_a_user_written_loop(tmp_path: Path) -> None:
+    found = run("own_loop", replicas=2, strategy="xla", accumulate=2, folder=str(tmp_path))
+    assert found["losses"] == pytest.approx(found["cpu"], abs=2e-5)
+
+
+@needs_xla
+def test_the_programs_of_replicas_are_not_compiled_again() -> None:
+    steps = list(pairwise(run("counted_steps", replicas=2, strategy="xla")))
+    assert [after["compilations"] - before["compilations"] for before, after in steps[2:]] == [0] * (len(steps) - 2)
+
+
+@needs_xla
+def test_another_number_of_devices_than_processes_is_an_error() -> None:
+    assert "2 processes were started, but torch_xla has 3" in run("too_many_devices", replicas=2)
+
+
+@needs_xla
 def test_a_compilation_after_the_first_steps_is_a_warning_that_names_the_batch() -> None:
     (text,) = run("ragged")
     assert all(part in text for part in ("batch 4", "(6, 8)", "(16, 8)", "drop_last"))
@@ -109,10 +148,10 @@ def test_a_first_backward_elsewhere_is_an_error_that_says_what_to_do() -> None:
 
 
 @needs_xla
-def test_replicas_of_torch_xla_are_an_error_that_names_spmd() -> None:
+def test_replicas_of_torch_xla_are_an_error_that_names_the_launcher() -> None:
     found = run("launched", 2)
     assert "2 replicas" in found
-    assert "XLAStrategy(spmd='ddp')" in found
+    assert "trainwright launch --tpu --num_processes 2" in found
 
 
 @needs_xla
@@ -146,7 +185,8 @@ def test_another_torch_is_an_error_with_the_pip_line(monkeypatch: pytest.MonkeyP
         ({"precision": "16-mixed"}, "bf16-mixed"),
         ({"compile": True}, "compiles every step"),
         ({"accelerator": "cpu"}, "needs 'xla' devices"),
-        ({"accelerator": "tpu", "devices": 4}, r"XLAStrategy\(spmd='ddp'\)"),
+        ({"accelerator": "tpu", "devices": [1, 3]}, "devices=2"),
+        ({"strategy": "xla_ddp", "devices": 4}, "4 processes were started or requested. Remove spmd"),
     ],
 )
 def test_what_does_not_apply_is_refused(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str) -> None:
@@ -155,14 +195,14 @@ def test_what_does_not_apply_is_refused(monkeypatch: pytest.MonkeyPatch, options
         Trainer(**{"strategy": "xla", "logger": False, **options})
 
 
-def test_several_processes_are_an_error_that_names_spmd(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_exclude_spmd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainwright.strategies.xla.strategy.check_versions", lambda: None)
     launched = {"TORCHELASTIC_RUN_ID": "run", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     launched |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match=r"2 were started.*XLAStrategy\(spmd='ddp'\)"):
-        Trainer(strategy="xla", logger=False)
+    with pytest.raises(ConfigurationError, match=r"2 processes were started.*Remove spmd"):
+        Trainer(strategy="xla_fsdp", logger=False)
 
 
 def test_an_unknown_mode_names_the_nearest() -> None:

@@ -6,6 +6,8 @@ from importlib import metadata
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
 from trainwright.core.errors import ConfigurationError, require_package
 
@@ -43,17 +45,66 @@ def load_xla(module: str = "") -> Any:
     return require_package(f"torch_xla.{module}".rstrip("."), purpose="strategy='xla'")
 
 
+def join_devices(local_rank: int, local_world_size: int) -> str:
+    """Give each process of this machine one XLA device, and return the backend of torch.distributed for them.
+
+    Call it before the first use of a device. torch_xla's own backend numbers processes by their devices, in an order
+    that it does not promise. This one numbers them by the ranks of torch.distributed. It also runs each collective at
+    once, because all processes must run the same programs, and only rank 0 may read the result.
+
+    Args:
+        local_rank: Index of this process on its machine.
+        local_world_size: Number of processes on this machine.
+    """
+    # What `xmp.spawn` and torchrun with `init_method="xla://"` call in each process; it has no public name.
+    load_xla("_internal.pjrt").initialize_multiprocess(local_rank, local_world_size)
+    xla, runtime, backend = load_xla(), load_xla("runtime"), load_xla("distributed.xla_backend")
+
+    class RankedGroup(backend.ProcessGroupXla):  # type: ignore[misc, name-defined]  # torch_xla has no types
+        def __init__(self, store: TCPStore, rank: int, size: int, timeout: object) -> None:
+            super().__init__(store, rank, size, timeout)
+            store.set(f"ordinal/{rank}", str(runtime.global_ordinal()))
+            self._ordinals = [int(store.get(f"ordinal/{other}")) for other in range(size)]
+
+        def allreduce(self, tensors: list[torch.Tensor], options: object) -> dist.Work:
+            return _run(super().allreduce(tensors, options))
+
+        def allgather(
+            self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: object = None
+        ) -> dist.Work:
+            places = [self._ordinals.index(ordinal) for ordinal in sorted(self._ordinals)]
+            return _run(super().allgather([[one[place] for place in places] for one in outputs], inputs, options))
+
+        def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: object) -> dist.Work:
+            return self.allgather([list(output.chunk(self.size()))], [own], options)
+
+        def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> dist.Work:
+            options.rootRank = self._ordinals[options.rootRank]
+            return _run(super().broadcast(tensors, options))
+
+    def _run(work: dist.Work) -> dist.Work:
+        xla.sync()
+        return work
+
+    name = "xla_ranks"
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, RankedGroup, devices="xla")
+    return name
+
+
 class XLALibrary:
     """The functions of torch_xla that an engine uses.
 
     Args:
         spmd: One process uses all devices of this machine; chosen once in a process.
+        num_processes: Number of processes of the run.
 
     Raises:
-        ConfigurationError: An earlier run of this process has chosen otherwise, or torch_xla has started replicas.
+        ConfigurationError: An earlier run of this process has chosen otherwise, or torch_xla has another number of
+            replicas than there are processes.
     """
 
-    def __init__(self, *, spmd: bool) -> None:
+    def __init__(self, *, spmd: bool, num_processes: int = 1) -> None:
         self._xla = load_xla()
         self._model, self._runtime = load_xla("core.xla_model"), load_xla("runtime")
         self._metrics = load_xla("debug.metrics")
@@ -62,10 +113,18 @@ class XLALibrary:
                 "an earlier run of this process used all XLA devices (spmd=…), and torch_xla cannot leave that mode. "
                 "Start another process, or pass XLAStrategy(spmd='ddp')."
             )
-        if not self._runtime.is_spmd() and self._runtime.world_size() > 1:
+        self._num_replicas = 1 if self._runtime.is_spmd() else int(self._runtime.world_size())
+        if num_processes == 1 and self._num_replicas > 1:
             raise ConfigurationError(
-                f"torch_xla.launch or xmp.spawn has started {self._runtime.world_size()} replicas. Call the script "
-                "without it, in one process: XLAStrategy(spmd='ddp') or XLAStrategy(spmd='fsdp') uses all XLA devices."
+                f"torch_xla.launch or xmp.spawn has started {self._num_replicas} replicas. Call the script without it: "
+                f"Trainer(devices={self._num_replicas}), or `trainwright launch --tpu --num_processes "
+                f"{self._num_replicas}`. In one process, XLAStrategy(spmd='ddp') or XLAStrategy(spmd='fsdp') uses all "
+                "XLA devices."
+            )
+        if self._num_replicas != num_processes:
+            raise ConfigurationError(
+                f"{num_processes} processes were started, but torch_xla has {self._num_replicas} device(s) for them. "
+                "Start one process for each device, or use XLAStrategy(spmd='ddp') in one process."
             )
         if spmd:
             self._runtime.use_spmd()
@@ -86,6 +145,10 @@ class XLALibrary:
     def sync(self) -> None:
         """Compile, if it is new, and start what has been recorded. Does not wait for the device."""
         self._xla.sync()
+
+    def average(self, gradients: list[torch.Tensor]) -> None:
+        """Average tensors over the processes, in place, as part of the current program. Collective."""
+        self._model.all_reduce(self._model.REDUCE_SUM, gradients, scale=1 / self._num_replicas, pin_layout=False)
 
     def num_compilations(self) -> int:
         """Return how many graphs have been compiled in this process."""
