@@ -12,7 +12,7 @@ from torch import nn
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, load_torchao, nearest
 from trainwright.core.host.rank_zero import rank_zero_info, rank_zero_warn
-from trainwright.core.names.kwargs_handler import KwargsHandler
+from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
 from trainwright.core.names.packages import is_torchao_available
 from trainwright.strategies.precision import Precision
 
@@ -153,6 +153,9 @@ class Fp8(Precision):
 class AORecipeKwargs(KwargsHandler):
     """Options of `mixed_precision="fp8"`, with Accelerate's names.
 
+    The last two take the values of `ACCELERATE_FP8_PAD_INNER_DIM` and `ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER` if
+    they are None.
+
     Attributes:
         config: A `torchao.float8.Float8LinearConfig`. Default: None, the recipe `"tensorwise"`.
         module_filter_func: A function of a module and its name that returns True for layers to be converted. Default:
@@ -165,8 +168,8 @@ class AORecipeKwargs(KwargsHandler):
 
     config: Any = None
     module_filter_func: ModuleFilter | None = None
-    pad_inner_dim: bool | None = None
-    enable_fsdp_float8_all_gather: bool | None = None
+    pad_inner_dim: bool | None = from_variable("ACCELERATE_FP8_{}", as_flag)
+    enable_fsdp_float8_all_gather: bool | None = from_variable("ACCELERATE_FP8_{}", as_flag)
 
     def precision(self) -> Fp8:
         """Return the precision with these options.

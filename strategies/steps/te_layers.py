@@ -15,22 +15,31 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from trainwright.core.errors import ConfigurationError, require_package
-from trainwright.core.names.kwargs_handler import KwargsHandler
+from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable, read_variable
 from trainwright.core.names.packages import is_transformer_engine_available
 from trainwright.strategies.precision import Contexts, Precision
-from trainwright.strategies.steps.fp8 import MULTIPLE
+from trainwright.strategies.steps.fp8 import MULTIPLE, AORecipeKwargs
 
 _INSTALL = "--no-build-isolation 'transformer_engine[pytorch]'"
 _DEVICES = ("cuda",)
 _STATE = "_extra_state"
 _NOT_OF_RECIPES = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "backend")
+_VARIABLE = "ACCELERATE_FP8_{}"
+
+
+def _three_flags(text: str) -> tuple[bool, bool, bool]:
+    flags = [as_flag(part.strip()) for part in text.strip("()[] ").split(",")]
+    if len(flags) not in (1, 3):
+        raise ValueError("expected three of true and false, such as true,false,false")
+    return flags[0], flags[-1] if len(flags) == 1 else flags[1], flags[-1]
 
 
 @dataclass(frozen=True)
 class TERecipeKwargs(KwargsHandler):
     """Options of fp8 training with transformer_engine, with Accelerate's names.
 
-    Options that are None have transformer_engine's defaults.
+    Options that are None take the values of their environment variables (`ACCELERATE_FP8_MARGIN`, …), or else
+    transformer_engine's defaults.
 
     Attributes:
         use_autocast_during_eval: Compute in fp8 also where gradients are disabled. Default: None, which is False.
@@ -40,13 +49,13 @@ class TERecipeKwargs(KwargsHandler):
         use_mxfp8_block_scaling: Use `MXFP8BlockScaling` instead of `DelayedScaling`. Default: None, which is False.
     """
 
-    use_autocast_during_eval: bool | None = None
-    margin: int | None = None
-    interval: int | None = None
-    fp8_format: str | None = None
-    amax_history_len: int | None = None
-    amax_compute_algo: str | None = None
-    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_autocast_during_eval: bool | None = from_variable(_VARIABLE, as_flag)
+    margin: int | None = from_variable(_VARIABLE, int)
+    interval: int | None = from_variable(_VARIABLE, int)
+    fp8_format: str | None = from_variable("ACCELERATE_FP8_FORMAT")
+    amax_history_len: int | None = from_variable(_VARIABLE, int)
+    amax_compute_algo: str | None = from_variable(_VARIABLE)
+    override_linear_precision: tuple[bool, bool, bool] | None = from_variable(_VARIABLE, _three_flags)
     use_mxfp8_block_scaling: bool | None = None
 
     def precision(self) -> Precision:
@@ -86,6 +95,7 @@ class FP8RecipeKwargs(TERecipeKwargs):
     backend: str = "TE"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.backend.upper() != "TE":
             reason = "FP8RecipeKwargs has only options of transformer_engine"
             if self.backend.upper() == "MSAMP":
@@ -111,7 +121,7 @@ class TransformerEnginePrecision(Precision):
     param_dtype: torch.dtype | None = field(default=None, init=False)
     autocast_dtype: torch.dtype | None = field(default=torch.bfloat16, init=False)
     scaled: bool = field(default=False, init=False)
-    options: TERecipeKwargs = TERecipeKwargs()
+    options: TERecipeKwargs = field(default_factory=TERecipeKwargs)
 
     converts_layers: ClassVar[bool] = True
     splits_converted: ClassVar[bool] = False
@@ -139,6 +149,21 @@ class TransformerEnginePrecision(Precision):
         outer = partial(super().autocast, device_type, enabled=enabled, cache_enabled=cache_enabled)
         recipe, evaluates = self.options.make_recipe(), bool(self.options.use_autocast_during_eval)
         return Contexts(outer, lambda: _autocast(enabled and (evaluates or torch.is_grad_enabled()), recipe))
+
+
+def recipe_of_variables() -> AORecipeKwargs | TERecipeKwargs:
+    """Return the options of fp8 in environment variables, for torchao unless `ACCELERATE_FP8_BACKEND` is `TE`.
+
+    Raises:
+        ConfigurationError: A variable has an invalid value.
+    """
+    backend = read_variable("ACCELERATE_FP8_BACKEND", str.upper) or "AO"
+    if backend not in ("AO", "TE"):
+        raise ConfigurationError(
+            f"ACCELERATE_FP8_BACKEND={backend} is not supported. Unset it, or set AO for torchao or TE for "
+            "transformer_engine."
+        )
+    return AORecipeKwargs() if backend == "AO" else TERecipeKwargs()
 
 
 def _load(part: str) -> ModuleType:

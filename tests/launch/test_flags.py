@@ -32,6 +32,9 @@ parallelism_config_tp_size=2 parallelism_config_cp_size=2 parallelism_config_cp_
 parallelism_config_cp_comm_strategy=allgather parallelism_config_sp_size=2 parallelism_config_sp_backend=deepspeed
 parallelism_config_sp_seq_length=128 parallelism_config_sp_seq_length_is_variable=true
 parallelism_config_sp_attn_implementation=sdpa deepspeed_multinode_launcher=standard mixed_precision=fp8 fp8_backend=ao
+fp8_backend=te fp8_use_autocast_during_eval=true fp8_margin=1 fp8_opt_level=O2
+fp8_interval=2 fp8_format=HYBRID fp8_amax_history_len=16 fp8_amax_compute_algo=max
+fp8_override_linear_precision=true,false,false fp8_enable_fsdp_float8_all_gather=true fp8_pad_inner_dim=true
 use_megatron_lm
 megatron_lm_tp_degree=2 megatron_lm_pp_degree=2 megatron_lm_num_micro_batches=2 megatron_lm_sequence_parallelism=true
 megatron_lm_recompute_activations=true megatron_lm_use_distributed_optimizer=true megatron_lm_gradient_clipping=2
@@ -49,10 +52,7 @@ megatron_lm_recompute_method=block megatron_lm_recompute_num_layers=2 megatron_l
 megatron_lm_context_parallel_size=2 megatron_lm_attention_dropout=0.1 megatron_lm_hidden_dropout=0.1
 megatron_lm_expert_tensor_parallel_size=2 megatron_lm_calculate_per_token_loss=true
 megatron_lm_use_rotary_position_embeddings=true
-fp8_backend=te fp8_use_autocast_during_eval fp8_margin=1
-fp8_interval=2 fp8_format=HYBRID fp8_amax_history_len=16 fp8_amax_compute_algo=max
-fp8_override_linear_precision=true,false,false fp8_opt_level=O1 fp8_enable_fsdp_float8_all_gather=true
-fp8_pad_inner_dim=true
+fp8_opt_level=O1
 """
 
 
@@ -111,7 +111,7 @@ def test_the_tables_hold_every_option() -> None:
         ({"ipex_config": {"ipex": True}}, "--ipex"),
         ({"mpirun_config": {"mpirun_hostfile": "hosts"}, "num_processes": 2}, "--mpirun_hostfile hosts does not exist"),
         ({"fsdp_config": {"activation_checkpointing_offload": True}}, "fsdp_activation_checkpointing_offload"),
-        ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, "kwargs_handlers=[TERecipeKwargs(…)]"),
+        ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE", "opt_level": "O1"}}, "MS-AMP needs"),
         ({"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}, None),
     ],
 )  # fmt: skip

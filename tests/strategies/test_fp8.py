@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,11 +26,13 @@ from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from trainwright import Accelerator
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
+from trainwright.launch.reading import read_command
 from trainwright.strategies import Fp8, FSDPStrategy, Precision
 from trainwright.strategies.fsdp.layers.styles import FusedColwise
 from trainwright.utils import (
     AORecipeKwargs,
     FullyShardedDataParallelPlugin,
+    TERecipeKwargs,
     convert_model_to_fp8_ao,
     filter_first_and_last_linear_layers,
     has_ao_layers,
@@ -542,6 +545,25 @@ def test_a_variable_of_the_launcher_selects_the_backend(monkeypatch: pytest.Monk
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
     with pytest.raises(ConfigurationError, match="transformer_engine"):  # it is not installed, or not for the CPU
         Accelerator(mixed_precision="fp8", cpu=True)
+
+
+def test_options_of_a_launcher_file_reach_both_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = {"backend": "TE", "fp8_format": "E4M3", "margin": 1, "interval": 2, "amax_history_length": 16}
+    section |= {"amax_compute_algorithm": "max", "override_linear_precision": [True, False, False]}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"mixed_precision": "fp8", "fp8_config": section | {"use_autocast_during_eval": False}}))
+    for name, value in read_command(["--config_file", str(file), "a.py"]).config.environment().items():
+        monkeypatch.setenv(name, value)
+    expected = TERecipeKwargs(False, 1, 2, "E4M3", 16, "max", (True, False, False))
+    assert TERecipeKwargs() == expected
+    with pytest.raises(ConfigurationError, match="transformer_engine"):  # it is not installed, or not for the CPU
+        quiet_trainer()
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
+    monkeypatch.setenv("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "true")
+    assert AORecipeKwargs().precision().fp8_all_gather
+    monkeypatch.setenv("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", "true,false")
+    with pytest.raises(ConfigurationError, match="expected three"):
+        TERecipeKwargs()
 
 
 def test_ms_amp_names_the_replacement() -> None:

@@ -9,7 +9,9 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.kwargs_handler import as_flag, read_variable
 from trainwright.core.process import ALL_PROCESSES, detect, variable
 from trainwright.strategies.launched import TorchDynamoPlugin, read_launched
+from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import ENGINE_VARIABLES, choose_for_loop
+from trainwright.strategies.steps.te_layers import recipe_of_variables
 from trainwright.trainer.configuration.arguments import TrainerArguments
 
 _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
@@ -64,11 +66,15 @@ def with_launched(arguments: TrainerArguments) -> TrainerArguments:
     return replace(
         arguments,
         strategy=strategy,
-        precision=_PRECISIONS[said] if precision is None and said else precision,
+        precision=precision if precision is not None or not said else _precision_of(said),
         accumulate_grad_batches=accumulate,
         accelerator="cpu" if launched.cpu and arguments.accelerator == "auto" else arguments.accelerator,
         compile=options if options is not None and arguments.compile is False else arguments.compile,
     )
+
+
+def _precision_of(said: str) -> str | Precision:
+    return recipe_of_variables().precision() if said == "fp8" else _PRECISIONS[said]
 
 
 def _with_machines_that_left(accumulate: int) -> int:

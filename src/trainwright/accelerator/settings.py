@@ -24,7 +24,7 @@ from trainwright.accelerator.project import ProjectConfiguration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.names.foreign_names import check_class
 from trainwright.core.names.stand_in import is_active
-from trainwright.core.process import detect, variable
+from trainwright.core.process import detect
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin, read_dynamo, read_launched
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import (
@@ -35,7 +35,7 @@ from trainwright.strategies.select import (
 )
 from trainwright.strategies.steps.fp8 import AORecipeKwargs
 from trainwright.strategies.steps.gradients import Gradients
-from trainwright.strategies.steps.te_layers import TERecipeKwargs
+from trainwright.strategies.steps.te_layers import TERecipeKwargs, recipe_of_variables
 from trainwright.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def _precision(name: str | None, float8: AORecipeKwargs | None, engine: TERecipe
         raise ConfigurationError("kwargs_handlers holds AORecipeKwargs and TERecipeKwargs, two backends. Pass one.")
     given = float8 or engine
     if name == "fp8":
-        return (given or _recipe_of_variable()).precision()
+        return (given or recipe_of_variables()).precision()
     if given is not None:
         raise ConfigurationError(
             f"kwargs_handlers holds {type(given).__name__}, but mixed_precision={name!r}. Use 'fp8', or leave it out."
@@ -334,17 +334,6 @@ def _precision(name: str | None, float8: AORecipeKwargs | None, engine: TERecipe
         f"mixed_precision={name!r} is unknown.{nearest(str(name), (*_PRECISIONS, 'fp8'))} Write 'no', 'fp16', 'bf16' "
         "or 'fp8'."
     )
-
-
-def _recipe_of_variable() -> AORecipeKwargs | TERecipeKwargs:
-    """Return the default options of the backend that Accelerate's launcher names; torchao's if it names none."""
-    backend = (variable("ACCELERATE_FP8_BACKEND") or "AO").upper()
-    if backend not in ("AO", "TE"):
-        raise ConfigurationError(
-            f"ACCELERATE_FP8_BACKEND={backend} is not supported. Unset it, or set AO for torchao or TE for "
-            "transformer_engine."
-        )
-    return AORecipeKwargs() if backend == "AO" else TERecipeKwargs()
 
 
 def refuse_attribute(name: str, known: Iterable[str]) -> AttributeError:

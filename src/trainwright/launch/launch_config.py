@@ -27,6 +27,7 @@ class Option:
         variable: environment variable that passes the value to the script. None: only the launcher uses the option.
         section: key of the YAML mapping that contains the option. Empty: the top level of the file.
         choices: the allowed values. Empty: any.
+        other: advice for values that are not in `choices`.
         later: reason for which the option is not supported. Empty: it is supported.
         harmless: value of an unsupported option that is accepted because it has no effect.
         repeats: True if the flag may be given several times. The value has a line for each.
@@ -39,6 +40,7 @@ class Option:
     variable: str | None = None
     section: str = ""
     choices: tuple[str, ...] = ()
+    other: str = ""
     later: str = ""
     harmless: str = ""
     repeats: bool = False
@@ -84,7 +86,7 @@ class Option:
         if self.choices and str(found) not in self.choices:
             raise ConfigurationError(
                 f"{origin}: {self.name}={text!r} is unknown.{nearest(text, self.choices)} Known: "
-                f"{', '.join(self.choices)}."
+                f"{', '.join(self.choices)}.{self.other}"
             )
         return found
 
@@ -132,10 +134,7 @@ _TPU = "start the script on each machine of a pod with --tpu; trainwright tpu-co
 _SECRET = "a secret does not belong in a command or a file; delete it, and name a profile of AWS by --profile"
 _IPEX = "Intel ended intel_extension_for_pytorch with torch 2.8; its work is in torch, where bf16 uses AMX"
 _OFFLOAD = "inputs of recomputed layers stay on the device; use --fsdp_activation_checkpointing true alone"
-_FP8 = (
-    "fp8 is configured in the script, by Accelerator(kwargs_handlers=[TERecipeKwargs(…)]) for transformer_engine and "
-    "[AORecipeKwargs(…)] for torchao, the default (--fp8_backend ao); remove the option"
-)
+_MSAMP = "MS-AMP needs a patched build of an old torch; use --fp8_backend ao or te"
 
 
 # Options of `accelerate launch` that have no effect, by the reason for which values are refused; without one they are
@@ -148,7 +147,7 @@ _REFUSED = {
     _TPU: "tpu_cluster! tpu_use_cluster! tpu_use_sudo! vm env main_training_function=main",
     _SECRET: "aws_access_key_id aws_secret_access_key",
     _OFFLOAD: "fsdp_activation_checkpointing_offload",
-    _FP8: "fp8_backend=ao",
+    _MSAMP: "fp8_opt_level=o2",
     _MEGATRON: "megatron_lm_use_custom_fsdp megatron_lm_no_load_optim megatron_lm_no_save_optim "
     "megatron_lm_optimizer_cpu_offload megatron_lm_overlap_cpu_optimizer_d2h_h2d megatron_lm_eod_mask_loss "
     "megatron_lm_use_precision_aware_optimizer megatron_lm_decoder_last_pipeline_num_layers "
@@ -157,8 +156,6 @@ _REFUSED = {
     "megatron_lm_attention_dropout=0.0 megatron_lm_hidden_dropout=0.0 megatron_lm_calculate_per_token_loss "
     "megatron_lm_use_rotary_position_embeddings",
 }
-# The same for all options that begin so.
-REFUSED_BEGINNINGS = {"fp8_": _FP8}
 
 
 _hardware = partial(_option, "hardware")
@@ -171,6 +168,7 @@ _kubernetes = partial(_option, "Kubernetes")
 _sagemaker = partial(_option, "Amazon SageMaker")
 _results = partial(_option, "output and restarts")
 _training = partial(_option, "training", variable="ACCELERATE_{}")
+_fp8 = partial(_option, "fp8", variable="ACCELERATE_{}", section="fp8_config")
 _dynamo = partial(_option, "compilation", variable="ACCELERATE_{}", section="dynamo_config")
 _fsdp = partial(_option, "FSDP", variable="{}", section="fsdp_config")
 _deepspeed = partial(_option, "DeepSpeed", variable="ACCELERATE_DEEPSPEED_{}", section="deepspeed_config")
@@ -252,6 +250,18 @@ class LaunchConfig:
     use_deepspeed: bool | None = _training("Train by DeepSpeed.", as_bool)
     use_megatron_lm: bool | None = _training("Train by MegatronStrategy.", as_bool)
     use_parallelism_config: bool | None = _training("Arrange processes along several axes.", as_bool)
+    fp8_backend: str | None = _fp8("AO for torchao, or TE.", str.upper, choices=("AO", "TE"), other=f" {_MSAMP}.")
+    fp8_enable_fsdp_float8_all_gather: bool | None = _fp8("AO: FSDP gathers weights in float8.", as_bool)
+    fp8_pad_inner_dim: bool | None = _fp8("AO: pad micro-batches to a multiple of 16 rows.", as_bool)
+    fp8_format: str | None = _fp8("TE: HYBRID, E4M3 or E5M2.", str.upper, choices=("HYBRID", "E4M3", "E5M2"))
+    fp8_margin: int | None = _fp8("TE: margin of the scale.", int)
+    fp8_interval: int | None = _fp8("TE: steps between updates of the scale.", int)
+    fp8_amax_history_len: int | None = _fp8("TE: steps whose largest values set the scale.", int)
+    fp8_amax_compute_algo: str | None = _fp8("TE: max or most_recent.", choices=("max", "most_recent"))
+    fp8_override_linear_precision: str | None = _fp8(
+        "TE: forward and both products of backward in bf16: true,false,true."
+    )
+    fp8_use_autocast_during_eval: bool | None = _fp8("TE: compute evaluations in fp8, too.", as_bool)
     dynamo_backend: str | None = _dynamo("Compile models by this backend of torch.compile.")
     dynamo_mode: str | None = _dynamo("Mode of torch.compile.")
     dynamo_use_fullgraph: bool | None = _dynamo("Compile a model as one graph.", as_bool)

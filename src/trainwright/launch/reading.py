@@ -16,16 +16,18 @@ from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.process import variable
-from trainwright.launch.launch_config import REFUSED_BEGINNINGS, LaunchConfig, Option, options, refused_options
+from trainwright.launch.launch_config import LaunchConfig, Option, options, refused_options
 
 _FURTHER = {"config_file": True, "module": False, "no_python": False, "help": False}  # flags; True: with a value
 SHORT = {"-q": "quiet", "-t": "tee", "-m": "module", "-h": "help"}
 FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 # Keys of Accelerate's files and flags that name an option of ours differently.
 _KEYS = {"use_cpu": "cpu", "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch", "tpu_vm": "vm", "tpu_env": "env"}
+_KEYS |= {"fp8_amax_history_length": "fp8_amax_history_len", "fp8_amax_compute_algorithm": "fp8_amax_compute_algo"}
+_KEYS |= {"fp8_optimization_level": "fp8_opt_level"}
 _SECTIONS = (
     *("fsdp_config", "deepspeed_config", "megatron_lm_config", "dynamo_config", "parallelism_config"),
-    *("mpirun_config", "ipex_config"),
+    *("mpirun_config", "ipex_config", "fp8_config"),
 )
 _SWITCHES = {"fsdp_config": "use_fsdp", "deepspeed_config": "use_deepspeed"}
 _SWITCHES |= {"megatron_lm_config": "use_megatron_lm", "parallelism_config": "use_parallelism_config"}
@@ -34,14 +36,12 @@ _ALONE = (
     *("gradient_accumulation_steps", "gradient_clipping", "deepspeed_hostfile", "deepspeed_exclusion_filter"),
     *("deepspeed_inclusion_filter", "deepspeed_multinode_launcher"),
 )
-# Keys that request nothing of `trainwright launch`: those of `tpu-config`, and details of a type or a precision that is
-# refused by itself.
-SILENT = ("tpu_name", "tpu_zone", "commands", "command_file", "fp8_config")
+# Keys of `tpu-config`, which request nothing of `trainwright launch`.
+SILENT = ("tpu_name", "tpu_zone", "commands", "command_file")
 _SWITCH_OF = {"FSDP": "use_fsdp", "DEEPSPEED": "use_deepspeed", "XLA": "tpu", "TPU": "tpu"}
 _SWITCH_OF["MEGATRON_LM"] = "use_megatron_lm"
 TYPES: dict[str, dict[str, bool]] = {"NO": {}, **{kind: {name: True} for kind, name in _SWITCH_OF.items()}}
-# What AORecipeKwargs does by default.
-_FP8_DEFAULTS = {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}
+_FP8_OF_AO = ("fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim")
 DEVICES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU", "TP")
 
 
@@ -99,8 +99,7 @@ def read_config(flags: Mapping[str, Any], file: str | None) -> tuple[LaunchConfi
     """
     path, given = read_file(file)
     values, notes = merged(flags, read_variables(), (path, given))
-    if path and values.get("mixed_precision") == "fp8":
-        notes += _ignored_fp8(path)
+    notes += _ignored_fp8(values)
     for name in flags.keys() - set(_ALONE):
         switch = _SWITCHES.get(known_options()[name].section)
         if switch is not None and not values.get(switch):
@@ -138,7 +137,6 @@ def split(
             further[name] = "true"
             continue
         if option is None and name not in further_flags:
-            _check_beginning(name, flag)
             hint = nearest(name, (*known_options(), *further_flags))
             hint += " Arguments of the script come after it." if command == "launch" else ""
             raise ConfigurationError(f"trainwright {command} has no option {flag}.{hint}")
@@ -256,16 +254,15 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
         left["dynamo_config"] = {"dynamo_backend": left.pop("dynamo_backend")}
     if left.pop("fp16", None) is True:  # version 0.9
         left.setdefault("mixed_precision", "fp16")
-    if left.get("mixed_precision") == "fp8" and isinstance(left.get("fp8_config"), dict):
-        left["fp8_backend"] = left["fp8_config"].get("backend")
     for section in _SECTIONS:
         values = left.pop(section, None) or {}
         if not isinstance(values, dict):
             raise ConfigurationError(f"{origin}: {section}={values!r} is not a mapping.")
         if section == "parallelism_config" and values:
             flat["use_parallelism_config"] = True
-        if section == "fsdp_config":  # version 0.13: without the beginning
-            values = {key if str(key).startswith("fsdp_") else f"fsdp_{key}": value for key, value in values.items()}
+        beginning = {"fsdp_config": "fsdp_", "fp8_config": "fp8_"}.get(section, "")  # which keys may leave out
+        values = {str(key).removeprefix(beginning): value for key, value in values.items()}
+        values = {f"{beginning}{key}": value for key, value in values.items()}
         flat |= values
     flat |= left
     found = {}
@@ -287,26 +284,19 @@ def sets_nothing(key: str) -> bool:
     return key in SILENT if option is None else option.is_refused
 
 
-def _ignored_fp8(path: str) -> list[str]:
-    """Return a note that names the options of fp8 in a file, which only a script sets."""
-    section = read_content(Path(path)).get("fp8_config")
-    items = section.items() if isinstance(section, dict) else ()
-    names = [key for key, value in items if key != "backend" and value not in (None, _FP8_DEFAULTS.get(key))]
-    if not names:
+def _ignored_fp8(values: Mapping[str, Any]) -> list[str]:
+    """Return a note that names options of another backend of fp8 than the selected one."""
+    backend = values.get("fp8_backend") or "AO"
+    given = [name for name in values if name.startswith("fp8_") and name != "fp8_backend"]
+    names = [name for name in sorted(given) if (name in _FP8_OF_AO) != (backend == "AO")]
+    if not names or values.get("mixed_precision") != "fp8":
         return []
-    return [f"fp8_config of {path}: {', '.join(names)} without effect. Pass AORecipeKwargs in the script."]
+    return [f"{', '.join(names)} without effect: the options are not those of fp8_backend={backend}."]
 
 
 def _known(name: str, origin: str, key: object) -> Option:
     option = known_options().get(name)
     if option is None:
-        _check_beginning(str(name), f"{origin}: {key}")
         advice = nearest(str(key), known_options()) or " `trainwright config` writes such a file."
         raise ConfigurationError(f"{origin} has the unknown key {key!r}.{advice}")
     return option
-
-
-def _check_beginning(name: str, origin: str) -> None:
-    for beginning, reason in REFUSED_BEGINNINGS.items():
-        if name.startswith(beginning):
-            raise ConfigurationError(f"{origin} is not supported: {reason}.")
