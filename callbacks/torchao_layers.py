@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 
 _NAMES = ("int8_dynamic_int4_weight", "int8_dynamic_int8_weight", "int4_weight", "int8_weight")
 _PURPOSE = "Quantization by torchao"
+_module: Callable[[str], Any] = partial(require_package, purpose=_PURPOSE)
 _FAKE = ("activation_fake_quantizer", "weight_fake_quantizer")  # attributes of torchao's layers
 
 
@@ -221,10 +223,6 @@ def _no_fused_kernels(module: nn.Module, inputs: Any) -> None:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _module(name: str) -> Any:
-    return require_package(name, purpose=_PURPOSE)
 
 
 def write_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:

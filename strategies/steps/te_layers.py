@@ -97,11 +97,9 @@ class FP8RecipeKwargs(TERecipeKwargs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.backend.upper() != "TE":
-            reason = "FP8RecipeKwargs has only options of transformer_engine"
-            if self.backend.upper() == "MSAMP":
-                reason = "MS-AMP is not supported, as it needs a patched build of an old torch"
             raise ConfigurationError(
-                f"FP8RecipeKwargs(backend={self.backend!r}): {reason}. Pass AORecipeKwargs for torchao, or "
+                f"FP8RecipeKwargs(backend={self.backend!r}): it has only options of transformer_engine, and MS-AMP is "
+                "not supported, as it needs a patched build of an old torch. Pass AORecipeKwargs for torchao, or "
                 "backend='TE'."
             )
 
@@ -199,11 +197,9 @@ def _torch_layer(layer: Any, *, linear: bool = True, norms: bool = True) -> Any:
     if isinstance(layer, te.Linear) and linear:
         has_bias = layer._parameters.get("bias") is not None
         return nn.Linear(layer.in_features, layer.out_features, bias=has_bias, device="meta")
-    return (
-        nn.LayerNorm(layer.weight.shape, layer.eps, device="meta")
-        if isinstance(layer, te.LayerNorm) and norms
-        else None
-    )
+    if isinstance(layer, te.LayerNorm) and norms:
+        return nn.LayerNorm(layer.weight.shape, layer.eps, device="meta")
+    return None
 
 
 def _convert(model: nn.Module, make: Callable[[nn.Module], Any], undo: ExitStack) -> int:

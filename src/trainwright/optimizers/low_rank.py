@@ -44,16 +44,8 @@ class LowRankAdamW(Optimizer):
         update_every: int = 200,
         scale: float = 0.25,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "rank": rank,
-            "update_every": update_every,
-            "scale": scale,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "rank": rank, "update_every": update_every, "scale": scale})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, whose options may differ from the others."""
@@ -70,19 +62,15 @@ class LowRankAdamW(Optimizer):
         Args:
             closure: Evaluates the model and returns the loss. Default: None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(parameter, parameter.grad, self.state[parameter], group)
+                    self._step_one(parameter, parameter.grad, group)
         return loss
 
-    def _step_one(
-        self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
+    def _step_one(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
         is_low_rank = grad.dim() == 2 and min(grad.shape) > group["rank"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,36 +12,16 @@ from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest, require_package, unknown
 
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Class of an optimizer: the module that defines it, and its name there."""
-
-    module: str
-    name: str
-
-    def load(self, chosen: str) -> Any:
-        module = require_package(self.module, purpose=f"The optimizer {chosen!r}")
-        found = getattr(module, self.name, None)
-        if found is None:
-            package = self.module.partition(".")[0]
-            raise ConfigurationError(
-                f"The optimizer {chosen!r} needs {self.module}.{self.name}, which the installed version of {package} "
-                f"does not have. Run: pip install --upgrade {package}"
-            )
-        return found
-
-
 _TABLE = {
-    "adamw": _Entry("torch.optim", "AdamW"),
-    "sgd": _Entry("torch.optim", "SGD"),
-    "adafactor": _Entry("torch.optim", "Adafactor"),
-    "muon": _Entry("torch.optim", "Muon"),
-    "adamw_8bit": _Entry("torchao.optim", "AdamW8bit"),
-    "adamw_4bit": _Entry("torchao.optim", "AdamW4bit"),
-    "adamw_fp8": _Entry("torchao.optim", "AdamWFp8"),
-    "adamw_bnb_8bit": _Entry("bitsandbytes.optim", "AdamW8bit"),
-    "adamw_low_rank": _Entry("trainwright.optimizers.low_rank", "LowRankAdamW"),
+    "adamw": "torch.optim.AdamW",
+    "sgd": "torch.optim.SGD",
+    "adafactor": "torch.optim.Adafactor",
+    "muon": "torch.optim.Muon",
+    "adamw_8bit": "torchao.optim.AdamW8bit",
+    "adamw_4bit": "torchao.optim.AdamW4bit",
+    "adamw_fp8": "torchao.optim.AdamWFp8",
+    "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
+    "adamw_low_rank": "trainwright.optimizers.low_rank.LowRankAdamW",
 }
 _STOCHASTIC_ROUNDING = "bf16_stochastic_round"
 
@@ -70,7 +49,7 @@ def create_optimizer(
     """
     if name not in _TABLE:
         raise unknown("name", name, _TABLE)
-    kind = _TABLE[name].load(name)
+    kind = _load(name)
     _check_options(name, kind, options)
     if lr is not None:
         options["lr"] = lr
@@ -88,11 +67,23 @@ def create_optimizer(
     return created
 
 
+def _load(name: str) -> Any:
+    module, _, kind = _TABLE[name].rpartition(".")
+    found = getattr(require_package(module, purpose=f"The optimizer {name!r}"), kind, None)
+    if found is None:
+        package = module.partition(".")[0]
+        raise ConfigurationError(
+            f"The optimizer {name!r} needs {_TABLE[name]}, which the installed version of {package} does not have. "
+            f"Run: pip install --upgrade {package}"
+        )
+    return found
+
+
 def _check_options(name: str, kind: Any, options: dict[str, Any]) -> None:
     known = [option for option in inspect.signature(kind).parameters if option not in ("self", "params", "lr")]
     for option in options:
         if option == _STOCHASTIC_ROUNDING and option not in known:
-            having = [repr(other) for other, entry in _TABLE.items() if entry.module == "torchao.optim"]
+            having = [repr(other) for other, place in _TABLE.items() if place.startswith("torchao")]
             raise ConfigurationError(
                 f"{option}={options[option]!r}: {name!r} has no stochastic rounding. Use {', '.join(having)}, or "
                 "remove the option."
