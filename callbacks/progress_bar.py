@@ -207,7 +207,7 @@ class ProgressBar(Callback):
 
     # Implementation
 
-    def _output(self, output: Callable[..., None], *args: Any, **options: Any) -> None:
+    def _output(self, output: Callable[..., None], *args: object, **options: object) -> None:
         """Call what writes, until standard output cannot be written any more."""
         if not self._lost:
             self._lost = not try_output(output, *args, **options)

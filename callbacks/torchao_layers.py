@@ -22,13 +22,13 @@ _module: Callable[[str], Any] = partial(require_package, purpose=_PURPOSE)
 _FAKE = ("activation_fake_quantizer", "weight_fake_quantizer")  # attributes of torchao's layers
 
 
-def check_config(config: Any) -> None:
+def check_config(config: object) -> None:
     """Check the name of a configuration, without an import of torchao."""
     if isinstance(config, str) and config not in _NAMES:
         raise unknown("config", config, _NAMES, " A configuration object of torchao is accepted too.")
 
 
-def torchao_config(config: Any, group_size: int) -> Any:
+def torchao_config(config: object, group_size: int) -> Any:
     """Return the configuration of torchao that a name stands for, or the object itself; see `quantize_model`."""
     check_config(config)
     kinds = load_torchao(_PURPOSE).quantization
@@ -46,7 +46,7 @@ def torchao_config(config: Any, group_size: int) -> Any:
 
 def quantize_model(
     model: nn.Module,
-    config: Any = "int8_dynamic_int4_weight",
+    config: object = "int8_dynamic_int4_weight",
     *,
     group_size: int = 32,
     skip: str | Sequence[str] = (),
@@ -136,7 +136,7 @@ def is_quantized(layer: nn.Module) -> bool:
     return weight is not None and type(weight.data).__module__.startswith("torchao.")
 
 
-def quantize_layers(layers: Mapping[str, nn.Linear], config: Any) -> Callable[[], None]:
+def quantize_layers(layers: Mapping[str, nn.Linear], config: object) -> Callable[[], None]:
     """Quantize layers in place, or none of them if one cannot be quantized. Return a function that undoes it."""
     before = {name: layer.weight for name, layer in layers.items()}
 
@@ -160,7 +160,7 @@ def quantize_layers(layers: Mapping[str, nn.Linear], config: Any) -> Callable[[]
     return undo
 
 
-def prepare_layers(layers: Mapping[str, nn.Linear], config: Any) -> Callable[[], None]:
+def prepare_layers(layers: Mapping[str, nn.Linear], config: object) -> Callable[[], None]:
     """Add torchao's fake quantization to layers in place, or to none of them. Return a function that undoes it.
 
     Layers stay the same objects, with their parameters and hooks.
@@ -184,7 +184,7 @@ def prepare_layers(layers: Mapping[str, nn.Linear], config: Any) -> Callable[[],
     return undo.close
 
 
-def _apply(change: Callable[[nn.Linear], str], layers: Mapping[str, nn.Linear], config: Any) -> None:
+def _apply(change: Callable[[nn.Linear], str], layers: Mapping[str, nn.Linear], config: object) -> None:
     """Call a function that returns the reason why a layer cannot be changed, and name the layers with a reason."""
     reasons = []
     for name, layer in layers.items():
@@ -217,7 +217,7 @@ def _replace_class(layer: nn.Linear, like: Any) -> Callable[[], None]:
     return undo
 
 
-def _no_fused_kernels(module: nn.Module, inputs: Any) -> None:
+def _no_fused_kernels(module: nn.Module, inputs: object) -> None:
     return None
 
 

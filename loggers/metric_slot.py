@@ -62,7 +62,7 @@ def is_metric_object(value: object) -> bool:
     return isinstance(value, torch.nn.Module) and hasattr(value, "compute") and hasattr(value, "reset")
 
 
-def to_number(name: str, value: Any) -> float | Tensor:
+def to_number(name: str, value: object) -> float | Tensor:
     """Return a float, or a detached 0-dim copy of a tensor on its own device; never waits for the device."""
     if isinstance(value, (bool, int, float)):
         try:

@@ -137,11 +137,11 @@ class TensorBoardLogger(VersionedLogger):
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
-    def log_image(self, key: str, image: Any, step: int) -> None:
+    def log_image(self, key: str, image: object, step: int) -> None:
         tag, writer = self._entry(key, step)
         writer.add_image(tag, to_pixels(image), step, dataformats="HWC")
 
-    def log_figure(self, key: str, figure: Any, step: int) -> None:
+    def log_figure(self, key: str, figure: object, step: int) -> None:
         tag, writer = self._entry(key, step)
         writer.add_figure(tag, figure, step, close=False)
 

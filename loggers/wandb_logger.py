@@ -161,11 +161,11 @@ class WandbLogger(RemoteLogger):
         """Log values; those at steps that a resumed history already contains are skipped."""
         self._log(metrics, step)
 
-    def log_image(self, key: str, image: Any, step: int) -> None:
+    def log_image(self, key: str, image: object, step: int) -> None:
         pixels = to_pixels(image)
         self._log({key: _wandb().Image(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)}, step)
 
-    def log_figure(self, key: str, figure: Any, step: int) -> None:
+    def log_figure(self, key: str, figure: object, step: int) -> None:
         self._log({key: _wandb().Image(figure)}, step)
 
     def log_text(self, key: str, text: str, step: int) -> None:
@@ -214,7 +214,7 @@ class WandbLogger(RemoteLogger):
         """Return an artifact, as an input of the run."""
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
-    def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
+    def watch(self, model: object, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
         """Record histograms of gradients or parameters in W&B, which reads them during the step. This takes time."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 

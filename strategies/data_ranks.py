@@ -69,7 +69,7 @@ class DataRanks:
         """Select one entry for each data-parallel rank from a list with one for each process. Not collective."""
         return [of_ranks[rank] for rank in self.members]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Return one small picklable value for each data-parallel rank, on every rank. Collective, on the host."""
         return self.pick(self.processes.gather_object(value))
 
@@ -136,7 +136,7 @@ def metrics_over(task: nn.Module, ranks: DataRanks) -> Iterator[None]:
         ranks: Data-parallel ranks of the run.
     """
 
-    def gather(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    def gather(result: torch.Tensor, group: object = None) -> list[torch.Tensor]:
         if ranks.size == 1:
             return [result]
         from torchmetrics.utilities.distributed import gather_all_tensors

@@ -67,7 +67,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _make(name: str, /, **options: Any) -> Any:
+def _make(name: str, /, **options: object) -> Any:
     """Create the strategy `name` with preset options, which arguments of the call override."""
     return STRATEGIES.get(name)(**options)
 

@@ -108,7 +108,7 @@ def boxes_of(tensor: DTensor, rank: Sequence[int] | None = None) -> list[tuple[B
     ]  # fmt: skip
 
 
-def shard_tree(tree: Any, mesh: DeviceMesh) -> Any:
+def shard_tree(tree: object, mesh: DeviceMesh) -> Any:
     """Return a tree of state with `TensorShards` in place of its DTensors. Not collective.
 
     Every rank passes the same tree.

@@ -65,7 +65,7 @@ class FullState:
         """
         return False
 
-    def shards_of(self, tree: Any) -> Any:
+    def shards_of(self, tree: object) -> Any:
         """Return a tree of state with `trainwright.checkpoint.TensorShards` in place of every sharded tensor.
 
         Called once for each save on every rank with the same tree, if `saves_shards` is True. Not collective. If
@@ -129,7 +129,7 @@ class FullState:
         """
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_cut(tensor) else None
 
-    def shard_like(self, value: Any, like: Any) -> Any:
+    def shard_like(self, value: object, like: object) -> Any:
         """Shard a full tensor as `like` is sharded. Values that do not fit are returned as they are. Not collective.
 
         Args:
@@ -195,7 +195,7 @@ class JointState(FullState):
     def saves_shards(self) -> bool:
         return any(part.saves_shards for _, part in self._parts)
 
-    def shards_of(self, tree: Any) -> Any:
+    def shards_of(self, tree: object) -> Any:
         for _, part in self._parts:
             tree = part.shards_of(tree)
         return tree
@@ -227,7 +227,7 @@ def _renamed(state: Mapping[str, Any], *, remove: str = "", add: str = "") -> di
     return {**state, "groups": groups, "state": {renamed(name): value for name, value in state["state"].items()}}
 
 
-def shard_like(value: Any, like: Any) -> Any:
+def shard_like(value: object, like: object) -> Any:
     """Shard a full tensor as `like` is sharded; other values are returned as they are. Not collective."""
     if isinstance(value, torch.Tensor) and is_cut(like) and value.shape == like.shape and like.dim():
         from trainwright.strategies.shards import shard_like
@@ -236,7 +236,7 @@ def shard_like(value: Any, like: Any) -> Any:
     return value
 
 
-def state_dict_type_name(value: Any) -> str:
+def state_dict_type_name(value: object) -> str:
     """Return `"sharded"` or `"full"` for a name of this package, torch or Hugging Face Accelerate.
 
     Raises:

@@ -69,18 +69,18 @@ class _Steps(Callback):
     def __init__(self, profiler: Profiler) -> None:
         self._profiler, self._is_open = profiler, False
 
-    def on_train_step_start(self, *_: Any) -> None:
+    def on_train_step_start(self, *_: object) -> None:
         if self._is_open:  # an exception ended the previous step
             self._profiler.stop("run_training_batch")
         self._is_open = True
         self._profiler.start("run_training_batch")
 
-    def on_train_step_end(self, *_: Any) -> None:
+    def on_train_step_end(self, *_: object) -> None:
         self._is_open = False
         self._profiler.stop("run_training_batch")
         self._profiler.end_step()
 
-    def end_batch(self, *_: Any) -> None:
+    def end_batch(self, *_: object) -> None:
         """End a batch of `validate`, `test` or `predict`."""
         self._profiler.end_step()
 

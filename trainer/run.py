@@ -286,7 +286,7 @@ class StageRun:
             facts = progress_facts(self.state, self.optimizers, self.engine.device)
             self.note("progress", **flushed.last_step, **facts)
 
-    def note(self, event: str, **facts: Any) -> None:
+    def note(self, event: str, **facts: object) -> None:
         """Add an event to the run's record, if there is one. Not collective."""
         if self.logging is not None and self.logging.record is not None:
             self.logging.record.add(event, self.state.step, facts)

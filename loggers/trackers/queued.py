@@ -117,7 +117,7 @@ class QueuedLogger(RemoteLogger):
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         self._put(self._write_hyperparams, plain(params))
 
-    def log_image(self, key: str, image: Any, step: int) -> None:
+    def log_image(self, key: str, image: object, step: int) -> None:
         if self._write_image is None:
             return super().log_image(key, image, step)
         self._put(self._write_image, key, to_pixels(image), int(step))
@@ -193,7 +193,7 @@ class QueuedLogger(RemoteLogger):
             return Silence()
         return self._experiment
 
-    def _put(self, call: Callable[..., None], *values: Any) -> None:
+    def _put(self, call: Callable[..., None], *values: object) -> None:
         worker = self._worker
         if worker is None:
             return

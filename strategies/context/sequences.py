@@ -90,7 +90,7 @@ class SplitSequences:
             "masks of shape (batch, length).",
         )
 
-    def split(self, batch: Any, task: TaskModule) -> tuple[Any, float]:
+    def split(self, batch: object, task: TaskModule) -> tuple[Any, float]:
         """Return this rank's part of a batch, and its weight in a mean over the ranks. Weights are 1 on average."""
         part = task.split_sequences(batch, self)
         own: int | Tensor | None = count_targets(part, shifts=self._shifts)

@@ -200,7 +200,7 @@ class CommHook:
         replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
 
 
-def _named(argument: str, value: Any, known: tuple[str, ...]) -> Any:
+def _named(argument: str, value: object, known: tuple[str, ...]) -> Any:
     if value is None:
         return "no"
     if isinstance(value, str):
@@ -217,7 +217,7 @@ def _named(argument: str, value: Any, known: tuple[str, ...]) -> Any:
     return value
 
 
-def _power_sgd_options(state: Any) -> dict[str, Any]:
+def _power_sgd_options(state: object) -> dict[str, Any]:
     """Check and return PowerSGD's options, without the history of a state object.
 
     The errors and low-rank factors in it belong to the buckets of one replica, and every stage creates a new replica.

@@ -129,7 +129,7 @@ class LocalSGDEngine(ParallelEngine):
             self._hooks.append(optimizer.register_step_post_hook(self._count_step_of))
         return optimizer
 
-    def _count_step_of(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _count_step_of(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._note_step()
         self._num_steps[optimizer] += 1
         if self._num_steps[optimizer] % self.strategy.local_sgd_steps == 0:
@@ -221,7 +221,7 @@ class LocalStep(AutomaticStep):
             group.weights = weights_of_one_rank(group.weights)
         return super().forward_backward(group)
 
-    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+    def _skip_batches(self, skipped: list[int], group: Group, weights: object, total: object) -> Any:
         if self._engine.data_ranks.size > 1:  # all ranks must count the same steps
             raise without_loss(type(self.task).__name__, self.parts.rank)
         return super()._skip_batches(skipped, group, weights, total)

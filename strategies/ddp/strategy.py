@@ -178,7 +178,7 @@ class DDPEngine(ParallelEngine):
         # Evaluation steps call the task itself, without broadcasting buffers: ranks may evaluate different numbers of
         # batches.
 
-    def _run_thawed(self, *args: Any) -> Any:
+    def _run_thawed(self, *args: object) -> Any:
         """Run a step. If a parameter was unfrozen, first create a replica that averages its gradients."""
         if any_trained(self._frozen):
             self._unwrap()

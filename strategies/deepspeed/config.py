@@ -88,7 +88,7 @@ class EngineConfig:
         """Return the device of `"offload_optimizer"` or `"offload_param"`: `"none"`, `"cpu"` or `"nvme"`."""
         return str(look_up(self.content, ("zero_optimization", part, "device")) or "none")
 
-    def state(self, path: Path, value: Any, origin: str, *, overrides: bool = False) -> None:
+    def state(self, path: Path, value: object, origin: str, *, overrides: bool = False) -> None:
         """Set a value from `origin`. A different value in the user's configuration is an error."""
         found = look_up(self.content, path)
         if found not in (None, AUTO, value) and not overrides:

@@ -45,7 +45,7 @@ class HfDeepSpeedConfig:
             node = node.get(part) if isinstance(node, dict) else None
         return (node if isinstance(node, dict) else None), last
 
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+    def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """Return the value of a dotted key, such as `"zero_optimization.stage"`."""
         node, last = self.find_config_node(ds_key_long)
         return default if node is None else node.get(last, default)

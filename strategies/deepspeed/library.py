@@ -138,7 +138,7 @@ def keep_own_adagrad(engine: Any) -> None:
         zero._link_all_hp_params()
 
 
-def keep_unaligned_gradients(zero: Any) -> None:
+def keep_unaligned_gradients(zero: object) -> None:
     """Keep gradients that start in the middle of a disk block on the host instead of swapping them.
 
     DeepSpeed 0.19.8 splits off the end of a gradient whose length is not a multiple of 256 elements, and reads the rest

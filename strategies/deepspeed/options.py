@@ -28,7 +28,7 @@ REMOVED = {
 }
 
 
-def _at(*path: str, default: Any) -> Any:
+def _at(*path: str, default: object) -> Any:
     """Return a field with its path in DeepSpeed's configuration."""
     return field(default=default, metadata={"path": path})
 
@@ -169,7 +169,7 @@ def defaults(options: ZeroOptions) -> dict[Path, Any]:
     }
 
 
-def place(config: dict[str, Any], path: Path, value: Any) -> None:
+def place(config: dict[str, Any], path: Path, value: object) -> None:
     """Set the value at a path in nested dicts."""
     for key in path[:-1]:
         config = config.setdefault(key, {})

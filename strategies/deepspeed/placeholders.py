@@ -77,7 +77,7 @@ class DummyScheduler:
         self.warmup_num_steps = warmup_num_steps
         self._real: Any = None
 
-    def stand_for(self, scheduler: Any) -> None:
+    def stand_for(self, scheduler: object) -> None:
         """Forward all calls to a scheduler of the real optimizer."""
         self._real = scheduler
 
@@ -107,7 +107,7 @@ class DummyScheduler:
         self.real.load_state_dict(state)
 
 
-def refuse_schedule_of_dummy(scheduler: Any, origin: str) -> None:
+def refuse_schedule_of_dummy(scheduler: object, origin: str) -> None:
     """Raise a ConfigurationError for a real scheduler over a `DummyOptim`: it would change no learning rate."""
     if not isinstance(scheduler, DummyScheduler) and isinstance(getattr(scheduler, "optimizer", None), DummyOptim):
         raise ConfigurationError(

@@ -80,7 +80,7 @@ class ZeroState(FullState):
             self._shards is not None or any(is_partitioned(parameter) for parameter in self._parameters.values())
         )
 
-    def shards_of(self, tree: Any) -> Any:
+    def shards_of(self, tree: object) -> Any:
         return map_tensors(self._saved, tree)
 
     def _placeholder_for(self, shards: SavedShards) -> torch.Tensor:

@@ -36,7 +36,7 @@ class EngineStep(AutomaticStep):
             self._trained.check()
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+    def _skip_batches(self, skipped: list[int], group: Group, weights: object, total: object) -> Any:
         raise TaskError(
             f"{type(self.task).__name__}.training_step returned None on rank {self.parts.rank}, but DeepSpeed needs a "
             "backward on every rank to average gradients. Return a zero loss that is connected to the parameters, for "

@@ -369,7 +369,7 @@ class DeepSpeedEngine(ParallelEngine):
                     )
         return self._steps.get(optimizer, optimizer)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         if self.gradients.models:
             self.gradients.backward(loss, **kwargs)
         else:

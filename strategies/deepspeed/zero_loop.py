@@ -44,7 +44,7 @@ class ZeroGradients(Gradients):
         if not any(model is one for one in self._called):
             self._called.append(model)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """Run backward through the engine of the model that was called last."""
         retain = bool(kwargs.pop("retain_graph", False))
         if kwargs.get("scale_wrt_gas") is False:  # passed by transformers: the loss is already divided
@@ -119,7 +119,7 @@ class ZeroForward:
         self.zero = model
         self._gradients, self._dtype = gradients, dtype
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self._dtype is not None:
             args, kwargs = map_tensors(self._cast, (args, kwargs))
         if torch.is_grad_enabled() and self.zero.optimizer is not None:

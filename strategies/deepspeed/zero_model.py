@@ -192,7 +192,7 @@ class ZeroModel:
         self.shards = self.trained = self.optimizer = None
 
 
-def connect_schedule(schedule: Any, optimizer: Optimizer | None, plan: TrainingPlan, origin: str) -> None:
+def connect_schedule(schedule: object, optimizer: Optimizer | None, plan: TrainingPlan, origin: str) -> None:
     """Connect the `DummyScheduler` of a plan to the scheduler of the real optimizer."""
     for config in plan.lr_scheduler_configs:
         refuse_schedule_of_dummy(config.scheduler, origin)

@@ -115,14 +115,14 @@ def _units(given: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     return {"min_num_params": int(str(value))} if needed else {}
 
 
-def _reshard(given: str, value: Any) -> dict[str, Any]:
+def _reshard(given: str, value: object) -> dict[str, Any]:
     # With version 1 of FSDP this option held the sharding strategy.
     if str(getattr(value, "name", value)).upper().lstrip("_") in SHARDING_STRATEGIES:
         return {"sharding_strategy": value}
     return {"reshard_after_forward": _flag(given, value)}
 
 
-def _named_policy(given: str, value: Any) -> Any:
+def _named_policy(given: str, value: object) -> Any:
     if isinstance(value, Mapping):
         return mixed_precision_policy(MixedPrecision(**value))
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -135,7 +135,7 @@ def _named_policy(given: str, value: Any) -> Any:
     return value
 
 
-def _flag(name: str, value: Any) -> bool:
+def _flag(name: str, value: object) -> bool:
     flags = {"true": True, "1": True, "false": False, "0": False, "none": False}
     found = flags.get(str(value).lower())
     if found is None:
@@ -143,7 +143,7 @@ def _flag(name: str, value: Any) -> bool:
     return found
 
 
-def sharding_strategy_name(value: Any) -> str:
+def sharding_strategy_name(value: object) -> str:
     """Return the name of a sharding strategy, given as a name or as torch's `ShardingStrategy`."""
     name = str(getattr(value, "name", value)).upper().lstrip("_")
     if name not in SHARDING_STRATEGIES:
@@ -154,14 +154,14 @@ def sharding_strategy_name(value: Any) -> str:
     return name
 
 
-def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
+def one_of(name: str, value: object, known: tuple[str, ...]) -> str:
     """Return an argument's value after checking that it is known."""
     if value not in known:
         raise ConfigurationError(f"{name}={value!r} is unknown.{nearest(str(value), known)} Known: {', '.join(known)}.")
     return str(value)
 
 
-def recomputed_modules(own: Any, lightnings: Any) -> Any:
+def recomputed_modules(own: object, lightnings: object) -> Any:
     """Return the modules to recompute, from the two names of the argument."""
     if lightnings is not None and own not in (None, False):
         raise ConfigurationError(
@@ -170,7 +170,7 @@ def recomputed_modules(own: Any, lightnings: Any) -> Any:
     return lightnings if lightnings is not None else own if own is not None else False
 
 
-def offload_flag(value: Any) -> bool:
+def offload_flag(value: object) -> bool:
     """Return whether shards stay on the host. Accepts torch's `CPUOffload` and offload policies."""
     if isinstance(value, CPUOffload):
         return value.offload_params
@@ -188,7 +188,7 @@ def offload_flag(value: Any) -> bool:
     return value
 
 
-def mixed_precision_policy(value: Any) -> MixedPrecisionPolicy | None:
+def mixed_precision_policy(value: object) -> MixedPrecisionPolicy | None:
     """Return FSDP2's policy. Converts FSDP1's `MixedPrecision`."""
     if value is None or isinstance(value, MixedPrecisionPolicy):
         return value
@@ -207,11 +207,11 @@ def mixed_precision_policy(value: Any) -> MixedPrecisionPolicy | None:
 
 def check_arguments(
     sharding_strategy: str,
-    device_mesh: Any,
-    auto_wrap_policy: Any,
-    min_num_params: Any,
-    reshard_after_forward: Any,
-    forward_prefetch: Any,
+    device_mesh: object,
+    auto_wrap_policy: object,
+    min_num_params: object,
+    reshard_after_forward: object,
+    forward_prefetch: object,
 ) -> None:
     """Check the arguments of FSDPStrategy that depend on nothing else."""
     if device_mesh is not None and (

@@ -33,7 +33,7 @@ class OutsideSteps:
         groups = parameter_groups(self._root)
 
         # A function: a copy of the task would copy a bound method together with its object.
-        def gather_outside(module: nn.Module, _: Any) -> None:
+        def gather_outside(module: nn.Module, _: object) -> None:
             if state._is_root is not None:
                 for group in groups:
                     if group._sharded_state is not ShardedState.UNSHARDED:

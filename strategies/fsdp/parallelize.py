@@ -56,7 +56,7 @@ class ShardTraces(ModuleTraces):
                     table.pop(key, None)
 
 
-def _is_of_fsdp(hook: Any) -> bool:
+def _is_of_fsdp(hook: object) -> bool:
     for wrapper in ("hook", "func"):  # attributes of torch's hook wrappers and of partials
         hook = getattr(hook, wrapper, hook)
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
@@ -307,12 +307,12 @@ class ParallelModel:
         """Function that runs a training step: `call(name, *args)`."""
         return self._run_unsharded if self._outputs_split else self.root
 
-    def _run_unsharded(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_unsharded(self, *args: object, **kwargs: object) -> Any:
         """Run a forward, and unshard its output."""
         output = self.root(*args, **kwargs)
         return output if self._outputs_split is None else map_tensors(full_output, output)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, *args: object, **kwargs: object) -> Any:
         """Run a forward without a backward, and free the gathered parameters."""
         output = self._run_unsharded(*args, **kwargs)
         self.reshard()
@@ -323,7 +323,7 @@ class ParallelModel:
         for module in (*self._roots, *self._units) if self._is_sharded else ():
             module.reshard()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the forward of the model of a user-written loop. Collective."""
         return self._run_unsharded(*args, **kwargs) if torch.is_grad_enabled() else self.evaluate(*args, **kwargs)
 

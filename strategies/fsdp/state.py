@@ -43,7 +43,7 @@ class ShardedState(FullState):
     def saves_shards(self) -> bool:
         return self._writes_shards and self._model.is_wrapped
 
-    def shards_of(self, tree: Any) -> Any:
+    def shards_of(self, tree: object) -> Any:
         assert self._model.mesh is not None  # `saves_shards` is True
         return shard_tree(tree, self._model.mesh)
 

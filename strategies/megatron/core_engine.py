@@ -313,7 +313,7 @@ class CoreStep(AutomaticStep):
     def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return self._trained.gradients()
 
-    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+    def _skip_batches(self, skipped: list[int], group: Group, weights: object, total: object) -> Any:
         raise TaskError(f"{type(self.task).__name__}.training_step returned None. Return a loss for every micro-batch.")
 
 

@@ -198,7 +198,7 @@ def forward_through(gpt: nn.Module, model: nn.Module) -> Callable[..., Any]:
         shift_labels: torch.Tensor | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
         use_cache: bool | None = False,
-        **options: Any,
+        **options: object,
     ) -> Any:
         given = [name for name, value in options.items() if value is not None] + ["use_cache"] * bool(use_cache)
         if given:

@@ -128,7 +128,7 @@ class PipelineLoop:
         return torch.tensor(mean, device=self.pipeline.links.device).requires_grad_()
 
 
-def loss_of_output(output: Any, name: str) -> torch.Tensor:
+def loss_of_output(output: object, name: str) -> torch.Tensor:
     """Return the loss in a model's output.
 
     Raises:

@@ -347,7 +347,7 @@ class Pipeline:
         self._caches.merge(caches)
         return self._with_cache(outputs[-1], cache)
 
-    def _with_cache(self, output: Any, cache: object) -> Any:
+    def _with_cache(self, output: object, cache: object) -> Any:
         """Return the output of the last stage on every rank, with this rank's cache. Collective."""
         if isinstance(output, dict) and "past_key_values" in output:
             output["past_key_values"] = None  # is not sent
@@ -438,7 +438,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _with_carry(carry: torch.Tensor | None, output: Any) -> Any:
+def _with_carry(carry: torch.Tensor | None, output: object) -> Any:
     """Return the output of a skipped layer with its first tensor replaced by the one that the previous rank sent."""
     return type(output)([carry, *output[1:]]) if isinstance(output, (tuple, list)) and output else carry
 

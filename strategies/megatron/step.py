@@ -182,7 +182,7 @@ def target_counter(model: nn.Module) -> Callable[[Any], torch.Tensor | None] | N
     return None if shifts is None else partial(count_targets, shifts=shifts)
 
 
-def divide(batch: Any, num: int, count: Callable[[Any], Any] | None = None) -> list[tuple[Any, float, float]]:
+def divide(batch: object, num: int, count: Callable[[Any], Any] | None = None) -> list[tuple[Any, float, float]]:
     """Divide a batch into up to `num` parts along the first dimension of its tensors.
 
     Each part has the full tensors of other lengths.

@@ -80,7 +80,7 @@ class OffloadStep(AutomaticStep):
             self._last_of_group = group.first_idx + len(group.batches) - 1
         return super().forward_backward(group)
 
-    def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
+    def _run_batch(self, batch: object, idx: int, weight: object, num: int) -> tuple[Any, torch.Tensor | None]:
         stream = self._stream
         if stream is None:
             return super()._run_batch(batch, idx, weight, num)
@@ -94,7 +94,7 @@ class OffloadStep(AutomaticStep):
                 stream.wait()  # hooks may read gradients, and the next micro-batch accumulates them
         return found
 
-    def _run_training_step(self, stream: WeightStream, own: Callable[..., Any], batch: Any, idx: int) -> Any:
+    def _run_training_step(self, stream: WeightStream, own: Callable[..., Any], batch: object, idx: int) -> Any:
         if self._rewritten:  # hooks of the batch may have written weights
             stream.weights_changed()
         stream.begin()
@@ -138,7 +138,7 @@ class OffloadStep(AutomaticStep):
             self._is_early = True
         return norm
 
-    def _step_in_portions(self, epoch: int, idx: int, optimizer: Any, closure: Any) -> None:
+    def _step_in_portions(self, epoch: int, idx: int, optimizer: Any, closure: object) -> None:
         """Step unit by unit, each when its gradients are on the host, with only its state in memory.
 
         During the step of a unit, the gradients and states of the next units are read, and the new weights of previous
@@ -180,7 +180,7 @@ class OffloadStep(AutomaticStep):
         if self._stream is not None:
             self._stream.wait_for_gradients()
 
-    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+    def _skip_batches(self, skipped: list[int], group: Group, weights: object, total: object) -> Any:
         self._wait_for_gradients()
         return super()._skip_batches(skipped, group, weights, total)
 
@@ -194,7 +194,9 @@ class OffloadStep(AutomaticStep):
 
     # Evaluation
 
-    def evaluate(self, name: str | Callable[..., Any], batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
+    def evaluate(
+        self, name: str | Callable[..., Any], batch: object, idx: int, dataloader_idx: int | None = None
+    ) -> Any:
         if self._stream is None:
             return super().evaluate(name, batch, idx, dataloader_idx)
         if idx == 0:

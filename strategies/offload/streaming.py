@@ -208,7 +208,7 @@ class Unit:
             self.in_backward = True
             self._expected = len(self._hooks)
 
-    def expect_inputs(self, inputs: Any) -> None:
+    def expect_inputs(self, inputs: object) -> None:
         """Record the inputs of a call. Its backward ends with their gradients."""
         tensors = _differentiable(inputs)
         self._calls.append([(tensor, tensor.register_hook(self._input_done)) for tensor in tensors])
@@ -280,7 +280,7 @@ class Unit:
             hook.remove()
 
 
-def _differentiable(values: Any) -> list[Any]:
+def _differentiable(values: object) -> list[Any]:
     """Return the tensors in nested values that require gradients."""
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
@@ -379,7 +379,7 @@ class WeightStream:
             model.register_forward_hook(self._after_model, always_call=True),
         ]
 
-    def _before_model(self, module: nn.Module, args: Any) -> None:
+    def _before_model(self, module: nn.Module, args: object) -> None:
         if self.root.in_backward:
             if torch._C._current_graph_task_id() != -1:  # a forward within the backward, as in `_before`
                 return
@@ -387,7 +387,7 @@ class WeightStream:
         self.weights_changed()  # maybe, since the last forward
         self.begin()
 
-    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_model(self, module: nn.Module, args: object, output: object) -> None:
         if self.root.in_backward:
             return
         tensors = iterate_tensors(output) if torch.is_grad_enabled() else ()
@@ -426,7 +426,7 @@ class WeightStream:
         for unit in self.all_units:
             unit.close()
 
-    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, unit: Unit, module: nn.Module, args: object, kwargs: object) -> None:
         unit.move_to_device()
         if unit.in_backward:  # recomputation of activation checkpointing
             return
@@ -434,7 +434,7 @@ class WeightStream:
             unit.expect_inputs((args, kwargs))
         self._prefetcher.follow(unit.number)
 
-    def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, unit: Unit, module: nn.Module, args: object, output: object) -> None:
         if unit.in_backward:
             return
         outputs = _differentiable(output) if torch.is_grad_enabled() else []

@@ -207,7 +207,7 @@ class OffloadEngine(Engine):
                 self._streams.add(stream)
         return list(models)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         try:
             super().backward(loss, **kwargs)
         except BaseException:

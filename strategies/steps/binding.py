@@ -77,10 +77,10 @@ class ScaledOptimizer:
         return type(self.optimizer)
 
     @__class__.setter
-    def __class__(self, value: Any) -> None:
+    def __class__(self, value: object) -> None:
         raise AttributeError("the class of a wrapped optimizer is the optimizer's")
 
-    def step(self, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **own: object) -> Any:
         """Step unless a gradient is not finite. Return the closure's loss."""
         self._scaler.step(self.optimizer, **own)
         return None if closure is None else closure()
@@ -89,7 +89,7 @@ class ScaledOptimizer:
         return getattr(self.optimizer, name)
 
 
-def outputs_of(output: Any) -> dict[str, Any]:
+def outputs_of(output: object) -> dict[str, Any]:
     """Return the `outputs` of `on_train_batch_end`, which keep neither the graph nor buffers of the step alive.
 
     Args:
@@ -123,6 +123,6 @@ class StepModule(nn.Module):
         super().__init__()
         self.task = task
 
-    def forward(self, step: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, step: str | Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Run a step by its name, for example `"training_step"`, or a function."""
         return (getattr(self.task, step) if isinstance(step, str) else step)(*args, **kwargs)

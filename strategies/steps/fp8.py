@@ -227,7 +227,7 @@ def is_converted(module: nn.Module) -> bool:
     return any(kind.__module__.startswith("torchao.float8") for kind in type(module).__mro__)
 
 
-def convert_layer(layer: nn.Linear, config: Any) -> Callable[[], None]:
+def convert_layer(layer: nn.Linear, config: object) -> Callable[[], None]:
     """Convert one layer in place. It remains the same object with the same parameters and hooks.
 
     Returns:
@@ -297,7 +297,7 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
 
 
 def convert_model_to_fp8_ao(
-    model: nn.Module, config: Any = None, module_filter_func: ModuleFilter | None = None
+    model: nn.Module, config: object = None, module_filter_func: ModuleFilter | None = None
 ) -> None:
     """Convert linear layers of a model in place, for loops without an Accelerator. The conversion is permanent.
 

@@ -191,7 +191,7 @@ def _engine_layer(layer: nn.Module, *, linear: bool = True, norms: bool = True) 
     return new
 
 
-def _torch_layer(layer: Any, *, linear: bool = True, norms: bool = True) -> Any:
+def _torch_layer(layer: object, *, linear: bool = True, norms: bool = True) -> Any:
     """Return torch's layer for a layer of transformer_engine, or None if there is none."""
     te: Any = _load(".pytorch")
     if isinstance(layer, te.Linear) and linear:

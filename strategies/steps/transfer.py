@@ -38,7 +38,7 @@ def move_task(task: TaskModule, device: torch.device) -> None:
 
 def make_transfer(
     task: TaskModule,
-    datamodule: Any,
+    datamodule: object,
     device: torch.device,
     precision: Precision,
     placed: Callable[[Any], Any] | None = None,
@@ -68,7 +68,7 @@ def make_transfer(
             return lambda batch, dataloader_idx=0: placed(plain(batch))
         return lambda batch, dataloader_idx=0: plain(batch)
 
-    def hooked(batch: Any, dataloader_idx: int = 0) -> Any:
+    def hooked(batch: object, dataloader_idx: int = 0) -> Any:
         if before is not None:
             batch = before(batch, dataloader_idx)
         batch = plain(batch) if transfer is None else transfer(batch, device, dataloader_idx)

@@ -198,7 +198,7 @@ class TorchFTStep(AutomaticStep):
         self._weight = float(self.parts.ranks.sum(counts.sum()))
         return super()._weigh_items(group)
 
-    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+    def _skip_batches(self, skipped: list[int], group: Group, weights: object, total: object) -> Any:
         raise without_loss(type(self.task).__name__, self._replica.number)
 
 

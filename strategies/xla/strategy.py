@@ -155,7 +155,7 @@ class XLAEngine(ParallelEngine):
     def make_step(self, parts: StepParts) -> Step:
         return super().make_step(replace(parts, placed=self._placed, finish=self._finish))
 
-    def _placed(self, batch: Any) -> Any:
+    def _placed(self, batch: object) -> Any:
         """Record the shapes of a batch on the device, and divide it over the devices of this machine."""
         self._shapes.append({name: tuple(x.shape) for name, x in named_leaves(batch) if isinstance(x, torch.Tensor)})
         if self.strategy.spmd is not None:
@@ -210,7 +210,7 @@ class XLAEngine(ParallelEngine):
     def batch_mover(self) -> Callable[[Any], Any] | None:
         return self._move
 
-    def _move(self, batch: Any) -> Any:
+    def _move(self, batch: object) -> Any:
         if not any(model.training for model in self._models):  # evaluation steps do not end with an optimizer step
             self.library.sync()
         moved = self._placed(move(batch, self.device))

@@ -47,7 +47,7 @@ class StepCalls:
             undo.enter_context(_attribute(run.trainer, "all_gather", partial(self._run, run.all_gather)))
             yield
 
-    def _run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _run(self, call: Callable[..., Any], *args: object, **options: object) -> Any:
         if self._is_nested:
             return call(*args, **options)
         self.can_repeat = self.can_repeat and not torch.is_grad_enabled()

@@ -740,7 +740,7 @@ class Accelerator:
             return nullcontext()
         return self.engine.sequences.in_place(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
-    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
+    def deepspeed_ulysses_dl_adapter(self, dl: object, model: nn.Module) -> Any:
         """Return the loader as it is: `maybe_context_parallel` splits batches."""
         del model
         return dl

@@ -123,7 +123,7 @@ class Place(_Position):
         """Return the position without references to micro-batches, which belong to the loop of this process."""
         return None, {each.name: getattr(self, each.name) for each in fields(self)} | {"received": []}
 
-    def receive(self, batch: Any) -> None:
+    def receive(self, batch: object) -> None:
         """Record that the loop receives a micro-batch, whose position is the current one."""
         tensor = next(map(weakref.ref, iterate_tensors(batch)), None)
         if self.fetched_ahead or len(self.received) == _MOST_RECEIVED:

@@ -44,7 +44,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
                 super().log(level, msg, *args, **kwargs)
             state.wait_for_everyone()
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Return the message and the arguments as they are."""
         return msg, kwargs
 

@@ -295,7 +295,7 @@ class LoopTrackers:
             raise ConfigurationError(f"accelerator.{method}(…, step={step!r}): expected a whole number or None.")
         self.each(method, values, step, options=options)
 
-    def each(self, method: str, *args: Any, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def each(self, method: str, *args: object, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Call a method of each tracker that has it.
 
         Raises:

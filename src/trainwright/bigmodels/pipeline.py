@@ -93,11 +93,11 @@ def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return int(sizes.pop())
 
 
-def _has_batch(value: Any) -> bool:
+def _has_batch(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _resized(values: Any, size: int) -> Any:
+def _resized(values: object, size: int) -> Any:
     """Truncate tensors to `size` samples, or pad them with their last one."""
 
     def resize(value: Any) -> Any:
@@ -178,7 +178,7 @@ class _Pipeline:
         self.stage = _Stage(traced.split_gm, self.rank, self.device)
 
     @torch.no_grad()
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run a batch through all stages. Collective."""
         size = self._broadcast_size(args, kwargs)
         num_chunks = math.ceil(size / self.chunk_size)
@@ -261,12 +261,12 @@ class _Pipeline:
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 
 
-def _header(leaf: Any) -> tuple[Any, ...]:
+def _header(leaf: object) -> tuple[Any, ...]:
     """Return a tensor's shape and dtype, with which other processes receive it, or the leaf if it is not a tensor."""
     return (True, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (False, leaf)
 
 
-def _signature(value: Any) -> str:
+def _signature(value: object) -> str:
     """Return the properties of an argument that a traced graph depends on: dtype and shape, or the value."""
     if isinstance(value, torch.Tensor):
         shape = ", ".join(["batch", *map(str, value.shape[1:])]) if value.dim() else ""
@@ -381,7 +381,7 @@ def _recorded_result(model: nn.Module) -> Iterator[list[Any]]:
     own, forward = model.__dict__.get("forward"), model.forward
     found: list[Any] = []
 
-    def record(*args: Any, **kwargs: Any) -> Any:
+    def record(*args: object, **kwargs: object) -> Any:
         result = forward(*args, **kwargs)
         found.append(result)
         return result

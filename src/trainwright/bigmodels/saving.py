@@ -201,7 +201,7 @@ def _to_bytes(max_shard_size: int | str) -> int:
         ) from error
 
 
-def _nearest_size(size: Any) -> int | str:
+def _nearest_size(size: object) -> int | str:
     """Return a valid size that is similar to an invalid one."""
     if isinstance(size, float) and 1 <= size < 2**63:
         return int(size)

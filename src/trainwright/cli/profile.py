@@ -47,12 +47,12 @@ class _Gather(Callback):
         self.ranks: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
 
-    def on_train_step_end(self, trainer: Any, task: Any, result: StepResult) -> None:
+    def on_train_step_end(self, trainer: object, task: object, result: StepResult) -> None:
         """Keep the loss."""
         if result.loss is not None:
             self.losses.append(result.loss)
 
-    def on_train_end(self, trainer: Any, task: Any) -> None:
+    def on_train_end(self, trainer: Any, task: object) -> None:
         """Collective."""
         self.ranks = trainer.run.engine.processes.gather_object(trainer.profiler.result())
         loader, optimizers = trainer.train_dataloader, list(trainer.optimizers)

@@ -32,7 +32,7 @@ class TrialError(TrainwrightError):
     """A trial run that failed. The message is the last line of its error."""
 
 
-def _turned_on(value: Any) -> Any:
+def _turned_on(value: object) -> Any:
     return None if value else True
 
 
@@ -186,7 +186,7 @@ def arguments(config: Mapping[str, Any], remedy: Remedy) -> dict[str, Any]:
     }
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each dotted key and value of nested mappings."""
     for key, value in node.items() if isinstance(node, dict) else ():
         yield f"{prefix}{key}", value

@@ -214,7 +214,7 @@ class _KeptPart(ByShardMethod):
     def state_dict(self) -> Any:
         return self.dataset.state_dict()
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: object) -> None:
         self.dataset.load_state_dict(state)
 
 

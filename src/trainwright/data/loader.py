@@ -100,7 +100,7 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
     return PreparedIterable(loader, options)
 
 
-def _check_split(loader: Any, options: LoaderOptions) -> LoaderOptions:
+def _check_split(loader: object, options: LoaderOptions) -> LoaderOptions:
     """Return the options for dividing each batch. An incomplete last batch is dropped as a whole with `drop_last`.
 
     Raises:

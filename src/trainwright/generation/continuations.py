@@ -129,7 +129,7 @@ def _of_transformers(model: nn.Module) -> Any:
     return None
 
 
-def _check_length(library: Any, length: int) -> None:
+def _check_length(library: object, length: int) -> None:
     context = getattr(getattr(library, "config", None), "max_position_embeddings", None)
     if isinstance(context, int) and length > context:
         raise ConfigurationError(
@@ -138,7 +138,7 @@ def _check_length(library: Any, length: int) -> None:
         )
 
 
-def _check_tokens(library: Any, prompts: list[Tensor]) -> None:
+def _check_tokens(library: object, prompts: list[Tensor]) -> None:
     config = getattr(library, "config", None)
     size = None if config is None else config.to_dict().get("vocab_size")
     largest = max(int(prompt.max()) for prompt in prompts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +64,7 @@ class StopWords:
         if not all(self.words):
             raise ConfigurationError("stop_words has an empty sequence. Remove it.")
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: object) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
         """Return whether each row of (batch, length) ended; rows of beams repeat."""
         begin = self.begins[0]
         return torch.tensor([self.ends(row, begin) for row in input_ids], device=input_ids.device)

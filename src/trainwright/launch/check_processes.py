@@ -135,7 +135,7 @@ class Check:
         self._store = accelerator.state.processes.own_store("check")
         self._num_exchanges = 0
 
-    def exchange(self, value: Any, key: str = "") -> list[Any]:
+    def exchange(self, value: object, key: str = "") -> list[Any]:
         """Return the JSON `value` of every rank, by rank. Collective, through the store, whatever tensors do."""
         if self._store is None:
             return [value]

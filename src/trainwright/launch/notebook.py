@@ -134,7 +134,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     return _launch(function, args, config, num_processes, None)
 
 
-def _config(**values: Any) -> LaunchConfig:
+def _config(**values: object) -> LaunchConfig:
     """Return the options, checked."""
     options = known_options()
     config = LaunchConfig(**{name: options[name].parse(value, "the launcher") for name, value in values.items()})

@@ -169,7 +169,7 @@ def gather(tensor: object) -> Any:
     return recursively_apply(gather_one, tensor)
 
 
-def gather_object(object: Any) -> Any:
+def gather_object(object: object) -> Any:
     """Return the concatenated lists of all processes, in the order of the processes. Collective. Uses pickle and the
     host: for small objects.
 
@@ -242,7 +242,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Return nested tensors, each the mean or sum over all processes. Collective; the arguments are not changed. With
     several processes gradients do not flow through it.
 
@@ -279,7 +279,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     return recursively_apply(reduce_one, tensor)
 
 
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Return nested tensors, each padded to the longest of all processes along one dimension. Collective. Sizes are
     exchanged on the host, once for the structure.
 

@@ -172,7 +172,7 @@ class PartialState:
         self.joined().barrier()
 
     @contextlib.contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: object, apply_padding: bool = False) -> Iterator[Any]:
         """Give each process its share of `inputs`, in order; if it is not divisible, the first ones get one more. Not
         collective; every process passes the same inputs. Three over two processes are two and one; with fewer inputs
         than processes, the last ones get empty shares. A single process gets all inputs, unchanged.

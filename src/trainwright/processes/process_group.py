@@ -178,7 +178,7 @@ class AbsentOthers(Processes):
     def __init__(self, real: Processes) -> None:
         super().__init__(real.topology)
 
-    def gather_object(self, value: Any) -> list[Any]:
+    def gather_object(self, value: object) -> list[Any]:
         return [value] * self.world_size
 
     def gather_integers(self, values: list[int]) -> list[list[int]]:

@@ -11,7 +11,7 @@ import torch
 from trainwright.core.errors import ConfigurationError
 
 
-def share_of(inputs: Any, rank: int, num_processes: int, *, pad: bool = False) -> Any:
+def share_of(inputs: object, rank: int, num_processes: int, *, pad: bool = False) -> Any:
     """Return the share of `inputs` of one process: consecutive samples, one more for the first processes."""
     length = _length(inputs, "inputs")
     if num_processes == 1:
@@ -24,7 +24,7 @@ def share_of(inputs: Any, rank: int, num_processes: int, *, pad: bool = False) -
     return _cut(inputs, start, stop, [last] * missing)
 
 
-def _length(inputs: Any, name: str) -> int:
+def _length(inputs: object, name: str) -> int:
     """Return the common length of the values in `inputs`."""
     if isinstance(inputs, Mapping):
         lengths = {key: _length(value, f"{name}[{key!r}]") for key, value in inputs.items()}

@@ -26,7 +26,7 @@ from trainwright.strategies.steps.fp8 import MULTIPLE, is_converted
 from trainwright.strategies.units import hook_keys
 
 
-def check_tp_size(tp: Any) -> int:
+def check_tp_size(tp: object) -> int:
     """Return `tp` after checking it."""
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise ConfigurationError(f"tp={tp!r}: use the number of ranks that split layers, such as 2.")
@@ -203,7 +203,7 @@ def starred(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _style(entry: Any, module: nn.Module, pattern: str) -> ParallelStyle:
+def _style(entry: object, module: nn.Module, pattern: str) -> ParallelStyle:
     if isinstance(entry, ParallelStyle):
         if is_conv1d(module) and isinstance(entry, (ColwiseParallel, RowwiseParallel)):
             raise ConfigurationError(

@@ -197,7 +197,7 @@ class AcceleratedLoader(SkippableLoader):
             return found
         return batch_size(batch) if next(iterate_tensors(batch), None) is not None else None
 
-    def trim_rows(self, tree: Any) -> Any:
+    def trim_rows(self, tree: object) -> Any:
         """Return results for the present micro-batch without the rows by which they exceed its samples.
 
         Only tensors and lists with one row for each sample of a full batch are trimmed, as `loss.repeat(batch_size)`.
@@ -255,7 +255,7 @@ class AcceleratedLoader(SkippableLoader):
         return getattr(self.prepared.raw, name)
 
 
-def _generator_of(loader: Any) -> torch.Generator | None:
+def _generator_of(loader: object) -> torch.Generator | None:
     """Return the generator of a user's loader, or of its sampler or data set."""
     parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
     found = (getattr(part, "generator", None) for part in parts)

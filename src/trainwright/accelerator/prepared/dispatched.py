@@ -215,7 +215,7 @@ def slice_batch(
     del process_index, num_processes
     rows = batch_size(batch)
 
-    def visit(part: Any) -> Any:
+    def visit(part: object) -> Any:
         if isinstance(part, torch.Tensor):
             return part[tensor_slice] if part.dim() else part
         if isinstance(part, (list, tuple)) and len(part) == rows and not any(map(_is_nested, part)):

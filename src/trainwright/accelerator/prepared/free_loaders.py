@@ -242,7 +242,7 @@ class DataLoaderDispatcher(_Loader):
             yield Round(shares, (rows, upcoming is None))
             batch = upcoming
 
-    def _slice(self, batch: Any, start: int, stop: int, place: int) -> Any:
+    def _slice(self, batch: object, start: int, stop: int, place: int) -> Any:
         return self.slice_fn(batch, slice(start, stop), process_index=place, num_processes=self._world)
 
 
@@ -335,7 +335,7 @@ def prepare_data_loader(
 
 
 def _batching(
-    loader: DataLoader[Any], batches: Any, size: int | None, *, is_iterable: bool, in_sampler: bool
+    loader: DataLoader[Any], batches: object, size: int | None, *, is_iterable: bool, in_sampler: bool
 ) -> dict[str, Any]:
     """Return the arguments of a DataLoader that say which batches it reads."""
     if is_iterable:
@@ -359,7 +359,7 @@ def _has_hub_shards(dataset: object, world: int) -> bool:
     return type(dataset).__module__.startswith("datasets.") and getattr(dataset, "n_shards", 0) >= world
 
 
-def _generator_of(sampler: Any) -> torch.Generator | None:
+def _generator_of(sampler: object) -> torch.Generator | None:
     """Return the generator of a sampler, which gets a seeded one if it has none."""
     if not hasattr(sampler, "generator"):
         return None

@@ -245,7 +245,7 @@ class PreparedObjects:
         owner = own.owner_of_attributes(model, engine)
         return AcceleratedModel(model, engine, call, self._make_context, own.explain_error, own.no_sync, owner)
 
-    def engine_of(self, model: Any) -> Any:
+    def engine_of(self, model: object) -> Any:
         """Return what the engine made of a model, which may be the one that was prepared or what it became.
 
         Of a prepared optimizer it is the user's.

@@ -255,7 +255,7 @@ class AlignDevicesHook(ModelHook):
             load_spans(self._spans.values())
         return copies.copy_in(weights)
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Load the weights, and move the inputs to the execution device."""
         if self.io_same_device:
             devices = self._input_devices.setdefault(threading.get_ident(), [])
@@ -267,7 +267,7 @@ class AlignDevicesHook(ModelHook):
         moved = move_inputs(args, self.execution_device, self.skip_keys)
         return moved, move_inputs(kwargs, self.execution_device, self.skip_keys) if kwargs else kwargs
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: object) -> Any:
         """Unload the weights, and move the output to the device of the input."""
         if self.offload:
             self.unload()

@@ -39,11 +39,11 @@ class ModelHook:
         """Prepare the module when the hook is added. Return it, or a replacement."""
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the forward, given those of the call."""
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: object) -> Any:
         """Return the result of the call, given the output of the forward."""
         return output
 
@@ -80,13 +80,13 @@ class SequentialHook(ModelHook):
             module = hook.init_hook(module)
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pass the arguments through each hook."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: object) -> Any:
         """Pass the output through each hook; after an error only through hooks with `runs_after_failure`."""
         failed = output is None and sys.exc_info()[1] is not None
         for hook in self.hooks:
@@ -122,10 +122,10 @@ class _Calls:
             torch.set_grad_enabled(False)
         return changed
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
         return self.hook.post_forward(module, output)
 
-    def restore_grad_mode(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def restore_grad_mode(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if modes := self._grad_modes.get(threading.get_ident()):
             torch.set_grad_enabled(modes.pop())
 
@@ -264,7 +264,7 @@ class CpuOffload(ModelHook):
         """Move the model to the CPU. Blocks."""
         return _moved(module, torch.device("cpu"))
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Offload the previous model, and move this one and its arguments to the device."""
         if self.prev_module_hook is not None and self.prev_module_hook.offload():
             clear_device_cache()
@@ -323,12 +323,12 @@ class LayerwiseCastingHook(ModelHook):
         """Convert the weights to the storage dtype."""
         return _cast(module, self.storage_dtype, self.non_blocking)
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Convert the weights to the compute dtype."""
         _cast(module, self.compute_dtype, self.non_blocking)
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: object) -> Any:
         """Convert the weights back to the storage dtype."""
         _cast(module, self.storage_dtype, self.non_blocking)
         return output

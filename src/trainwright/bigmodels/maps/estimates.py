@@ -157,7 +157,7 @@ class _GroupedProduct(torch.autograd.Function):
 class FakeGroupedProducts(TorchFunctionMode):
     """Let `torch._grouped_mm` accept fake tensors of any dtype; torch 2.13 accepts only bfloat16 on the CPU."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call `func`, or its replacement."""
         if func is getattr(torch, "_grouped_mm", None) and len(args) == 2 and args[0].dim() == 2:
             return _GroupedProduct.apply(*args)  # type: ignore[no-untyped-call]  # torch has no types here

@@ -199,7 +199,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     return sizes[""], get_max_layer_size(list(model.named_children()), sizes, list(no_split or ()))
 
 
-def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
     """Return the names of shared parameters, sorted: one list per parameter object.
 
     `kwargs` are part of Accelerate's signature and must be empty.

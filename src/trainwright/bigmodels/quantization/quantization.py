@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -137,7 +137,7 @@ class TorchaoQuantizationConfig:
 QuantizationConfig = BnbQuantizationConfig | TorchaoQuantizationConfig
 
 
-def _to_dtype(argument: str, dtype: Any) -> torch.dtype:
+def _to_dtype(argument: str, dtype: object) -> torch.dtype:
     found = _COMPUTE_DTYPES.get(dtype, getattr(torch, dtype, None)) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigurationError(

@@ -67,7 +67,7 @@ def default_device() -> torch.device:
     return torch.device("cpu") if accelerator is None else to_device(accelerator)
 
 
-def move_inputs(values: Any, device: torch.device, skip_keys: Collection[str] = ()) -> Any:
+def move_inputs(values: object, device: torch.device, skip_keys: Collection[str] = ()) -> Any:
     """Return `values` with their tensors on `device`, or the same object if they are on it already.
 
     Values of `skip_keys`, at every depth, are not moved. Blocks if a tensor is copied to the host.
@@ -89,7 +89,7 @@ def _move_but(values: Any, device: torch.device, skip_keys: Collection[str]) -> 
     return tree.move(values, device)
 
 
-def _has_foreign(values: Any, device: torch.device, skip_keys: Collection[str]) -> bool:
+def _has_foreign(values: object, device: torch.device, skip_keys: Collection[str]) -> bool:
     """Return whether a tensor in `values` is on another device. True for objects with a `to` method."""
     if isinstance(values, torch.Tensor):
         return values.device != device
@@ -111,7 +111,7 @@ def _has_foreign(values: Any, device: torch.device, skip_keys: Collection[str]) 
     return callable(getattr(values, "to", None)) or dataclasses.is_dataclass(values)
 
 
-def find_device(values: Any) -> torch.device | None:
+def find_device(values: object) -> torch.device | None:
     """Return the device of the first tensor in `values`, or None without tensors."""
     first = next(tree.iterate_tensors(values), None)
     return None if first is None else first.device

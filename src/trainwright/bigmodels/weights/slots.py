@@ -31,7 +31,7 @@ _ALLOWED = frozenset(
 
 
 def _call_checked(
-    function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     """Call a torch function on placeholders; its results are placeholders too. Raise if an argument has values."""
     kwargs = kwargs or {}
@@ -68,7 +68,7 @@ class OffloadedTensor(torch.Tensor):
                 memo[id(self)] = _marked(self.as_subclass(torch.Tensor).clone(), [self])
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Pickle as an ordinary meta tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             plain: Any = self.as_subclass(torch.Tensor)
@@ -98,13 +98,13 @@ _GUARDED: dict[type, type] = {nn.Parameter: OffloadedParameter, torch.Tensor: Of
 _PLAIN: dict[type, type] = {guarded: plain for plain, guarded in _GUARDED.items()}
 
 
-def _has_values(value: Any) -> bool:
+def _has_values(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_has_values, value))
     return isinstance(value, torch.Tensor) and not value.is_meta and value.dim() > 0
 
 
-def _marked(value: Any, args: Iterable[Any]) -> Any:
+def _marked(value: object, args: Iterable[Any]) -> Any:
     if type(value) is torch.Tensor and value.is_meta:
         value = value.as_subclass(OffloadedTensor)
         value.__dict__[_NAME] = _name(args)
@@ -184,7 +184,7 @@ class Slot:
         owner = module.get_submodule(self.path) if self.path else module
         return owner._buffers if self.is_buffer else owner._parameters
 
-    def replaced(self, module: nn.Module, value: torch.Tensor, span: Any) -> Slot:
+    def replaced(self, module: nn.Module, value: torch.Tensor, span: object) -> Slot:
         """Return the slot for another value, whose placeholder is in the module already.
 
         `span` is the location of the value in a file. None: the value is in memory, and is restored there.

@@ -20,7 +20,7 @@ MAX_JSON_BYTES = 128 * 2**20
 MAX_JSON_VALUES = 4_000_000
 
 
-def dump_json(value: Any, *, indent: int | None = None) -> str:
+def dump_json(value: object, *, indent: int | None = None) -> str:
     """Return `value` as JSON text. NaN and infinities, which JSON lacks, raise ValueError."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
 

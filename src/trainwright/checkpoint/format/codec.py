@@ -78,7 +78,7 @@ class Stores:
 
 
 def encode(
-    tree: Any, root: str = "", *, shards: dict[str, TensorShards] | None = None
+    tree: object, root: str = "", *, shards: dict[str, TensorShards] | None = None
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Split a state tree into a JSON value and its tensors.
 
@@ -102,7 +102,7 @@ def encode(
     return encoder.value(tree, root, 0), encoder.tensors
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor], shards: FindShards | None = None) -> Any:
+def decode(value: object, tensors: Mapping[str, torch.Tensor], shards: FindShards | None = None) -> Any:
     """Rebuild the tree that `encode` split.
 
     Its tensors are the objects in `tensors`.
@@ -183,7 +183,7 @@ class _Encoder:
             node["factory"] = None if factory is None else _FACTORY_NAMES[factory]
         return node
 
-    def _hashable(self, key: Any, path: str, depth: int) -> Any:
+    def _hashable(self, key: object, path: str, depth: int) -> Any:
         if isinstance(key, torch.Tensor):
             raise CheckpointError(f"{path or 'the state'} has a tensor as a key or set member. Use plain values.")
         return self.value(key, _join(path, key), depth)
@@ -232,7 +232,7 @@ class _Encoder:
             return node
         raise self._refused(value, path)
 
-    def _refused(self, value: Any, path: str) -> CheckpointError:
+    def _refused(self, value: object, path: str) -> CheckpointError:
         kind = type(value)
         return CheckpointError(
             f"{path or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it is "
@@ -288,7 +288,7 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {
 _CONTAINERS = frozenset({list, tuple, dict, set, frozenset, Counter, OrderedDict, defaultdict})
 
 
-def _decode(value: Any, stores: Stores) -> Any:
+def _decode(value: object, stores: Stores) -> Any:
     if isinstance(value, list):
         return [_decode(item, stores) for item in value]
     if not isinstance(value, dict):
@@ -324,7 +324,7 @@ def _decode_shards(node: Any, stores: Stores) -> torch.Tensor:
     return stores.shards(str(node["v"]), tuple(shape), str(node["dtype"]))
 
 
-def _array_dtype(name: Any, kinds: str) -> np.dtype[Any]:
+def _array_dtype(name: object, kinds: str) -> np.dtype[Any]:
     if not isinstance(name, str) or not _ARRAY_DTYPE.fullmatch(name):  # np.dtype also parses structured types
         raise ValueError(f"{name!r} is not a dtype of an array")
     dtype = np.dtype(name)
@@ -413,7 +413,7 @@ _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
 
 
 def plan_tree(
-    stem: str, tree: Any, *, root: str = "", shards: dict[str, TensorShards] | None = None
+    stem: str, tree: object, *, root: str = "", shards: dict[str, TensorShards] | None = None
 ) -> list[PlannedFile]:
     """Encode `tree` as `stem.json` and, if it holds tensors, `stem.safetensors`; other arguments as in `encode`.
 
@@ -423,7 +423,7 @@ def plan_tree(
     return plan_pair(stem, value, tensors)
 
 
-def plan_pair(stem: str, value: Any, tensors: Mapping[str, torch.Tensor]) -> list[PlannedFile]:
+def plan_pair(stem: str, value: object, tensors: Mapping[str, torch.Tensor]) -> list[PlannedFile]:
     """Plan `stem.json` with a JSON value and, if there are tensors, `stem.safetensors`."""
     text = check_json_size(dump_json(value).encode() + b"\n", f"{stem}.json")
     files = [PlannedFile(f"{stem}.json", text)]

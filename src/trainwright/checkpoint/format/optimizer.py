@@ -150,7 +150,7 @@ class _Kept:
     value: Any
 
 
-def _kept(value: Any, dtype: torch.dtype | None, device: torch.device, key: Any = None) -> Any:
+def _kept(value: Any, dtype: torch.dtype | None, device: torch.device, key: object = None) -> Any:
     """Wrap in `_Kept` every value of a state that torch would cast, or convert from another iterable.
 
     `dtype` is the parameter's dtype when it was saved. None: all its states have that dtype.
@@ -178,7 +178,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _own_copy(values: Any, device: torch.device) -> Any:
+def _own_copy(values: object, device: torch.device) -> Any:
     # Tensors on another device are copied when they are moved. Scalars such as `step` may stay on the CPU.
     return map_tensors(lambda value: value.clone() if value.device == device or value.numel() <= 1 else value, values)
 

@@ -50,7 +50,7 @@ def flatten_quantized(tensor: torch.Tensor) -> Any:
     return flat
 
 
-def is_flat(value: Any) -> bool:
+def is_flat(value: object) -> bool:
     """Return whether a value is a quantized state that `flatten_quantized` converted."""
     return type(value) is dict and value.get(KIND) in list(_MODULES)
 

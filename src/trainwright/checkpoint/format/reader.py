@@ -246,7 +246,7 @@ def _is(kind: type) -> Check:
     return lambda value: isinstance(value, kind)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < _BOUND
 
 
@@ -261,11 +261,11 @@ def _with(**checks: Check) -> Check:
     )
 
 
-def _is_place(value: Any) -> bool:
+def _is_place(value: object) -> bool:
     return value is None or (isinstance(value, dict) and "batch" in value and all(map(_is_count, value.values())))
 
 
-def _is_data(value: Any) -> bool:
+def _is_data(value: object) -> bool:
     complete = isinstance(value, dict) and (not value or {"position", "epoch"} <= value.keys())
     return complete and _with(position=_is_place, epoch=_is_count, order=_is(dict))(value)
 

@@ -155,7 +155,7 @@ def _read_index(path: Path, file: Path, header: Mapping[str, Any]) -> list[_Stor
     return found
 
 
-def _integers(values: Any) -> tuple[int, ...]:
+def _integers(values: object) -> tuple[int, ...]:
     if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
         raise ValueError(f"{values!r} are not integers of at least 0")
     return tuple(values)
@@ -190,7 +190,7 @@ class SavedTensor(torch.Tensor):
         """Read the full tensor into a new plain tensor on the CPU."""
         return self.read(full_region(tuple(self.shape)))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch's has no types
         return f"SavedTensor({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     # The methods below bypass `__torch_dispatch__`; torch's versions would access memory that does not exist.
@@ -199,7 +199,7 @@ class SavedTensor(torch.Tensor):
         copied: torch.Tensor = memo.setdefault(id(self), self.load())
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self.load().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch has no types here
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -215,7 +215,7 @@ class SavedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub is narrower
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = tree_map_only(SavedTensor, SavedTensor.load, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -313,7 +313,7 @@ def _with_optimizers(
     *,
     packed: list[Any],
     schedulers: list[Any],
-    scaler: Any,
+    scaler: object,
     ordered: bool,
     options: ConvertOptions,
     notes: list[str],
@@ -364,12 +364,12 @@ def _with_optimizers(
     return snapshot
 
 
-def _weights(weights: Any, notes: list[str]) -> Snapshot:
+def _weights(weights: object, notes: list[str]) -> Snapshot:
     notes.append("The source has weights only.")
     return Snapshot(model=_state_dict(weights), trainer={"hyper_parameters": {}}, kind="weights")
 
 
-def _state_dict(values: Any) -> dict[str, Any]:
+def _state_dict(values: object) -> dict[str, Any]:
     """Return a state dict without the name prefixes of DDP and `torch.compile`."""
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"the weights are a {type(values).__name__}, expected a dict of tensors by name.")
@@ -377,7 +377,7 @@ def _state_dict(values: Any) -> dict[str, Any]:
     return {plain_name(name.removeprefix("module.") if wrapped else name): value for name, value in values.items()}
 
 
-def _find_state_dict(tree: Any, path: Path, notes: list[str]) -> Mapping[str, Any]:
+def _find_state_dict(tree: object, path: Path, notes: list[str]) -> Mapping[str, Any]:
     if isinstance(tree, Mapping):
         if tree and all(isinstance(value, torch.Tensor) for value in tree.values()):
             return tree
@@ -418,7 +418,7 @@ def _read_pickled(path: Path, options: ConvertOptions, notes: list[str]) -> Any:
     return tree
 
 
-def _without_unknown(tree: Any, path: str, dropped: list[str]) -> Any:
+def _without_unknown(tree: object, path: str, dropped: list[str]) -> Any:
     """Return `tree` without dict entries that are, or contain in a sequence, an `Unknown`."""
     if isinstance(tree, dict):
         kept = {}
@@ -438,13 +438,13 @@ def _without_unknown(tree: Any, path: str, dropped: list[str]) -> Any:
     return tree
 
 
-def _is_unknown(value: Any) -> bool:
+def _is_unknown(value: object) -> bool:
     if isinstance(value, (list, tuple, set, frozenset)):
         return any(_is_unknown(item) for item in value)
     return isinstance(value, Unknown)
 
 
-def _savable(value: Any, path: str, notes: list[str]) -> Any:
+def _savable(value: object, path: str, notes: list[str]) -> Any:
     """Return `value` without dict entries that a checkpoint cannot hold. Add a note for each of these."""
     try:
         encode(value)

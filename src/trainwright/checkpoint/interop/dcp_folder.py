@@ -136,7 +136,7 @@ class _Metadata:
         """Return the path of a value in the nested state dict."""
         return tuple(self._paths.get(name, (name,)))
 
-    def value(self, name: str, entry: Any) -> Any:
+    def value(self, name: str, entry: object) -> Any:
         """Return one value. Tensors are read on use."""
         if isinstance(entry, Node) and entry.name == (f"{_TORCH}.metadata", "BytesStorageMetadata"):
             return self._read(self._places[name, None])
@@ -172,7 +172,7 @@ class _Metadata:
             )
         return tree
 
-    def _place(self, info: Any) -> tuple[Path, int, int]:
+    def _place(self, info: object) -> tuple[Path, int, int]:
         state = self._state(info, "filesystem._StorageInfo")
         if state.get("transform_descriptors"):
             raise CheckpointError(f"{self._origin}: its files are compressed. Save them without extensions.")
@@ -189,7 +189,7 @@ class _Metadata:
             )
         return path, offset, length
 
-    def _state(self, node: Any, name: str) -> Any:
+    def _state(self, node: object, name: str) -> Any:
         module, _, kind = f"{_TORCH}.{name}".rpartition(".")
         if not isinstance(node, Node) or node.name != (module, kind):
             got = ".".join(node.name) if isinstance(node, (Node, Named)) else type(node).__name__
@@ -200,7 +200,7 @@ class _Metadata:
         return node.state
 
     @staticmethod
-    def _size(node: Any) -> tuple[int, ...]:
+    def _size(node: object) -> tuple[int, ...]:
         if not isinstance(node, Node) or node.name != ("torch", "Size"):
             raise ValueError("expected a torch.Size")
         return tuple(checked_sizes(node.args[0]))
@@ -215,7 +215,7 @@ def _nested(values: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
             target = target.setdefault(key, {})
         target[path[-1]] = value
 
-    def listed(tree: Any) -> Any:
+    def listed(tree: object) -> Any:
         if type(tree) is not dict:
             return tree
         made = {key: listed(value) for key, value in tree.items()}

@@ -164,7 +164,7 @@ def _by_name(stored: tuple[list[StoredTensor], dict[str, str]]) -> dict[str, Sto
     return by_name | {name: by_name[first] for name, first in tied.items()}
 
 
-def _compare_trees(found: CheckpointDifference, path: str, left: Any, right: Any) -> None:
+def _compare_trees(found: CheckpointDifference, path: str, left: object, right: object) -> None:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         _compare_tensors(found, path, loaded(left), loaded(right))
         return
@@ -224,7 +224,7 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _shown(value: Any, limit: int = 120) -> str:
+def _shown(value: object, limit: int = 120) -> str:
     if isinstance(value, torch.Tensor):
         return _described(value)
     text = repr(value)

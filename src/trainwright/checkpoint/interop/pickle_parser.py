@@ -121,7 +121,7 @@ class _Reader(pickle._Unpickler):
         """Return a placeholder for an import."""
         return Named((module, name))
 
-    def persistent_load(self, pid: Any) -> Node:
+    def persistent_load(self, pid: object) -> Node:
         """Return a placeholder for a storage outside the pickle."""
         self.storages.append(Node(STORAGE, (pid,)))
         return self.storages[-1]
@@ -139,7 +139,7 @@ class _Reader(pickle._Unpickler):
             raise TypeError("a call with keyword arguments")
         self.call()
 
-    def _instantiate(self, target: Any, args: list[Any]) -> None:
+    def _instantiate(self, target: object, args: list[Any]) -> None:
         """Replace a call of protocol 0 by a node."""
         self.append(target)
         self.append(tuple(args))
@@ -225,21 +225,21 @@ def checked_key(key: Any) -> Any:
     return key
 
 
-def checked_size(number: Any) -> int:
+def checked_size(number: object) -> int:
     """Return a number from a pickle if it can be a size; otherwise raise a ValueError."""
     if type(number) is not int or not 0 <= number < 2**62:
         raise ValueError(f"expected a size, got a {type(number).__name__} that is not one")
     return number
 
 
-def checked_sizes(numbers: Any) -> list[int]:
+def checked_sizes(numbers: object) -> list[int]:
     """Return numbers from a pickle if they can be a shape; otherwise raise a ValueError."""
     if not isinstance(numbers, (list, tuple)) or len(numbers) > _MAX_DIMS:
         raise ValueError(f"expected a shape, got a {type(numbers).__name__} that is not one")
     return [checked_size(number) for number in numbers]
 
 
-def length_of(value: Any) -> int:
+def length_of(value: object) -> int:
     """Return the length of a plain value; 0 for a number of ordinary size."""
     if isinstance(value, (str, bytes, bytearray)):
         return len(value)

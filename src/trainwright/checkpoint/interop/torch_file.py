@@ -325,7 +325,7 @@ class _Interpreter:
         return tensor._neg_view() if isinstance(metadata, dict) and metadata.get("neg") else tensor
 
 
-def _key_of(node: Any) -> str:
+def _key_of(node: object) -> str:
     """Return the key of a storage node."""
     if type(node) is not Node or node.name != STORAGE or type(node.args[0]) is not tuple:
         raise ValueError("a tensor without a storage")

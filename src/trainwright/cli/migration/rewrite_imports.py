@@ -70,7 +70,7 @@ class _Scope:
     bound: dict[str, list[Any]] = field(default_factory=dict)
     outer: set[str] = field(default_factory=set)  # declared global or nonlocal
 
-    def bind(self, name: str, node: Any) -> None:
+    def bind(self, name: str, node: object) -> None:
         """Record that a node binds a name."""
         if name in self.outer and self.parent is not None:
             self.parent.bind(name, node)
@@ -337,7 +337,7 @@ class _Program:
                 self.edits[self.starts[node.lineno - 1], self.starts[node.end_lineno or node.lineno]] = ""
             self.block_texts.add((id(siblings), text))
 
-    def _replace(self, node: Any, text: str) -> None:
+    def _replace(self, node: object, text: str) -> None:
         begin, end = self._span(node)
         if text and self.source[begin:end].decode() != text:
             self.edits[begin, end] = text
