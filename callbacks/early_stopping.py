@@ -19,6 +19,7 @@ from trainwright.callbacks.monitored import (
     worst,
 )
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.metric_value import MetricValue
 from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
 
@@ -58,7 +59,7 @@ class EarlyStopping(Callback):
     Attributes:
         wait_count: checks since the last improvement.
         stopped_epoch: 0-based epoch in which it requested the end; 0 if it has not.
-        best_score: the best value so far; ±inf before the first.
+        best_score: the best value so far, with the methods of a tensor; ±inf before the first.
         stopping_reason, stopping_reason_message: the reason, as a member of `EarlyStoppingReason` and as text.
 
     Raises:
@@ -94,7 +95,7 @@ class EarlyStopping(Callback):
         self.log_rank_zero_only = log_rank_zero_only
         self.wait_count = 0
         self.stopped_epoch = 0
-        self.best_score = worst(self.mode)
+        self.best_score = MetricValue(worst(self.mode))
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
 
@@ -115,7 +116,7 @@ class EarlyStopping(Callback):
         best = from_json(state_dict["best_score"])
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
-        self.best_score = worst(self.mode) if best is None else best
+        self.best_score = MetricValue(worst(self.mode) if best is None else best)
         self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])
         self.stopping_reason_message = state_dict["stopping_reason_message"]
 
@@ -167,7 +168,7 @@ class EarlyStopping(Callback):
             )
         margin = self.min_delta if self.mode == "min" else -self.min_delta
         if is_better(value + margin, best, self.mode):
-            self.best_score, self.wait_count = value, 0
+            self.best_score, self.wait_count = MetricValue(value), 0
             since = f" from {best:.5g}" if math.isfinite(best) else ""
             return EarlyStoppingReason.NOT_STOPPED, f"{name} improved{since} to {value:.5g}."
         self.wait_count += 1

@@ -19,6 +19,7 @@ from trainwright.callbacks.monitored import check_mode, from_json, from_main_ran
 from trainwright.callbacks.top_k import TopK
 from trainwright.core.errors import ConfigurationError, Preempted, TrainwrightWarning
 from trainwright.core.host.folders import check_writable, is_url, local_folder
+from trainwright.core.metric_value import MetricValue
 from trainwright.core.names.hidden_names import claimed_names, names_in
 from trainwright.core.run import Run, SaveRequest, Stage
 from trainwright.core.state import StepResult
@@ -177,15 +178,14 @@ class ModelCheckpoint(Callback):
         return self._path(self._latest if self.monitor is None else self._top.best)
 
     @property
-    def best_model_score(self) -> float | None:
-        """Score of the best checkpoint; None without a monitor or before the first."""
-        best = self._top.best
-        return None if best is None else self._top.scores[best]
+    def best_model_score(self) -> MetricValue | None:
+        """Score of the best checkpoint, with the methods of a tensor; None without a monitor or before the first."""
+        return None if self._top.best is None else MetricValue(self._top.scores[self._top.best])
 
     @property
-    def best_k_models(self) -> dict[str, float]:
+    def best_k_models(self) -> dict[str, MetricValue]:
         """Path → score of every checkpoint that is kept for its score."""
-        return {self._path(name): score for name, score in self._top.scores.items()}
+        return {self._path(name): MetricValue(score) for name, score in self._top.scores.items()}
 
     @property
     def kth_best_model_path(self) -> str:

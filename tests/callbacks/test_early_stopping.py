@@ -83,7 +83,7 @@ def test_a_change_by_min_delta_is_no_improvement(tmp_path: Path) -> None:
 def test_with_mode_max_higher_is_better(tmp_path: Path) -> None:
     callback = EarlyStopping("val_loss", mode="max", min_delta=0.1, patience=1)
     fit(callback, tmp_path, [1, 2, 2.05, 3])
-    assert (callback.stopped_epoch, callback.best_score) == (2, 2)
+    assert (callback.stopped_epoch, callback.best_score.item()) == (2, 2)
 
 
 def test_a_value_that_is_good_enough_stops(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_the_best_two_stand_on_disk_and_load(tmp_path: Path) -> None:
     assert (tmp_path / "c" / "last").resolve().name == "epoch=2"
     assert callback.best_model_path == str(tmp_path / "c" / "epoch=1")
     assert callback.best_model_score == 1.0
+    assert callback.best_model_score.item() == callback.best_k_models[callback.best_model_path].item() == 1.0
     trainer(tmp_path, []).validate(Scripted([0.0]), regression_loader(2), ckpt_path=callback.best_model_path)
 
 

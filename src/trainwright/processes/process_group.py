@@ -34,6 +34,7 @@ _SLOW_START_S = 60.0
 _LATE_S = 10.0  # after which a rank that waits for others in a call names them
 
 _groups_made = 0
+_excepthook = _torch_excepthook = sys.excepthook
 _stores: dict[tuple[str, int, int], TCPStore] = {}
 
 
@@ -220,7 +221,7 @@ class ProcessGroup(Processes):
         self._late_calls: LateCalls | None = None
 
     def open(self, device: torch.device) -> None:
-        global _groups_made
+        global _groups_made, _excepthook, _torch_excepthook
         if not dist.is_initialized():
             check_address(self.topology)
             backend = self.backend or default_backend(device)
@@ -238,10 +239,13 @@ class ProcessGroup(Processes):
             prefix = PrefixStore(f"trainwright/attempt_{attempt}/run_{run}", store)
             self._meet(prefix)
             self._store = prefix
+            if sys.excepthook is _torch_excepthook:  # torch adds a prefix with the rank in each group
+                sys.excepthook = _excepthook
+            _excepthook = sys.excepthook
             dist.init_process_group(
                 backend, store=prefix, rank=self.rank, world_size=self.world_size, timeout=self.timeout
             )
-            self._made_here = True
+            self._made_here, _torch_excepthook = True, sys.excepthook
             _groups_made += 1
         self._host_group = dist.new_group(backend="gloo", timeout=self.timeout) if device.type != "cpu" else None
         self._is_open, self._others_end = True, variable(STARTED_BY_TRAINER) is not None
