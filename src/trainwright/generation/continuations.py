@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import is_cut
+from trainwright.generation.cache import KeyValueCache, takes_cache
 from trainwright.generation.sampling import Sampling, StopWords
 
 
@@ -39,7 +40,8 @@ def generate(
     The most probable token is chosen (greedy search), or one is sampled if `temperature`, `top_k` or `top_p` is passed,
     or `num_beams` sequences are searched. A model of transformers computes by its own `generate`, with its cache of
     keys and values. Any other model is called as `model(tokens)`, with tokens of shape (batch, length), and returns
-    logits of shape (batch, length, vocabulary); it is causal, and computes all positions for each new token.
+    logits of shape (batch, length, vocabulary); it is causal, and computes all positions for each new token. If its
+    forward has a parameter `cache`, it receives a `KeyValueCache`, and computes each position once.
 
     Collective if the model's weights are split or sharded over ranks: all ranks call it, those with the same data with
     the same prompts. Each stage of a pipeline keeps the keys and values of its own layers, for models of transformers
@@ -187,17 +189,20 @@ def _by_logits(
     rows = torch.arange(len(prompts), device=tokens.device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=tokens.device)
     ends = lengths.clone()
+    cache = KeyValueCache(tokens.shape[1] + num) if takes_cache(model) and not _is_in_stages(model) else None
     for step in range(num):
         places = lengths + step - 1  # of the newest token of each row; what follows it is not seen by it
-        seen = tokens[:, : int(places.max()) + 1]
-        logits = model(seen)
+        positions = torch.arange(int(places.max()) + 1, device=tokens.device).expand(len(prompts), -1)
+        positions = positions if cache is None or step == 0 else places[:, None]
+        seen = tokens.gather(1, positions)
+        logits = model(seen) if cache is None else cache.call(model, seen, positions)
         logits = getattr(logits, "logits", logits)
         if logits.dim() != 3 or logits.shape[:2] != seen.shape:
             raise ConfigurationError(
                 f"the model returned logits of shape {tuple(logits.shape)} for tokens of {tuple(seen.shape)}. Expected "
                 "(batch, length, vocabulary)."
             )
-        logits = logits[rows, places].float()
+        logits = logits[rows, places - positions[:, 0]].float()
         scores = logits if sampling is None else sampling(tokens, logits)
         chosen = scores.argmax(-1) if sampling is None else torch.multinomial(scores.softmax(-1), 1).squeeze(-1)
         if int(places.max()) + 2 > tokens.shape[1]:
