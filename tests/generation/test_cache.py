@@ -67,7 +67,13 @@ class Recomputing(nn.Module):
         return self.model(tokens)
 
 
-_OPTIONS: list[dict[str, Any]] = [{}, {"temperature": 1.5, "seed": 3}, {"top_p": 0.9, "seed": 4}, {"eos_token": 7}]
+_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.5, "seed": 3},
+    {"top_p": 0.9, "seed": 4},
+    {"eos_token": 7},
+    {"num_beams": 3, "eos_token": 7},
+]
 
 
 @pytest.mark.parametrize("options", _OPTIONS)

@@ -65,6 +65,10 @@ class KeyValueCache:
         stored_keys, stored_values = self._stored[layer]
         return stored_keys[:, :, :end], stored_values[:, :, :end]
 
+    def select(self, rows: Tensor) -> None:
+        """Keep the given rows, of shape (batch,), which may repeat."""
+        self._stored = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._stored.items()}
+
     def call(self, model: nn.Module, tokens: Tensor, positions: Tensor) -> Any:
         """Return the output of a model for tokens at `positions`, both of shape (batch, length)."""
         self.positions, self._updated = positions, set()
