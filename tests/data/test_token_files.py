@@ -372,7 +372,8 @@ def test_a_hub_without_a_network_is_tried_once_and_its_copy_is_read(tmp_path: Pa
     import tokenizers
 
     (tmp_path / "a.txt").write_text("a b", encoding="utf-8")
-    command = [sys.executable, "-m", "trainwright", "data", "tokenize", "a.txt", "--output", "out", "--tokenizer", "me/it"]
+    command = [sys.executable, "-m", "trainwright", "data", "tokenize", "a.txt"]
+    command += ["--output", "out", "--tokenizer", "me/it"]
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
 
     def run() -> subprocess.CompletedProcess[str]:

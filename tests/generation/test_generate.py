@@ -74,7 +74,7 @@ class Logits(nn.Module):
 
 
 @needs_transformers
-@pytest.mark.parametrize(("eos_token", "length_penalty"), [(99, 1.0), (3, 0.0), (3, 1.5), (11, -1.0)])
+@pytest.mark.parametrize(("eos_token", "length_penalty"), [(99, 1.0), (16, 0.0), (8, 1.5), (11, -1.0)])
 def test_beams_of_any_model_are_those_of_transformers(eos_token: int, length_penalty: float) -> None:
     model = make_model("llama").eval()
     options: dict[str, Any] = {"num_beams": 4, "length_penalty": length_penalty, "eos_token": eos_token, "pad_token": 0}

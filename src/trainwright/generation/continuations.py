@@ -235,7 +235,7 @@ def _make_cache(model: nn.Module, capacity: int) -> KeyValueCache | None:
 
 
 def _logits(model: nn.Module, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None) -> Tensor:
-    """Return logits of (batch, length, vocabulary) at positions, of shape (batch, length); without a cache all of them."""
+    """Return logits of (batch, length, vocabulary) at positions of (batch, length); all of them without a cache."""
     seen = tokens.gather(1, positions)
     output = model(seen) if cache is None else cache.call(model, seen, positions)
     logits: Tensor = getattr(output, "logits", output)
