@@ -130,8 +130,8 @@ def test_a_name_that_cannot_be_found_is_one_readable_line(
     assert main(["estimate-memory", "no-such/model"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "'no-such/model' is not a known model" in error
-    assert "pass a folder with the model's config.json" in error
+    assert "'no-such/model' is not a local file or folder, and Hugging Face's hub cannot be reached" in error
+    assert "Pass a local folder, or set HF_HOME" in error
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -363,3 +364,34 @@ def test_tokenizers_are_files_folders_or_functions(tmp_path: Path, capsys: pytes
     ]:
         assert main([*arguments, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.requires("tokenizers", reason="loads a tokenizer")
+def test_a_hub_without_a_network_is_tried_once_and_its_copy_is_read(tmp_path: Path) -> None:
+    import tokenizers
+
+    (tmp_path / "a.txt").write_text("a b", encoding="utf-8")
+    command = [sys.executable, "-m", "trainwright", "data", "tokenize", "a.txt"]
+    command += ["--output", "out", "--tokenizer", "me/it"]
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    failed = run()
+    assert failed.returncode == 2
+    assert "hub cannot be reached" in failed.stderr
+    assert "Pass a local folder, or set HF_HOME" in failed.stderr
+    assert "Retrying" not in failed.stderr
+    copy, commit = tmp_path / "home" / "hub" / "models--me--it", "0" * 40
+    (copy / "snapshots" / commit).mkdir(parents=True)
+    (copy / "refs").mkdir()
+    (copy / "refs" / "main").write_text(commit)
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(copy / "snapshots" / commit / "tokenizer.json"))
+    assert run().returncode == 0
+    assert TokenFile(tmp_path / "out")[0].tolist() == [0, 1]

@@ -62,6 +62,34 @@ def test_continuations_of_unequal_prompts_are_those_of_each_alone(kind: str, bea
     assert torch.equal(generate(model, left, mask, max_new_tokens=6, num_beams=beams, length_penalty=1.5), found)
 
 
+class Logits(nn.Module):
+    """A model of transformers that only returns logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        vars(self)["model"] = model  # not a child, whose `generate` would be used
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.model(tokens, use_cache=False).logits
+
+
+@needs_transformers
+@pytest.mark.parametrize(("eos_token", "length_penalty"), [(99, 1.0), (16, 0.0), (8, 1.5), (11, -1.0)])
+def test_beams_of_any_model_are_those_of_transformers(eos_token: int, length_penalty: float) -> None:
+    model = make_model("llama").eval()
+    options: dict[str, Any] = {"num_beams": 4, "length_penalty": length_penalty, "eos_token": eos_token, "pad_token": 0}
+    expected = generate(model, _PROMPTS, _MASK, max_new_tokens=8, **options)
+    assert torch.equal(generate(Logits(model), _PROMPTS, _MASK, max_new_tokens=8, **options), expected)
+
+
+@needs_transformers
+def test_each_new_token_is_computed_alone_though_training_needs_no_cache() -> None:
+    model, lengths = make_model("llama", use_cache=False), list[int]()
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    generate(model, _PROMPTS, _MASK, max_new_tokens=4, eos_token=99, pad_token=0)
+    assert lengths == [4, 1, 1, 1]
+
+
 def test_any_causal_model_continues_prompts() -> None:
     model = Plain()
     found = generate(model, _PROMPTS, _MASK, max_new_tokens=5)
@@ -140,8 +168,6 @@ class Holding(TaskModule):
 def test_wrong_arguments_are_errors(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         generate(Holding(), _PROMPTS, **({"max_new_tokens": 4} | arguments))
-    with pytest.raises(ConfigurationError, match="needs a model of transformers"):
-        generate(Plain(), _PROMPTS, num_beams=2)
 
 
 def test_inputs_of_another_kind_and_logits_of_another_shape_are_errors() -> None:

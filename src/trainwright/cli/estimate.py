@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.core.errors import ConfigurationError, MissingPackageError, nearest, require_package
 from trainwright.core.host.byte_sizes import convert_file_size_to_int, format_bytes
+from trainwright.core.host.hub import local_files_only
 from trainwright.core.registry import import_object
 
 if TYPE_CHECKING:
@@ -357,8 +358,9 @@ def _from_config(
     from trainwright.bigmodels.weights.empty import init_empty_weights
 
     transformers: Any = require_package("transformers", purpose=_PURPOSE)
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": local_files_only(source)}
     try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigurationError(

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import is_cut
+from trainwright.generation.beams import search_beams
+from trainwright.generation.cache import KeyValueCache, takes_cache
 from trainwright.generation.sampling import Sampling, StopWords
 
 
@@ -39,7 +41,8 @@ def generate(
     The most probable token is chosen (greedy search), or one is sampled if `temperature`, `top_k` or `top_p` is passed,
     or `num_beams` sequences are searched. A model of transformers computes by its own `generate`, with its cache of
     keys and values. Any other model is called as `model(tokens)`, with tokens of shape (batch, length), and returns
-    logits of shape (batch, length, vocabulary); it is causal, and computes all positions for each new token.
+    logits of shape (batch, length, vocabulary); it is causal, and computes all positions for each new token. If its
+    forward has a parameter `cache`, it receives a `KeyValueCache`, and computes each position once.
 
     Collective if the model's weights are split or sharded over ranks: all ranks call it, those with the same data with
     the same prompts. Each stage of a pipeline keeps the keys and values of its own layers, for models of transformers
@@ -55,7 +58,7 @@ def generate(
         top_k: Sample from this many tokens with the highest logits; 0: from all. Default: 0.
         top_p: Sample from the most probable tokens whose probabilities sum up to this. Default: 1.
         top_p_decay: `top_p` is multiplied by it after each token. Default: 1.
-        num_beams: Sequences that beam search keeps for each row; for models of transformers. Default: 1.
+        num_beams: Sequences that beam search keeps for each row. Default: 1.
         length_penalty: Exponent of the length by which scores of beams are divided. Default: 1.
         eos_token: Ends a row. Default: None, which is that of the model's `generation_config`, if it has one.
         pad_token: Fills the ends of rows. Default: None, which is `eos_token`, or 0 if there is none.
@@ -94,7 +97,7 @@ def generate(
                 options = {"num_beams": num_beams, "length_penalty": length_penalty, "eos_token_id": eos_token}
                 rows = _by_library(library, prompts, max_new_tokens, sampling, stop, pad, options)
             elif num_beams > 1:
-                raise ConfigurationError(f"num_beams={num_beams} needs a model of transformers. Use num_beams=1.")
+                rows = _by_beams(model, prompts, max_new_tokens, num_beams, length_penalty, stop)
             else:
                 rows = _by_logits(model, prompts, max_new_tokens, sampling, stop)
     finally:
@@ -165,10 +168,11 @@ def _by_library(
     stop.begins = [width] * len(prompts)
     if _is_spread(model):
         options |= {"synced_gpus": True}
-    if _is_in_stages(model):
-        arguments = inspect.signature(type(model).forward).parameters
-        options |= {"use_cache": True, "cache_implementation": "dynamic"}
-        options |= {} if "past_key_values" in arguments else {"use_cache": False}
+    in_stages = _is_in_stages(model)
+    forward = type(model).forward if in_stages else model.forward  # megatron-core's has no cache
+    has_cache = "past_key_values" in inspect.signature(forward).parameters
+    options |= {"use_cache": has_cache} if has_cache or in_stages else {}  # also if the config disables it for training
+    options |= {"cache_implementation": "dynamic"} if in_stages else {}
     if sampling is not None:
         options |= {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "logits_processor": [sampling]}
     else:
@@ -187,17 +191,12 @@ def _by_logits(
     rows = torch.arange(len(prompts), device=tokens.device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=tokens.device)
     ends = lengths.clone()
+    cache = _make_cache(model, tokens.shape[1] + num)
     for step in range(num):
         places = lengths + step - 1  # of the newest token of each row; what follows it is not seen by it
-        seen = tokens[:, : int(places.max()) + 1]
-        logits = model(seen)
-        logits = getattr(logits, "logits", logits)
-        if logits.dim() != 3 or logits.shape[:2] != seen.shape:
-            raise ConfigurationError(
-                f"the model returned logits of shape {tuple(logits.shape)} for tokens of {tuple(seen.shape)}. Expected "
-                "(batch, length, vocabulary)."
-            )
-        logits = logits[rows, places].float()
+        positions = torch.arange(int(places.max()) + 1, device=tokens.device).expand(len(prompts), -1)
+        positions = positions if cache is None or step == 0 else places[:, None]
+        logits = _logits(model, tokens, positions, cache)[rows, places - positions[:, 0]].float()
         scores = logits if sampling is None else sampling(tokens, logits)
         chosen = scores.argmax(-1) if sampling is None else torch.multinomial(scores.softmax(-1), 1).squeeze(-1)
         if int(places.max()) + 2 > tokens.shape[1]:
@@ -209,6 +208,43 @@ def _by_logits(
         if bool(done.all()):
             break
     return [row[: int(end)] for row, end in zip(tokens, ends, strict=True)]
+
+
+def _by_beams(
+    model: nn.Module, prompts: list[Tensor], num: int, num_beams: int, length_penalty: float, stop: StopWords
+) -> list[Tensor]:
+    found = []
+    for prompt in prompts:
+        cache = _make_cache(model, len(prompt) + num)
+
+        def score(
+            rows: Tensor, parents: Tensor, prompt: Tensor = prompt, cache: KeyValueCache | None = cache
+        ) -> Tensor:
+            positions = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
+            if cache is not None and rows.shape[1] > len(prompt):
+                cache.select(parents)
+                positions = positions[:, -1:]
+            return _logits(model, rows, positions, cache)[:, -1]
+
+        found.append(search_beams(score, prompt, num, num_beams, length_penalty, stop))
+    return found
+
+
+def _make_cache(model: nn.Module, capacity: int) -> KeyValueCache | None:
+    return KeyValueCache(capacity) if takes_cache(model) and not _is_in_stages(model) else None
+
+
+def _logits(model: nn.Module, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None) -> Tensor:
+    """Return logits of (batch, length, vocabulary) at positions of (batch, length); all of them without a cache."""
+    seen = tokens.gather(1, positions)
+    output = model(seen) if cache is None else cache.call(model, seen, positions)
+    logits: Tensor = getattr(output, "logits", output)
+    if logits.dim() != 3 or logits.shape[:2] != seen.shape:
+        raise ConfigurationError(
+            f"the model returned logits of shape {tuple(logits.shape)} for tokens of {tuple(seen.shape)}. Expected "
+            "(batch, length, vocabulary)."
+        )
+    return logits
 
 
 def _first(token: int | Sequence[int] | None) -> int | None:

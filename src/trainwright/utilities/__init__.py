@@ -2,7 +2,8 @@
 
 `rank_zero_only`, `rank_zero_info`, `rank_zero_warn` and `rank_zero_deprecation` act on the main process, `grad_norm`
 and `measure_flops` measure a model, `move_data_to_device` moves a batch, `CombinedLoader` reads several loaders, and
-`AttributeDict` is the dict that hyper-parameters are.
+`AttributeDict` is the dict that hyper-parameters are. `local_files_only` checks that a model of Hugging Face's hub can
+be loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from trainwright.core.host.hub import local_files_only
 from trainwright.core.host.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 from trainwright.core.hyperparameters import Hyperparameters as AttributeDict
 from trainwright.core.measures import grad_norm, measure_flops
@@ -22,6 +24,7 @@ __all__ = [
     "AttributeDict",
     "CombinedLoader",
     "grad_norm",
+    "local_files_only",
     "measure_flops",
     "move_data_to_device",
     "rank_zero_deprecation",

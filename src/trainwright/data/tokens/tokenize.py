@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.core.host.hub import local_files_only
 from trainwright.core.registry import import_object
 from trainwright.data.tokens.token_file import TokenFile, TokenFileWriter
 
@@ -53,7 +54,7 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
             `<|endoftext|>`, `<|end_of_text|>`, `</s>` or `<eos>`, if the tokenizer has one.
 
     Raises:
-        ConfigurationError: There is no such tokenizer or token.
+        ConfigurationError: There is no such tokenizer or token, or the hub cannot be reached.
         MissingPackageError: The package of the tokenizer is not installed.
     """
     is_function = ":" in name and not Path(name).exists()
@@ -75,6 +76,8 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
         raise ConfigurationError(
             f"--tokenizer {name}: {file} is missing. transformers' save_pretrained writes it for fast tokenizers."
         )
+    if not file.is_file():
+        local_files_only(name, "tokenizer.json")  # raises if there is no network; from_pretrained has no such argument
     try:
         made = (tokenizers.Tokenizer.from_file if file.is_file() else tokenizers.Tokenizer.from_pretrained)(
             str(file) if file.is_file() else name

@@ -1,0 +1,41 @@
+"""Access to Hugging Face's hub, or to the copies of its files on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError, require_package
+
+_TIMEOUT_S = 5.0
+
+
+def local_files_only(name: str, file: str = "config.json") -> bool:
+    """Return the argument of the same name for `from_pretrained`: True if only a copy can be read.
+
+    The hub is tried once. huggingface_hub itself retries for half a minute if this machine has no copy of a file.
+
+    Args:
+        name: A file, a folder, or a model's name on the hub.
+        file: The file of the model that is needed. Default: `"config.json"`.
+
+    Raises:
+        ConfigurationError: The hub cannot be reached, and this machine has no copy of the file.
+        MissingPackageError: huggingface_hub is not installed.
+    """
+    if Path(name).exists():
+        return False
+    hub: Any = require_package("huggingface_hub", purpose=f"{name!r}, a name on Hugging Face's hub,")
+    try:
+        hub.get_hf_file_metadata(hub.hf_hub_url(name, file), timeout=_TIMEOUT_S)
+    except (hub.errors.HfHubHTTPError, hub.errors.HFValidationError):
+        return False  # the library's own error for it says more
+    except Exception as error:  # its HTTP library differs between versions
+        if isinstance(hub.try_to_load_from_cache(name, file), str):
+            return True
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(
+            f"{name!r} is not a local file or folder, and Hugging Face's hub cannot be reached: {reason} Pass a local "
+            "folder, or set HF_HOME to a folder with a cached copy."
+        ) from error
+    return False
