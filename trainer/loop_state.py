@@ -15,6 +15,7 @@ from trainwright.core.task import TaskModule
 from trainwright.core.tree import batch_size
 from trainwright.processes.devices import peak_memory
 from trainwright.strategies.engine import Engine
+from trainwright.trainer.optimization import Schedules
 from trainwright.trainer.schedule import Stop, ValidationSchedule
 
 
@@ -33,6 +34,9 @@ class LoopState:
     """State of the training loop of one stage. Unused by evaluations.
 
     Attributes:
+        schedules: steps the learning-rate schedules.
+        trains: a `fit` has begun, so optimizers and progress can be saved.
+        count_tokens: count `state.tokens`.
         group: micro-batches of the current or last step; None outside an epoch.
         ended_on_last_batch: the last epoch ended with its last micro-batch.
         at_step_boundary: no training step is in progress.
@@ -52,6 +56,9 @@ class LoopState:
         restore_after_fit_start: restores optimizers after callbacks have created parameter groups in `on_fit_start`.
     """
 
+    schedules: Schedules
+    trains: bool = False
+    count_tokens: bool = False
     group: Group | None = None
     ended_on_last_batch: bool = False
     at_step_boundary: bool = True

@@ -87,8 +87,8 @@ class RunState(TrainState):
         trainer = self._trainer
         if trainer.sanity_checking:
             return RunningStage.SANITY_CHECKING
-        if trainer.run.evaluating is not None:
-            return RunningStage(trainer.run.evaluating)
+        if trainer.run.evaluation.kind is not None:
+            return RunningStage(trainer.run.evaluation.kind)
         return None if trainer.stage is None else RunningStage("train" if trainer.stage == "fit" else trainer.stage)
 
     @property

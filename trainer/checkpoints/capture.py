@@ -44,7 +44,7 @@ def capture(run: StageRun, *, weights_only: bool = False, metrics: dict[str, flo
 
 def num_bytes_here(run: StageRun) -> int:
     """Return the approximate size in bytes of a checkpoint's tensors in this rank's host memory. Not collective."""
-    states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
+    states = [state for optimizer in run.engine.optimizers for state in optimizer.state.values()]
     kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     tensors = {id(tensor): tensor for tensor in (*run.task.parameters(), *run.task.buffers(), *kept)}
     on_host = [tensor for tensor in tensors.values() if tensor.device.type == "cpu" and tensor.layout is torch.strided]
@@ -80,7 +80,7 @@ def _own_state(run: StageRun) -> dict[str, Any]:
 
 def metrics_state(run: StageRun) -> dict[str, Any]:
     """Return this rank's aggregated metrics of the current epoch. Waits for the device."""
-    return {"logged": run.metrics.state_dict(), "objects": objects_state(run.task)}
+    return {"logged": run.logs.metrics.state_dict(), "objects": objects_state(run.task)}
 
 
 def _collect(
@@ -96,7 +96,7 @@ def _collect(
     weights = engine.state.model_state()  # before the optimizer states, because shards of both share one table
     optimizers = [] if weights_only else engine.state.optimizer_states()
     shown = _shown(run, weights, None if weights_only else optimizers)
-    with run.metrics.closed_in("on_save_checkpoint"):
+    with run.logs.metrics.closed_in("on_save_checkpoint"):
         run.fire("on_save_checkpoint", shown)
     model = shown["state_dict"]
     trainer: dict[str, Any] = {
@@ -106,14 +106,14 @@ def _collect(
     if not weights_only:
         trainer |= {
             "callbacks": _callback_states(run),
-            "schedulers": run.schedules.state_dict(),
+            "schedulers": run.loop.schedules.state_dict(),
             "strategy": engine.state_dict(),
             "data": _place_in_data(run, by_data_rank),
-            "loggers": run.logging.state_dict() if run.logging is not None else [],
-            "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
+            "loggers": run.logs.group.state_dict() if run.logs.group is not None else [],
+            "datamodule": run.data.sources.datamodule.state_dict() if run.data.sources.datamodule is not None else {},
             **(
                 {}
-                if (data := run.datamodule) is None
+                if (data := run.data.sources.datamodule) is None
                 else {"datamodule_hyper_parameters": data.saved_hyperparameters()}
             ),
             "left_out": run.history.skipped_data(),
@@ -121,7 +121,7 @@ def _collect(
             "frozen": frozen_names(task),
             "seed": run.history.seed,
             "run_id": run.history.run_id,
-            "job": run.attempt.key,
+            "job": run.resume.attempt.key,
             "precision": engine.precision.name,
         }
         if engine.data_ranks.size != run.world_size:  # ranks with the same data have the same random numbers
@@ -154,7 +154,7 @@ def _shown(run: StageRun, weights: dict[str, Any], optimizers: list[dict[str, An
     if optimizers is not None:
         read |= {
             "callbacks": lambda: _callback_states(run),
-            "lr_schedulers": run.schedules.state_dict,
+            "lr_schedulers": run.loop.schedules.state_dict,
             "optimizer_states": lambda: optimizers,
         }
     advice = "add entries under other names"
@@ -162,7 +162,7 @@ def _shown(run: StageRun, weights: dict[str, Any], optimizers: list[dict[str, An
 
 
 def _callback_states(run: StageRun) -> dict[str, Any]:
-    return {callback.state_key: state for callback in run.callbacks if (state := callback.state_dict())}
+    return {callback.state_key: state for callback in run.components.callbacks if (state := callback.state_dict())}
 
 
 def frozen_names(task: torch.nn.Module) -> list[str]:

@@ -25,7 +25,7 @@ _START = "in "
 
 def note_training_batch(run: StageRun, error: BaseException) -> None:
     """Add a note about the step and its batch to an error, if a training step was running. Not collective."""
-    group, batch = run.loop.group, run.metrics.batch
+    group, batch = run.loop.group, run.logs.metrics.batch
     if group is not None and batch is not None and not run.loop.at_step_boundary:
         note_batch(run, error, "training_step", batch, group.first_idx + group.index)
 
