@@ -63,10 +63,8 @@ def evaluate(
     before, capabilities = metrics.stage, run.engine.capabilities
     run.evaluation.kind = kind
     run.engine.begin_evaluation()
-    with (
-        _evaluation_mode(run, name),
-        _no_gradients(run.settings.arguments.inference_mode and capabilities.inference_mode),
-    ):
+    inference_mode = run.settings.arguments.inference_mode and capabilities.inference_mode
+    with _evaluation_mode(run, name), _no_gradients(inference_mode):
         metrics.begin(kind, num_dataloaders=len(data.loaders))
         metrics.in_step = False
         try:

@@ -173,11 +173,9 @@ class LightningNames:
     task = Fact[TaskModule](lambda run: run.task, "The user's task; raises a TaskError before the first stage.")
     lightning_module = Fact[TaskModule](lambda run: run.task, "The task, under Lightning's name.")
     model = Fact[TaskModule | None](
-        lambda run: run.model, "The task, never a strategy's wrapper; None before the first stage."
+        lambda run: run.components.task, "The task, never a strategy's wrapper; None before the first stage."
     )
-    datamodule = Fact[DataModule | None](
-        lambda run: run.data.sources.datamodule, "The data module of this stage, or None."
-    )
+    datamodule = Fact[DataModule | None](lambda run: run.data.datamodule, "The data module of this stage, or None.")
     strategy = Fact[Engine](
         lambda run: run.engine, "The engine, which computes steps and communicates with other ranks."
     )
@@ -204,10 +202,10 @@ class LightningNames:
 
     # Processes
 
-    global_rank = Fact[int](lambda run: run.global_rank, "Rank among all processes.")
+    global_rank = Fact[int](lambda run: run.engine.processes.rank, "Rank among all processes.")
     local_rank = Fact[int](lambda run: run.engine.processes.local_rank, "Rank among the processes of this node.")
     node_rank = Fact[int](lambda run: run.engine.processes.topology.node_rank, "Rank of this node among the nodes.")
-    world_size = Fact[int](lambda run: run.world_size, "Number of processes.")
+    world_size = Fact[int](lambda run: run.engine.processes.world_size, "Number of processes.")
     num_nodes = Fact[int](lambda run: run.engine.processes.num_nodes, "Number of nodes.")
     num_devices = Fact[int](lambda run: len(run.engine.settings.device_indices), "Processes on this node.")
     is_global_zero = Fact[bool](lambda run: run.is_main, "True on the main process.")
@@ -241,9 +239,7 @@ class LightningNames:
         lambda run: run.evaluation.kind in ("validate", "test"),
         "True during a validation or test, including the validation before training.",
     )
-    sanity_checking = Fact[bool](
-        lambda run: run.evaluation.sanity_checking, "True during the validation before training."
-    )
+    sanity_checking = Fact[bool](lambda run: run.evaluation.sanity_checking, "True in the validation before training.")
     validating = Fact[bool](
         lambda run: run.evaluation.kind == "validate" and not run.evaluation.sanity_checking,
         "True during a validation, except the one before training.",
@@ -275,7 +271,7 @@ class LightningNames:
     )
     checkpoint_dir = Fact[Path](lambda run: run.checkpoint_dir, "Folder of checkpoints whose request names none.")
     log_dir = Fact[str | None](
-        lambda run: next((logger.log_dir for logger in run.logs.loggers if logger.log_dir is not None), None),
+        lambda run: next((logger.log_dir for logger in run.settings.loggers if logger.log_dir is not None), None),
         "The folder of the first logger that has one. Known on the main rank after a stage has started.",
     )
 
@@ -303,7 +299,10 @@ class LightningNames:
         lambda run: run.evaluation.num_batches, "Batches of each loader of the current evaluation, on this rank."
     )
     num_sanity_val_batches = Fact[list[int | float]](
-        lambda run: [min(run.sanity_steps, number) for number in run.num_batches("validate")],
+        lambda run: [
+            number if (most := run.settings.num_sanity_val_steps) == -1 else min(most, number)
+            for number in run.num_batches("validate")
+        ],
         "Batches of each validation loader to run before training.",
     )
     estimated_stepping_batches = Fact[int | float](
@@ -315,7 +314,7 @@ class LightningNames:
         "True if `fit` validates: it has a validation_step, a loader and a limit above 0.",
     )
     enable_validation = Fact[bool](
-        lambda run: run.model is not None and run.data.has_validation,
+        lambda run: run.components.task is not None and run.data.has_validation,
         "True if `fit` validates: it has a validation_step, a loader and a limit above 0.",
     )
     val_check_batch = Fact[int | float | None](

@@ -32,10 +32,10 @@ def _facts(run: StageRun, folder: Path) -> dict[str, Any]:
     selection = run.settings.selection
     outline = selection.strategy.outline(None, selection.settings)
     settings = planned_settings(run.settings, type(run.trainer).__init__)
-    logs = [logger.log_dir for logger in run.logs.loggers if logger.log_dir is not None]
+    logs = [logger.log_dir for logger in run.settings.loggers if logger.log_dir is not None]
     script = Path(sys.argv[0] or ".").absolute()
     is_own = script.suffix == ".py" and script.name != "__main__.py"  # not the command line of a package
-    owners = [owner for owner in (run.data.sources.datamodule, run.task) if owner is not None]
+    owners = [owner for owner in (run.data.datamodule, run.task) if owner is not None]
     return {
         "run_id": run.history.run_id,
         "resumed_from": None if run.resume.origin is None else str(run.resume.origin),
@@ -46,12 +46,12 @@ def _facts(run: StageRun, folder: Path) -> dict[str, Any]:
         "strategy": type(selection.strategy).__name__,
         "options": as_data(selection.strategy.passed_arguments),
         "mesh": {name: length for name, length in outline.mesh.lengths.items() if length > 1},
-        "precision": data_types(run.task, selection.settings.precision, outline, run.world_size),
+        "precision": data_types(run.task, selection.settings.precision, outline, run.engine.processes.world_size),
         "device": str(run.engine.device),
-        "processes": run.world_size,
+        "processes": run.engine.processes.world_size,
         "seed": run.history.seed,
         "callbacks": [type(callback).__name__ for callback in run.components.callbacks],
-        "loggers": [type(logger).__name__ for logger in run.logs.loggers],
+        "loggers": [type(logger).__name__ for logger in run.settings.loggers],
         "folders": {
             "logs": [os.path.relpath(path, folder) for path in logs],
             "checkpoints": os.path.relpath(run.checkpoint_dir, folder),
@@ -82,7 +82,7 @@ def _describe(run: StageRun, *, hyperparameters: bool) -> None:
     if run.logs.group is None:
         return
     found: dict[str, Any] = {}
-    for owner in (run.data.sources.datamodule, run.task):
+    for owner in (run.data.datamodule, run.task):
         if owner is not None and owner._hparams_log:
             found |= copy.deepcopy(kept_and_left_out(owner.hparams)[0])
     if found and hyperparameters:

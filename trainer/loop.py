@@ -136,7 +136,7 @@ class FitLoop:
 
     def _after_step(self, group: Group) -> bool:
         """Validate, flush metrics and save checkpoints if they are due. Return whether the epoch ends here."""
-        run, loop, state = self._run, self._run.loop, self._run.state
+        run, loop, state = self._run, self._run.loop, self._run.history.state
         loop.read_clock(state)
         if run.saves.reserves and state.step_in_epoch:
             step_end.reserve(run)
@@ -150,9 +150,7 @@ class FitLoop:
         ends = group.is_last or self._must_stop()
         if not ends and run.saves.waiting:
             step_end.execute_requests(run)
-            ends = (
-                self._must_stop() if run.logs.exchange is None else self._should_stop()
-            )  # an action may have requested it
+            ends = self._must_stop() if run.logs.exchange is None else self._should_stop()  # an action may stop it
         if run.status.preemption.agreed and not ends:
             exit_on_signal(run)
         loop.quiet_groups = self._groups_until_due() - 1
@@ -162,7 +160,7 @@ class FitLoop:
 
     def _groups_until_due(self) -> int:
         """Return the number of steps until `_after_step` must run again. A stop request makes it run earlier."""
-        run, state = self._run, self._run.state
+        run, state = self._run, self._run.history.state
         if run.loop.stop != Stop.NOT or self._end.asks_every_step:
             return 1
         nearest = min(self._log_every.left(state), self._end.steps_left(state))
@@ -173,7 +171,7 @@ class FitLoop:
         return int(nearest)
 
     def _begin_epoch(self) -> Iterable[Group]:
-        run, data, state, hooks = self._run, self._run.data, self._run.state, self._run.components.hooks
+        run, data, state, hooks = self._run, self._run.data, self._run.history.state, self._run.components.hooks
         run.loop.group_end = None
         place, before = data.take_place(), data.train().num_batches
         data.train().begin_epoch(state.epoch, place)
@@ -200,7 +198,7 @@ class FitLoop:
 
     def _end_epoch(self, closed: bool) -> None:
         """End the epoch. If a limit ended it before its last batch, a later fit can continue it."""
-        run, loop, state = self._run, self._run.loop, self._run.state
+        run, loop, state = self._run, self._run.loop, self._run.history.state
         loop.read_clock(state)
         run.logs.metrics.in_step = False
         if not closed and loop.stop_agreed == Stop.AND_CLOSE_EPOCH and self._should_stop():
@@ -232,7 +230,7 @@ class FitLoop:
 
     def _advance(self, group: Group, stepped: bool) -> None:
         """Update the progress after a step, and step the learning-rate schedules that are due."""
-        run, state, n = self._run, self._run.state, len(group.batches)
+        run, state, n = self._run, self._run.history.state, len(group.batches)
         if stepped:
             state.step += 1
             state.step_in_epoch += 1

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.optim import Optimizer
 
 from trainwright.core.state import Group, TrainState
 from trainwright.core.task import TaskModule
@@ -127,19 +126,19 @@ class LoopState:
             restore()
 
 
-def progress_facts(state: TrainState, optimizers: Iterable[Optimizer], device: torch.device) -> dict[str, Any]:
+def progress_facts(state: TrainState, engine: Engine) -> dict[str, Any]:
     """Return the progress of a fit for the run's record. Does not wait for the device.
 
     `memory` is the peak of the main process in bytes: of the device's allocator, or of the host's memory on the CPU.
     """
-    rates = (group["lr"] for optimizer in optimizers for group in optimizer.param_groups)
+    rates = (group["lr"] for optimizer in engine.optimizers for group in optimizer.param_groups)
     return {
         "epoch": state.epoch,
         "samples": state.samples,
         "tokens": state.tokens,
         "seconds": round(state.seconds, 3),
         "lr": [rate for rate in rates if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"],
-        "memory": peak_memory(device),
+        "memory": peak_memory(engine.device),
     }
 
 

@@ -110,7 +110,6 @@ class Logs:
     """Logged values and their receivers.
 
     Attributes:
-        loggers: the loggers.
         fit_warnings: warnings that a fit gives once.
         group: the group of loggers; None before they are set up.
         metrics: receives the values that tasks and callbacks log.
@@ -118,7 +117,6 @@ class Logs:
         exchange: gathers small host objects over ranks; None for one process.
     """
 
-    loggers: list[Any]
     fit_warnings: FitWarnings
     group: LoggerGroup | None = None
     metrics: MetricBuffer = field(default_factory=MetricBuffer)
@@ -196,7 +194,7 @@ class StageRun:
         self.status = StageStatus(stage, Preemption(settings.preemption_grace_s), is_trial)
         callbacks, profiler = ([], PassThroughProfiler()) if is_trial else (settings.callbacks, settings.profiler)
         self.components = Components(task, callbacks, profiler)
-        self.logs = Logs(settings.loggers, FitWarnings(self.engine))
+        self.logs = Logs(FitWarnings(self.engine))
         self.data = StageData(Sources({}) if sources is None else sources, task, self.engine, settings, history)
         self.loop = LoopState(Schedules([], task))
         self.evaluation = EvaluationState()
@@ -222,24 +220,14 @@ class StageRun:
         return self.components.task
 
     @property
-    def model(self) -> TaskModule | None:
-        """The user's task; None before there is one."""
-        return self.components.task
-
-    @property
     def last_step(self) -> StepResult | None:
         """The result of the last optimizer step; None before the first."""
         return None if self.loop.last_result is None else StepResult(*self.loop.last_result)
 
     def position(self) -> Position:
         """Return this rank's progress. Called from another thread, also while this one is blocked."""
-        state = self.state
-        return Position(
-            state.step,
-            state.batches,
-            self.evaluation.batches_done,
-            self.evaluation.kind or self.status.stage or "ending",
-        )
+        state, now = self.state, self.evaluation
+        return Position(state.step, state.batches, now.batches_done, now.kind or self.status.stage or "ending")
 
     def progress(self) -> dict[str, Any]:
         """Return the training progress for a checkpoint, including whether a validation is still due."""
@@ -258,12 +246,6 @@ class StageRun:
         """Micro-batches of one training epoch on one rank; infinite if the loader has no length."""
         found = self.data.train().num_batches
         return math.inf if found is None else found
-
-    @property
-    def sanity_steps(self) -> int | float:
-        """Number of validation batches to run before training."""
-        most = self.settings.num_sanity_val_steps
-        return math.inf if most == -1 else most
 
     def num_batches(self, kind: str) -> list[int | float]:
         """Return the batches of each loader of an evaluation on one rank."""
@@ -293,9 +275,8 @@ class StageRun:
     @property
     def callback_metrics(self) -> Mapping[str, float]:
         """The latest value of every logged metric; see `Run.callback_metrics`."""
-        if (
-            not self.evaluation.sanity_checking and sys.exc_info()[0] is None
-        ):  # after an error the device may be unusable
+        # After an error the device may be unusable.
+        if not self.evaluation.sanity_checking and sys.exc_info()[0] is None:
             self.logs.shown.show(self.logs.metrics.peek_new())
         return self.logs.shown.callback
 
@@ -326,20 +307,18 @@ class StageRun:
         if self.evaluation.sanity_checking or self.status.is_trial:
             return
         if kind == "train" and self.settings.arguments.on_nonfinite is None:
-            self.logs.fit_warnings.bad_loss(
-                flushed.callback, self.state.step, manual=not self.task.automatic_optimization
-            )
+            manual = not self.task.automatic_optimization
+            self.logs.fit_warnings.bad_loss(flushed.callback, self.state.step, manual=manual)
         self.logs.shown.show(flushed)
         if flushed.logged and kind != "predict":
             self.log_now(flushed.logged, epoch)
 
     def flush_step(self, epoch: int | None = None) -> None:
         """Read the metrics of training steps from the device and pass them on. Collective."""
-        flushed = self.logs.metrics.flush_step(self.logs.exchange, self.last_step if self.logs.loggers else None)
+        flushed = self.logs.metrics.flush_step(self.logs.exchange, self.last_step if self.settings.loggers else None)
         self.take_metrics(flushed, "train", epoch)
         if self.logs.group is not None and self.logs.group.record is not None:
-            facts = progress_facts(self.state, self.engine.optimizers, self.engine.device)
-            self.note("progress", **flushed.last_step, **facts)
+            self.note("progress", **flushed.last_step, **progress_facts(self.state, self.engine))
 
     def note(self, event: str, **facts: Any) -> None:
         """Add an event to the run's record, if there is one. Not collective."""
@@ -347,16 +326,6 @@ class StageRun:
             self.logs.group.record.add(event, self.state.step, facts)
 
     # Processes
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.engine.processes.world_size
-
-    @property
-    def global_rank(self) -> int:
-        """Rank among all processes."""
-        return self.engine.processes.rank
 
     @property
     def is_main(self) -> bool:
@@ -432,9 +401,7 @@ class StageRun:
         """Print on the main process, above the progress bar. `options` are those of Python's `print`."""
         if not self.is_main:
             return
-        display = next(
-            (callback for callback in self.components.callbacks if isinstance(callback, ProgressDisplay)), None
-        )
+        display = next((each for each in self.components.callbacks if isinstance(each, ProgressDisplay)), None)
         show: Callable[..., None] = print if display is None else display.print
         if "file" in options:
             show(*values, **options)

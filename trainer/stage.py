@@ -165,7 +165,7 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     run.engine.prepare(task, partial(_make_optimizers, run) if stage == "fit" else None, run.trainer)
     profiling.watch_modules(run)
     run.loop.count_tokens |= "tokens" in run.settings.units
-    run.logs.group = LoggerGroup(run.logs.loggers, is_main=run.is_main and not run.status.is_trial)
+    run.logs.group = LoggerGroup(run.settings.loggers, is_main=run.is_main and not run.status.is_trial)
     if opened is not None:
         restore.load(run, opened)
     start_loggers(run, stage)
@@ -180,7 +180,7 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
 
 
 def _prepare_data(run: StageRun) -> None:
-    task, data, stage = run.task, run.data.sources.datamodule, run.status.stage or "fit"
+    task, data, stage = run.task, run.data.datamodule, run.status.stage or "fit"
     if data is not None:
         data.trainer = run.trainer
     owners = [owner for owner in (data, task) if owner is not None]

@@ -335,13 +335,7 @@ class Trainer(Planner, LightningNames):
         run = self._begin(stage, task, sources, is_trial)
         try:
             if self.settings.selection.starts_processes and not started_by_trainer():
-                involved = [
-                    task,
-                    sources.datamodule,
-                    *sources.given.values(),
-                    *run.components.callbacks,
-                    *run.logs.loggers,
-                ]
+                involved = [task, sources.datamodule, *sources.given.values(), *self.callbacks, *self.loggers]
                 work = partial(Trainer._elsewhere, self, stage, task, sources, load, make_loop, is_trial)
                 result = run_in_new_processes(self, work, involved)
             else:
@@ -372,7 +366,7 @@ class Trainer(Planner, LightningNames):
         self, stage: Stage, task: TaskModule, sources: Sources, load: LoadRequest, make_loop: MakeLoop, is_trial: bool
     ) -> Any:
         """Run a stage in one of the processes that this Trainer uses, including this one."""
-        run = self.run if self.run.status.stage is not None else self._begin(stage, task, sources, is_trial)
+        run = self.run if self.stage is not None else self._begin(stage, task, sources, is_trial)
         with on_this_process(run, load):
             return make_loop(run).run()
 
@@ -403,7 +397,7 @@ class Trainer(Planner, LightningNames):
 
     @loggers.setter
     def loggers(self, loggers: list[Any]) -> None:
-        self.settings.loggers = self.run.logs.loggers = loggers
+        self.settings.loggers = loggers
 
     @property
     def logger(self) -> Any | None:
@@ -412,10 +406,8 @@ class Trainer(Planner, LightningNames):
 
     @logger.setter
     def logger(self, logger: Logger | Iterable[Logger] | bool | str | None) -> None:
-        if self.run.status.stage is not None:
-            raise ConfigurationError(
-                f"trainer.logger cannot be changed while {self.run.status.stage}() runs. Set it before."
-            )
+        if self.stage is not None:
+            raise ConfigurationError(f"trainer.logger cannot be changed while {self.stage}() runs. Set it before.")
         self.loggers = resolve_loggers(False if logger is None else logger, self.settings.root)
 
     @property
@@ -477,8 +469,8 @@ class Trainer(Planner, LightningNames):
             OSError, CheckpointError: this or an earlier checkpoint could not be written.
         """
         run = self.run
-        if not (run.logs.group is not None or run.status.is_trial) or not (
-            run.loop.at_step_boundary or run.status.stage is None
+        if (run.logs.group is None and not run.status.is_trial) or not (
+            run.loop.at_step_boundary or self.stage is None
         ):
             raise ConfigurationError("save_checkpoint must be called between two steps of a fit, or after it.")
         if (why := capture.half_done(run)) is not None:

@@ -64,13 +64,13 @@ def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
         raise CheckpointError(
             "a step was not finite, and weights have changed since then. Earlier checkpoints are valid."
         )
-    alone = run.world_size == 1
-    if not alone and not run.engine.capabilities.full_weights:
+    world_size = run.engine.processes.world_size
+    if world_size > 1 and not run.engine.capabilities.full_weights:
         raise CheckpointError(
-            f"the weights are sharded across {run.world_size} ranks and cannot be collected after an error, because "
+            f"the weights are sharded across {world_size} ranks and cannot be collected after an error, because "
             "other ranks may have failed. Earlier checkpoints are complete."
         )
-    return _collect(run, [_own_state(run)] if alone else [], weights_only=not alone, metrics=metrics)
+    return _collect(run, [_own_state(run)] if world_size == 1 else [], weights_only=world_size > 1, metrics=metrics)
 
 
 def _own_state(run: StageRun) -> dict[str, Any]:
@@ -110,10 +110,10 @@ def _collect(
             "strategy": engine.state_dict(),
             "data": _place_in_data(run, by_data_rank),
             "loggers": run.logs.group.state_dict() if run.logs.group is not None else [],
-            "datamodule": run.data.sources.datamodule.state_dict() if run.data.sources.datamodule is not None else {},
+            "datamodule": run.data.datamodule.state_dict() if run.data.datamodule is not None else {},
             **(
                 {}
-                if (data := run.data.sources.datamodule) is None
+                if (data := run.data.datamodule) is None
                 else {"datamodule_hyper_parameters": data.saved_hyperparameters()}
             ),
             "left_out": run.history.skipped_data(),
@@ -124,7 +124,7 @@ def _collect(
             "job": run.resume.attempt.key,
             "precision": engine.precision.name,
         }
-        if engine.data_ranks.size != run.world_size:  # ranks with the same data have the same random numbers
+        if engine.data_ranks.size != engine.processes.world_size:  # ranks with the same data share random numbers
             trainer["data_ranks"] = list(engine.data_ranks.members)
         if not run.loop.at_step_boundary:
             trainer["within_step"] = True
@@ -137,7 +137,7 @@ def _collect(
         trainer=trainer,
         rng=[of_rank["rng"] for of_rank in of_ranks],
         metrics=metrics,
-        world_size=run.world_size,
+        world_size=run.engine.processes.world_size,
         kind="weights" if weights_only else "full",
         in_shards=engine.state.saves_shards,
         overlaps=engine.capabilities.state_rests,

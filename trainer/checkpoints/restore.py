@@ -73,9 +73,8 @@ def restore(run: StageRun, opened: Opened) -> None:
         )
     elif "rng" not in snapshot.missing:
         wrote = _processes_text(snapshot.world_size, len(ranks) if ranks else snapshot.world_size)
-        moved = (
-            f"was written by {wrote} and is resumed by {_processes_text(run.world_size, run.engine.data_ranks.size)}"
-        )
+        resumes = _processes_text(run.engine.processes.world_size, run.engine.data_ranks.size)
+        moved = f"was written by {wrote} and is resumed by {resumes}"
         warnings.warn(
             f"{path} {moved if snapshot.rng else 'holds no generator states'}. The random number generators start from "
             f"scratch.{' The order of the data is unchanged.' if data else ''}",
@@ -359,11 +358,11 @@ class Entries:
     def restore_datamodule(self, run: StageRun) -> None:
         """Restore the data module."""
         saved: dict[str, Any] = self.take("datamodule", {})
-        if run.data.sources.datamodule is None:
+        if run.data.datamodule is None:
             if saved:
                 self._warn("holds the state of a data module, but this run has none. Pass it, or ignore this.")
         elif saved:
-            run.data.sources.datamodule.load_state_dict(saved)
-        elif run.data.sources.datamodule.state_dict():
-            name = type(run.data.sources.datamodule).__name__
+            run.data.datamodule.load_state_dict(saved)
+        elif run.data.datamodule.state_dict():
+            name = type(run.data.datamodule).__name__
             self.lacks("datamodule", f"holds no state of the data module, and {name} has one", "use another checkpoint")

@@ -33,11 +33,10 @@ def report_error(run: StageRun, error: BaseException) -> Exception | None:
     explained = run.engine.explain_error(error, run.task)
     reported = explained or error
     run.note("error", type=type(reported).__name__, text=str(reported)[:_MAX_TEXT])
-    hooks: list[Callable[[], Any]] = [
-        partial(hook, run.trainer, run.task, reported) for hook in run.components.hooks.on_exception
-    ]
-    if run.data.sources.datamodule is not None:
-        hooks.append(partial(run.data.sources.datamodule.on_exception, reported))
+    listeners = run.components.hooks.on_exception
+    hooks: list[Callable[[], Any]] = [partial(hook, run.trainer, run.task, reported) for hook in listeners]
+    if run.data.datamodule is not None:
+        hooks.append(partial(run.data.datamodule.on_exception, reported))
     for hook in hooks:
         try:
             hook()
@@ -65,8 +64,8 @@ def tear_down(run: StageRun, status: Status) -> None:
         if run.status.is_set_up:
             last_first.callback(run.task.teardown, stage)
             last_first.callback(run.fire, "teardown", stage)
-            if run.data.sources.datamodule is not None:
-                last_first.callback(run.data.sources.datamodule.teardown, stage)
+            if run.data.datamodule is not None:
+                last_first.callback(run.data.datamodule.teardown, stage)
         last_first.callback(step_end.close, run)
         last_first.callback(partial(run.data.close, keep_state=status != "failed"))
 

@@ -139,15 +139,13 @@ class GuardedStep:
         if run.settings.arguments.on_nonfinite == "raise":
             self._log(group)
             raise self._error(found, "No weight has changed")
-        if (
-            run.settings.arguments.max_skipped is not None
-            and run.history.skipped_in_a_row >= run.settings.arguments.max_skipped
-        ):
+        most = run.settings.arguments.max_skipped
+        if most is not None and run.history.skipped_in_a_row >= most:
             self._log(group)
             raise self._error(
                 found,
                 f"The {run.history.skipped_in_a_row} steps before it were skipped too, which reaches max_skipped="
-                f"{run.settings.arguments.max_skipped}",
+                f"{most}",
             )
         skipped = self._record(found, group)
         path = None

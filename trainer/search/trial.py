@@ -111,18 +111,18 @@ class StageTrialSteps:
         run = self._run
         schedulers = [config.scheduler for config in run.loop.schedules.configs]
         generators = _generators_of(run.data.sources.given)
-        self._module = None if run.data.sources.datamodule is None else dict(vars(run.data.sources.datamodule))
+        self._module = None if run.data.datamodule is None else dict(vars(run.data.datamodule))
         self._snapshot = StateSnapshot(run.task, run.engine.optimizers, schedulers, generators)
         stack.callback(self._restore)
-        for logger in run.logs.loggers:
+        for logger in run.settings.loggers:
             stack.callback(setattr, logger, "muted", logger.muted)
             logger.muted = True
 
     def _restore(self) -> None:
         self._snapshot.restore()
         if self._module is not None:
-            vars(self._run.data.sources.datamodule).clear()
-            vars(self._run.data.sources.datamodule).update(self._module)
+            vars(self._run.data.datamodule).clear()
+            vars(self._run.data.datamodule).update(self._module)
 
     def _renew_loaders(self) -> None:
         """Create the run's loaders again at the same position in the data. Collective if creating a loader is."""
@@ -204,16 +204,9 @@ class StageTrialSteps:
         clock = self._new_clock(run.state)
         clock.batch_in_epoch = clock.step_in_epoch = clock.samples_in_epoch = 0
         clock.validation_owed = clock.epoch_done = False
-        sources, history = run.data.sources, run.history.for_trial(clock)
+        stage, sources, history = run.status.stage, run.data.sources, run.history.for_trial(clock)
         trial = StageRun(
-            run.trainer,
-            _for_trial(run.settings),
-            history,
-            run.status.stage,
-            run.task,
-            sources,
-            self._engine,
-            is_trial=True,
+            run.trainer, _for_trial(run.settings), history, stage, run.task, sources, self._engine, is_trial=True
         )
         trial.logs.exchange = None if self._alone else run.logs.exchange
         trial.components.hooks = HookTable((), run.task)
