@@ -469,9 +469,8 @@ class Trainer(Planner, LightningNames):
             OSError, CheckpointError: this or an earlier checkpoint could not be written.
         """
         run = self.run
-        if (run.logs.group is None and not run.status.is_trial) or not (
-            run.loop.at_step_boundary or self.stage is None
-        ):
+        is_between_steps = run.loop.at_step_boundary or self.stage is None
+        if (run.logs.group is None and not run.status.is_trial) or not is_between_steps:
             raise ConfigurationError("save_checkpoint must be called between two steps of a fit, or after it.")
         if (why := capture.half_done(run)) is not None:
             raise ConfigurationError(
