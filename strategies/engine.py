@@ -143,16 +143,13 @@ class Engine(LightningMembers):
 
     # Model and optimizers
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
         """Build the model on its device, and then its optimizers. Collective.
 
         Args:
             task: Changed in place: built by `configure_model`, moved and converted.
             make_optimizers: Creates the optimizers after the parameters are final. None if nothing is trained.
             plan: Properties of the training.
-
-        Returns:
-            The optimizers, in the task's order.
         """
         self.task = task
         self._build(task)
@@ -169,7 +166,6 @@ class Engine(LightningMembers):
         if self.settings.compile_options is not None:
             self._training_call = self._eval_call = self._compile(StepModule(task))
         self.state = FullState(task, self.optimizers, self.device, is_main=self.is_main)
-        return self.optimizers
 
     def _build(self, task: TaskModule) -> None:
         """Call the task's `configure_model`."""

@@ -114,10 +114,11 @@ def _classes() -> Iterator[type]:
                 yield cls
 
 
-def test_a_trainer_holds_its_settings_its_history_and_a_run() -> None:
+def test_a_trainer_and_its_run_hold_few_objects() -> None:
     trainer = quiet_trainer(max_epochs=1)
     trainer.fit(RegressionTask(), regression_loader(4, 2))
     assert len(vars(trainer)) <= 10
+    assert len(vars(trainer.run)) <= 12
 
 
 def test_a_step_is_few_calls_away_from_fit() -> None:

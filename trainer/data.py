@@ -335,7 +335,7 @@ class StageData:
     def __init__(
         self, sources: Sources, task: TaskModule | None, engine: Engine, settings: Settings, history: History
     ) -> None:
-        self.sources = sources
+        self.sources, self.datamodule = sources, sources.datamodule
         self._given_task, self._engine, self._settings, self._history = task, engine, settings, history
         self.workers = Workers()
         self.made: TrainData | None = None

@@ -54,16 +54,17 @@ def evaluate(
     Returns:
         The metrics of the epoch, and for each loader the outputs of this rank's batches (empty without `keep`).
     """
-    name, metrics = _EVENTS[kind], run.metrics
+    name, metrics = _EVENTS[kind], run.logs.metrics
     run.data.evaluation(kind).begin()
     data, limits = _prepare(run, kind, max_batches)
     outputs: list[list[Any]] = [[] for _ in data.loaders]
     if not any(limit is None or limit > 0 for limit in limits):
         return Flushed(), outputs
     before, capabilities = metrics.stage, run.engine.capabilities
-    run.evaluating = kind
+    run.evaluation.kind = kind
     run.engine.begin_evaluation()
-    with _evaluation_mode(run, name), _no_gradients(run.arguments.inference_mode and capabilities.inference_mode):
+    inference_mode = run.settings.arguments.inference_mode and capabilities.inference_mode
+    with _evaluation_mode(run, name), _no_gradients(inference_mode):
         metrics.begin(kind, num_dataloaders=len(data.loaders))
         metrics.in_step = False
         try:
@@ -92,14 +93,14 @@ def evaluate(
                 loader.end_pass()
             metrics.dataloader_idx = None
             run.fire(f"on_{name}_epoch_end")
-            run.take_metrics(metrics.flush_step(run.exchange), kind)
-            flushed = metrics.flush_epoch(run.exchange, owner=run.task)
+            run.take_metrics(metrics.flush_step(run.logs.exchange), kind)
+            flushed = metrics.flush_epoch(run.logs.exchange, owner=run.task)
             run.take_metrics(flushed, kind)
             taken()
             metrics.close(f"on_{name}_end")
             run.fire(f"on_{name}_end")
         finally:
-            run.evaluating = None
+            run.evaluation.kind = None
             metrics.batch, metrics.in_step, metrics.dataloader_idx = None, False, None
             if before is not None:
                 metrics.switch(before)
@@ -120,7 +121,7 @@ class Evaluation:
 
     def run(self) -> list[dict[str, float]]:
         """Return the metrics, one dict per loader."""
-        kind: Any = self._run.stage
+        kind: Any = self._run.status.stage
         flushed, outputs = evaluate(self._run, kind)
         results = results_by_loader(flushed, len(outputs))
         if self._verbose:
@@ -154,7 +155,7 @@ def _prepare(run: StageRun, kind: EvaluationKind, max_batches: int | None) -> tu
     """Return the data and the batch limit of each loader. Sets `num_eval_batches` of the run."""
     data = run.data.evaluation(kind)
     limits = [_least(limit, max_batches) for limit in data.limits]
-    run.num_eval_batches = [float("inf") if limit is None else limit for limit in limits]
+    run.evaluation.num_batches = [float("inf") if limit is None else limit for limit in limits]
     return data, limits
 
 
@@ -187,7 +188,7 @@ def _one_batch(
         step: context for the call of the step.
         keep: the caller keeps the output.
     """
-    metrics, task, hooks = run.metrics, run.task, run.hooks
+    metrics, task, hooks = run.logs.metrics, run.task, run.components.hooks
     loader = () if dataloader_idx is None else (dataloader_idx,)
     batch = run.engine.step.to_device(batch, dataloader_idx or 0)
     metrics.batch, metrics.in_step = batch, True
@@ -205,7 +206,7 @@ def _one_batch(
     for hook in ends:
         hook(run.trainer, task, output, batch, idx, *loader)
     metrics.batch, metrics.in_step = None, False
-    run.eval_batches_done += 1
+    run.evaluation.batches_done += 1
     return output
 
 

@@ -109,7 +109,7 @@ class Setting(Generic[T]):
 
 
 def _all(run: StageRun, role: type) -> list[Any]:
-    return [callback for callback in run.callbacks if isinstance(callback, role)]
+    return [callback for callback in run.components.callbacks if isinstance(callback, role)]
 
 
 def _first(run: StageRun, role: type) -> Any:
@@ -163,7 +163,7 @@ class LightningNames:
     val_check_interval = Argument[Any](unset=1.0)
 
     accumulate_grad_batches = Setting[int]("Micro-batches in one optimizer step.")
-    profiler = Fact[Profiler](lambda run: run.profiler, "The profiler; a PassThroughProfiler without one.")
+    profiler = Fact[Profiler](lambda run: run.components.profiler, "The profiler; a PassThroughProfiler without one.")
     default_root_dir = Fact[str](lambda run: str(run.settings.root), "Folder for the files of a run.")
     log_every_n_steps = Setting[int]("Steps between two flushes of metrics.")
     num_sanity_val_steps = Setting[int]("Validation batches to run before training; -1 for all.")
@@ -173,17 +173,17 @@ class LightningNames:
     task = Fact[TaskModule](lambda run: run.task, "The user's task; raises a TaskError before the first stage.")
     lightning_module = Fact[TaskModule](lambda run: run.task, "The task, under Lightning's name.")
     model = Fact[TaskModule | None](
-        lambda run: run.model, "The task, never a strategy's wrapper; None before the first stage."
+        lambda run: run.components.task, "The task, never a strategy's wrapper; None before the first stage."
     )
-    datamodule = Fact[DataModule | None](lambda run: run.datamodule, "The data module of this stage, or None.")
+    datamodule = Fact[DataModule | None](lambda run: run.data.datamodule, "The data module of this stage, or None.")
     strategy = Fact[Engine](
         lambda run: run.engine, "The engine, which computes steps and communicates with other ranks."
     )
     optimizers = Fact[list[Optimizer]](
-        lambda run: run.optimizers, "The optimizers that `configure_optimizers` returned."
+        lambda run: run.engine.optimizers, "The optimizers that `configure_optimizers` returned."
     )
     lr_scheduler_configs = Fact[list[SchedulerConfig]](
-        lambda run: run.lr_scheduler_configs, "The learning-rate schedules and when they step."
+        lambda run: run.loop.schedules.configs, "The learning-rate schedules and when they step."
     )
     checkpoint_callback = Fact[Any](lambda run: run.saver, "The first ModelCheckpoint, or None.")
     checkpoint_callbacks = Fact[list[Any]](lambda run: [*run.savers], "Every ModelCheckpoint.")
@@ -202,17 +202,17 @@ class LightningNames:
 
     # Processes
 
-    global_rank = Fact[int](lambda run: run.global_rank, "Rank among all processes.")
+    global_rank = Fact[int](lambda run: run.engine.processes.rank, "Rank among all processes.")
     local_rank = Fact[int](lambda run: run.engine.processes.local_rank, "Rank among the processes of this node.")
     node_rank = Fact[int](lambda run: run.engine.processes.topology.node_rank, "Rank of this node among the nodes.")
-    world_size = Fact[int](lambda run: run.world_size, "Number of processes.")
+    world_size = Fact[int](lambda run: run.engine.processes.world_size, "Number of processes.")
     num_nodes = Fact[int](lambda run: run.engine.processes.num_nodes, "Number of nodes.")
     num_devices = Fact[int](lambda run: len(run.engine.settings.device_indices), "Processes on this node.")
     is_global_zero = Fact[bool](lambda run: run.is_main, "True on the main process.")
     distributed_sampler_kwargs = Fact[dict[str, int] | None](
         lambda run: (
             None
-            if run.exchange is None
+            if run.logs.exchange is None
             else {"num_replicas": run.engine.data_ranks.num_readers, "rank": run.engine.data_ranks.reader}
         ),
         "Number of data ranks and this process's data rank; None for one process.",
@@ -223,7 +223,7 @@ class LightningNames:
     state = Fact[TrainState](
         lambda run: run.state, "Training progress and, under Lightning's names, the current stage."
     )
-    stage = Fact[Stage | None](lambda run: run.stage, "The stage that is running, or None.")
+    stage = Fact[Stage | None](lambda run: run.status.stage, "The stage that is running, or None.")
     current_epoch = Fact[int](
         lambda run: run.state.epoch, "0-based index of the current epoch; between fits, the number of completed epochs."
     )
@@ -232,20 +232,20 @@ class LightningNames:
         lambda run: run.last_step, "Result of the last optimizer step; None before the first."
     )
     training = Fact[bool](
-        lambda run: run.stage == "fit" and run.evaluating is None,
+        lambda run: run.status.stage == "fit" and run.evaluation.kind is None,
         "True while training steps run, and False during evaluations.",
     )
     evaluating = Fact[bool](
-        lambda run: run.evaluating in ("validate", "test"),
+        lambda run: run.evaluation.kind in ("validate", "test"),
         "True during a validation or test, including the validation before training.",
     )
-    sanity_checking = Fact[bool](lambda run: run.sanity_checking, "True during the validation before training.")
+    sanity_checking = Fact[bool](lambda run: run.evaluation.sanity_checking, "True in the validation before training.")
     validating = Fact[bool](
-        lambda run: run.evaluating == "validate" and not run.sanity_checking,
+        lambda run: run.evaluation.kind == "validate" and not run.evaluation.sanity_checking,
         "True during a validation, except the one before training.",
     )
-    testing = Fact[bool](lambda run: run.evaluating == "test", "True during a test.")
-    predicting = Fact[bool](lambda run: run.evaluating == "predict", "True during a prediction.")
+    testing = Fact[bool](lambda run: run.evaluation.kind == "test", "True during a test.")
+    predicting = Fact[bool](lambda run: run.evaluation.kind == "predict", "True during a prediction.")
     is_last_batch = Fact[bool](
         lambda run: run.loop.is_last_batch,
         "True if the current or last training micro-batch is the last of its epoch.",
@@ -254,14 +254,14 @@ class LightningNames:
         lambda run: run.loop.epoch_closes,
         "True if the ending epoch is complete; False if a later `fit` may continue it.",
     )
-    interrupted = Fact[bool](lambda run: run.interrupted, "True if Ctrl-C ended the last stage.")
+    interrupted = Fact[bool](lambda run: run.status.interrupted, "True if Ctrl-C ended the last stage.")
     received_sigterm = Fact[bool](
-        lambda run: run.preemption.signal == signal.SIGTERM,
+        lambda run: run.status.preemption.signal == signal.SIGTERM,
         "True if this process has received SIGTERM during the current fit.",
     )
-    resumed = Fact[bool](lambda run: run.resumed, "True if this fit continues a checkpoint.")
+    resumed = Fact[bool](lambda run: run.resume.origin is not None, "True if this fit continues a checkpoint.")
     ckpt_path = Fact[str | None](
-        lambda run: run.ckpt_path, "The checkpoint that the current or last stage has loaded, or None."
+        lambda run: run.resume.ckpt_path, "The checkpoint that the current or last stage has loaded, or None."
     )
     seed = Fact[int | None](lambda run: run.history.seed, "Seed of the data order; None before the first stage.")
     run_id = Fact[str](lambda run: run.history.run_id, "Identifies this run's checkpoints in a shared folder.")
@@ -271,7 +271,7 @@ class LightningNames:
     )
     checkpoint_dir = Fact[Path](lambda run: run.checkpoint_dir, "Folder of checkpoints whose request names none.")
     log_dir = Fact[str | None](
-        lambda run: next((logger.log_dir for logger in run.loggers if logger.log_dir is not None), None),
+        lambda run: next((logger.log_dir for logger in run.settings.loggers if logger.log_dir is not None), None),
         "The folder of the first logger that has one. Known on the main rank after a stage has started.",
     )
 
@@ -296,10 +296,13 @@ class LightningNames:
     num_test_batches = _num_batches("test", "test")
     num_predict_batches = _num_batches("predict", "prediction")
     num_eval_batches = Fact[list[int | float]](
-        lambda run: run.num_eval_batches, "Batches of each loader of the current evaluation, on this rank."
+        lambda run: run.evaluation.num_batches, "Batches of each loader of the current evaluation, on this rank."
     )
     num_sanity_val_batches = Fact[list[int | float]](
-        lambda run: [min(run.sanity_steps, number) for number in run.num_batches("validate")],
+        lambda run: [
+            number if (most := run.settings.num_sanity_val_steps) == -1 else min(most, number)
+            for number in run.num_batches("validate")
+        ],
         "Batches of each validation loader to run before training.",
     )
     estimated_stepping_batches = Fact[int | float](
@@ -311,7 +314,7 @@ class LightningNames:
         "True if `fit` validates: it has a validation_step, a loader and a limit above 0.",
     )
     enable_validation = Fact[bool](
-        lambda run: run.model is not None and run.data.has_validation,
+        lambda run: run.components.task is not None and run.data.has_validation,
         "True if `fit` validates: it has a validation_step, a loader and a limit above 0.",
     )
     val_check_batch = Fact[int | float | None](
@@ -325,10 +328,10 @@ class LightningNames:
         lambda run: run.callback_metrics, "The latest value of every logged metric; see `Run.callback_metrics`."
     )
     logged_metrics = Fact[Mapping[str, float]](
-        lambda run: as_values(run.shown.logged), "The latest value of every metric that went to the loggers."
+        lambda run: as_values(run.logs.shown.logged), "The latest value of every metric that went to the loggers."
     )
     progress_bar_metrics = Fact[Mapping[str, float]](
-        lambda run: run.shown.progress_bar, "The latest value of every metric logged with `prog_bar=True`."
+        lambda run: run.logs.shown.progress_bar, "The latest value of every metric logged with `prog_bar=True`."
     )
 
     # Methods

@@ -21,10 +21,10 @@ from trainwright.trainer.run import StageRun
 
 def start_loggers(run: StageRun, stage: Stage) -> None:
     """Start the loggers, except for predictions. Restore a checkpoint first, so that they continue its run."""
-    if stage != "predict" and run.logging is not None:
-        run.logging.start(RunInfo(run.settings.root))
-        if run.logging.record is not None:
-            run.note(stage, **_facts(run, run.logging.record.folder))
+    if stage != "predict" and run.logs.group is not None:
+        run.logs.group.start(RunInfo(run.settings.root))
+        if run.logs.group.record is not None:
+            run.note(stage, **_facts(run, run.logs.group.record.folder))
 
 
 def _facts(run: StageRun, folder: Path) -> dict[str, Any]:
@@ -32,13 +32,13 @@ def _facts(run: StageRun, folder: Path) -> dict[str, Any]:
     selection = run.settings.selection
     outline = selection.strategy.outline(None, selection.settings)
     settings = planned_settings(run.settings, type(run.trainer).__init__)
-    logs = [logger.log_dir for logger in run.loggers if logger.log_dir is not None]
+    logs = [logger.log_dir for logger in run.settings.loggers if logger.log_dir is not None]
     script = Path(sys.argv[0] or ".").absolute()
     is_own = script.suffix == ".py" and script.name != "__main__.py"  # not the command line of a package
-    owners = [owner for owner in (run.datamodule, run.task) if owner is not None]
+    owners = [owner for owner in (run.data.datamodule, run.task) if owner is not None]
     return {
         "run_id": run.history.run_id,
-        "resumed_from": None if run.origin is None else str(run.origin),
+        "resumed_from": None if run.resume.origin is None else str(run.resume.origin),
         "task": type(run.task).__qualname__,
         "parameters": sum(full_numel(parameter) for parameter in run.task.parameters()),
         "settings": {name: [setting.value, setting.source] for name, setting in settings.items()},
@@ -46,12 +46,12 @@ def _facts(run: StageRun, folder: Path) -> dict[str, Any]:
         "strategy": type(selection.strategy).__name__,
         "options": as_data(selection.strategy.passed_arguments),
         "mesh": {name: length for name, length in outline.mesh.lengths.items() if length > 1},
-        "precision": data_types(run.task, selection.settings.precision, outline, run.world_size),
+        "precision": data_types(run.task, selection.settings.precision, outline, run.engine.processes.world_size),
         "device": str(run.engine.device),
-        "processes": run.world_size,
+        "processes": run.engine.processes.world_size,
         "seed": run.history.seed,
-        "callbacks": [type(callback).__name__ for callback in run.callbacks],
-        "loggers": [type(logger).__name__ for logger in run.loggers],
+        "callbacks": [type(callback).__name__ for callback in run.components.callbacks],
+        "loggers": [type(logger).__name__ for logger in run.settings.loggers],
         "folders": {
             "logs": [os.path.relpath(path, folder) for path in logs],
             "checkpoints": os.path.relpath(run.checkpoint_dir, folder),
@@ -71,7 +71,7 @@ def begin_fit(run: StageRun) -> None:
     restore, run.loop.restore_after_fit_start = run.loop.restore_after_fit_start, None
     if restore is not None:
         restore()
-    _describe(run, hyperparameters=run.arguments.enable_autolog_hparams)
+    _describe(run, hyperparameters=run.settings.arguments.enable_autolog_hparams)
 
 
 def _describe(run: StageRun, *, hyperparameters: bool) -> None:
@@ -79,12 +79,12 @@ def _describe(run: StageRun, *, hyperparameters: bool) -> None:
 
     Called after `on_fit_start`, where a search may set hyper-parameters.
     """
-    if run.logging is None:
+    if run.logs.group is None:
         return
     found: dict[str, Any] = {}
-    for owner in (run.datamodule, run.task):
+    for owner in (run.data.datamodule, run.task):
         if owner is not None and owner._hparams_log:
             found |= copy.deepcopy(kept_and_left_out(owner.hparams)[0])
     if found and hyperparameters:
-        run.logging.log_hyperparams(found)
-    run.logging.log_graph(run.task, run.task.example_input_array)
+        run.logs.group.log_hyperparams(found)
+    run.logs.group.log_graph(run.task, run.task.example_input_array)

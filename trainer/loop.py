@@ -62,7 +62,7 @@ class FitLoop:
         run = self._run
         run.data.train()
         self._metrics_begun = True  # values logged in on_train_start belong to the next epoch
-        run.metrics.begin("train")
+        run.logs.metrics.begin("train")
         run.fire("on_train_start")
         run.loop.clock = time.perf_counter()
         if run.state.batch_in_epoch == 0:
@@ -81,12 +81,12 @@ class FitLoop:
             self._align()
             begin_fit(run)
             self._metrics_begun = True
-            run.metrics.begin("train")
+            run.logs.metrics.begin("train")
             run.fire("on_train_start")
             if run.state.batch_in_epoch == 0:
                 run.loop.restore_last()
         run.saves.finish_copy()  # callbacks may empty optimizers here
-        run.metrics.close("on_train_end")
+        run.logs.metrics.close("on_train_end")
         run.fire("on_train_end")
         if self._log_every.left(run.state) < run.settings.log_every_n_steps:
             run.flush_step(run.state.epoch_of_last_batch)  # values logged since the last interval
@@ -94,7 +94,7 @@ class FitLoop:
     def _epoch(self) -> None:
         """Train the rest of the current epoch: one optimizer step per group of micro-batches."""
         run, loop = self._run, self._run.loop
-        trainer, task, state, hooks, step = run.trainer, run.task, run.state, run.hooks, run.engine.step
+        trainer, task, state, hooks, step = run.trainer, run.task, run.state, run.components.hooks, run.engine.step
         clip = run.settings.clip
         groups = self._begin_epoch()
         if state.validation_owed:
@@ -108,11 +108,11 @@ class FitLoop:
                     hook(trainer, task, group)
                 loss = forward_backward(group)  # move, autocast, weigh, accumulate, sync
                 if hooks.on_before_optimizer_step and loss is not None:
-                    run.metrics.batch = group.batches[-1]  # weight of the values logged in these hooks
+                    run.logs.metrics.batch = group.batches[-1]  # weight of the values logged in these hooks
                     for hook in hooks.on_before_optimizer_step:
-                        for optimizer in run.optimizers:
+                        for optimizer in run.engine.optimizers:
                             hook(trainer, task, optimizer)
-                    run.metrics.batch = None
+                    run.logs.metrics.batch = None
                 loop.stepping = True
                 norm = None if loss is None else step.optimizer_step(clip)  # clip, step, free gradients
                 self._advance(group, loss is not None or step.stepped)
@@ -127,16 +127,16 @@ class FitLoop:
                 if (closed or loop.quiet_groups < 0) and self._after_step(group):
                     break
         except SkipRestOfEpoch:
-            run.metrics.batch = None
+            run.logs.metrics.batch = None
             step.discard_gradients()
-            run.schedules.after_epoch(state.epoch)
+            run.loop.schedules.after_epoch(state.epoch)
             loop.at_step_boundary = closed = True
         self._end_epoch(closed)
         loop.ended_on_last_batch, loop.group = loop.is_last_batch, None
 
     def _after_step(self, group: Group) -> bool:
         """Validate, flush metrics and save checkpoints if they are due. Return whether the epoch ends here."""
-        run, loop, state = self._run, self._run.loop, self._run.state
+        run, loop, state = self._run, self._run.loop, self._run.history.state
         loop.read_clock(state)
         if run.saves.reserves and state.step_in_epoch:
             step_end.reserve(run)
@@ -146,37 +146,37 @@ class FitLoop:
             run.flush_step()  # the only host sync
             loop.check_finite()
         if not state.step_in_epoch and run.task.automatic_optimization and not run.history.skipped_batches:
-            run.fit_warnings.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
+            run.logs.fit_warnings.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
         ends = group.is_last or self._must_stop()
         if not ends and run.saves.waiting:
             step_end.execute_requests(run)
-            ends = self._must_stop() if run.exchange is None else self._should_stop()  # an action may have requested it
-        if run.preemption.agreed and not ends:
+            ends = self._must_stop() if run.logs.exchange is None else self._should_stop()  # an action may stop it
+        if run.status.preemption.agreed and not ends:
             exit_on_signal(run)
         loop.quiet_groups = self._groups_until_due() - 1
-        if run.preemption.signal:  # may have arrived in this method
+        if run.status.preemption.signal:  # may have arrived in this method
             loop.look()
         return ends
 
     def _groups_until_due(self) -> int:
         """Return the number of steps until `_after_step` must run again. A stop request makes it run earlier."""
-        run, state = self._run, self._run.state
+        run, state = self._run, self._run.history.state
         if run.loop.stop != Stop.NOT or self._end.asks_every_step:
             return 1
         nearest = min(self._log_every.left(state), self._end.steps_left(state))
         if self._validates:
             nearest = min(nearest, self._validation.groups_left(state, run.settings.accumulate_grad_batches))
-        if run.exchange is not None:
+        if run.logs.exchange is not None:
             nearest = min(nearest, self._agreement.left(state.step))
         return int(nearest)
 
     def _begin_epoch(self) -> Iterable[Group]:
-        run, data, state, hooks = self._run, self._run.data, self._run.state, self._run.hooks
+        run, data, state, hooks = self._run, self._run.data, self._run.history.state, self._run.components.hooks
         run.loop.group_end = None
         place, before = data.take_place(), data.train().num_batches
         data.train().begin_epoch(state.epoch, place)
         if not self._metrics_begun:
-            run.metrics.begin("train")
+            run.logs.metrics.begin("train")
         self._metrics_begun = False
         run.saves.finish_copy()  # callbacks may reset optimizers here
         if not state.batch_in_epoch:  # not called again when an epoch is resumed in the middle
@@ -190,47 +190,47 @@ class FitLoop:
         run.loop.quiet_groups = 0
         groups = data.train().groups(state, run.settings.accumulate_grad_batches)  # a hook may have replaced the loader
         run.loop.restore_last()
-        if run.history.open_metrics and state.batch_in_epoch and not run.resumed:
+        if run.history.open_metrics and state.batch_in_epoch and run.resume.origin is None:
             restore.restore_metrics(run, run.history.open_metrics, "the previous fit")
         run.history.open_metrics = []
-        run.metrics.in_step = True
+        run.logs.metrics.in_step = True
         return groups
 
     def _end_epoch(self, closed: bool) -> None:
         """End the epoch. If a limit ended it before its last batch, a later fit can continue it."""
-        run, loop, state = self._run, self._run.loop, self._run.state
+        run, loop, state = self._run, self._run.loop, self._run.history.state
         loop.read_clock(state)
-        run.metrics.in_step = False
+        run.logs.metrics.in_step = False
         if not closed and loop.stop_agreed == Stop.AND_CLOSE_EPOCH and self._should_stop():
             closed = True
-            run.schedules.after_epoch(state.epoch)
+            run.loop.schedules.after_epoch(state.epoch)
             if loop.validated_at != state.step and self._validation.in_epoch(state.epoch):
                 self._validate()
         loop.epoch_closes = closed
         loop.check_finite()
-        run.shown.show(run.metrics.peek())
+        run.logs.shown.show(run.logs.metrics.peek())
         run.fire("on_train_epoch_end")
-        run.take_metrics(run.metrics.flush_epoch(run.exchange, keep=not closed, owner=run.task), "train")
+        run.take_metrics(run.logs.metrics.flush_epoch(run.logs.exchange, keep=not closed, owner=run.task), "train")
         if closed:
-            run.schedules.after_epoch_metrics(state.epoch, run.shown.callback)
+            run.loop.schedules.after_epoch_metrics(state.epoch, run.logs.shown.callback)
         else:
             run.history.open_metrics = run.engine.data_ranks.gather(metrics_state(run))
         state.epoch_done = closed
         step_end.execute_requests(run)
         self._agree()
-        if run.preemption.agreed:
+        if run.status.preemption.agreed:
             exit_on_signal(run)
         if closed:
             loop.group_end = None
             state.begin_next_epoch()
-            every = run.arguments.reload_dataloaders_every_n_epochs
+            every = run.settings.arguments.reload_dataloaders_every_n_epochs
             if every and state.epoch % every == 0:
                 run.data.forget()
                 loop.validation = None  # its interval may be a fraction of the new loader
 
     def _advance(self, group: Group, stepped: bool) -> None:
         """Update the progress after a step, and step the learning-rate schedules that are due."""
-        run, state, n = self._run, self._run.state, len(group.batches)
+        run, state, n = self._run, self._run.history.state, len(group.batches)
         if stepped:
             state.step += 1
             state.step_in_epoch += 1
@@ -245,12 +245,12 @@ class FitLoop:
             )
         state.samples += samples
         state.samples_in_epoch += samples
-        if run.count_tokens:
+        if run.loop.count_tokens:
             state.tokens += count_tokens(group, run.task, run.engine)
-        if stepped and run.schedules.steps_often:
-            run.schedules.after_step(state.step, _metrics_of_step(run) if run.schedules.watch_steps else {})
+        if stepped and run.loop.schedules.steps_often:
+            run.loop.schedules.after_step(state.step, _metrics_of_step(run) if run.loop.schedules.watch_steps else {})
         if group.is_last:
-            run.schedules.after_epoch(state.epoch)
+            run.loop.schedules.after_epoch(state.epoch)
         run.loop.group_end = n, group.is_last
 
     @property
@@ -258,7 +258,7 @@ class FitLoop:
         """The validation schedule, created when the training data is known."""
         run, loop = self._run, self._run.loop
         if loop.validation is None:
-            every = run.arguments.check_val_every_n_epoch
+            every = run.settings.arguments.check_val_every_n_epoch
             loop.validation = ValidationSchedule(run.settings.val_check_interval, every, run.data.train().num_batches)
         return loop.validation
 
@@ -269,12 +269,12 @@ class FitLoop:
             return
         run.loop.check_finite()
         run.state.validation_owed = True  # for checkpoints written before the validation completes
-        in_step, run.metrics.in_step = run.metrics.in_step, False
+        in_step, run.logs.metrics.in_step = run.logs.metrics.in_step, False
         data, device = run.data.evaluation("validate"), run.engine.device
         generators = rng_state(device)
         began = time.perf_counter()
         try:
-            watch = EvaluationWatch(run.preemption, run.engine.processes, data)
+            watch = EvaluationWatch(run.status.preemption, run.engine.processes, data)
             evaluation.evaluate(run, "validate", abandon=watch, taken=partial(run.loop.note_validation, run.state))
         except evaluation.Abandoned:
             set_rng_state(generators, device)  # a resume runs the complete validation with the same random numbers
@@ -284,7 +284,7 @@ class FitLoop:
         except BaseException:
             set_rng_state(generators)  # for a save after the error; not the device's, which may have failed
             raise
-        run.metrics.in_step = in_step
+        run.logs.metrics.in_step = in_step
         run.note("validation", seconds=round(time.perf_counter() - began, 3))
 
     # When to stop
@@ -293,7 +293,7 @@ class FitLoop:
         run = self._run
         if self._end.reached(run.state):
             return True
-        if run.exchange is None or self._agreement.due(run.state.step):
+        if run.logs.exchange is None or self._agreement.due(run.state.step):
             self._agree()
         return self._should_stop()
 
@@ -304,22 +304,22 @@ class FitLoop:
     def _agree(self) -> None:
         """Exchange stop requests, time limits and signals between ranks. Collective, on the host."""
         run, loop = self._run, self._run.loop
-        mine = [int(self._end.stop_request(run.state, loop.stop)), *run.preemption.note()]
-        everyone = [mine] if run.exchange is None else self._agreement.hold(run.state.step, mine)
+        mine = [int(self._end.stop_request(run.state, loop.stop)), *run.status.preemption.note()]
+        everyone = [mine] if run.logs.exchange is None else self._agreement.hold(run.state.step, mine)
         loop.stop_agreed = max(loop.stop_agreed, *(Stop(theirs) for theirs, *_ in everyone))
-        run.preemption.hear([note for _, *note in everyone])
+        run.status.preemption.hear([note for _, *note in everyone])
 
     def _should_stop(self) -> bool:
         run = self._run
         if run.loop.stop_agreed == Stop.NOT:
             return False
         if not (may_stop := self._end.may_stop_early(run.state)):
-            run.fit_warnings.stop_put_off(run.state, run.settings.limits, run.loop.stop_reason)
+            run.logs.fit_warnings.stop_put_off(run.state, run.settings.limits, run.loop.stop_reason)
         return may_stop
 
 
 def _metrics_of_step(run: StageRun) -> Mapping[str, float]:
     """Return the latest metrics of rank 0, so that metric-based schedules set the same rate on all ranks."""
-    run.shown.show(run.metrics.peek())
-    found = dict(run.shown.callback)
-    return found if run.exchange is None else dict(run.broadcast(found))
+    run.logs.shown.show(run.logs.metrics.peek())
+    found = dict(run.logs.shown.callback)
+    return found if run.logs.exchange is None else dict(run.broadcast(found))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.optim import Optimizer
 
 from trainwright.core.state import Group, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import batch_size
 from trainwright.processes.devices import peak_memory
 from trainwright.strategies.engine import Engine
+from trainwright.trainer.optimization import Schedules
 from trainwright.trainer.schedule import Stop, ValidationSchedule
 
 
@@ -33,6 +33,9 @@ class LoopState:
     """State of the training loop of one stage. Unused by evaluations.
 
     Attributes:
+        schedules: steps the learning-rate schedules.
+        trains: a `fit` has begun, so optimizers and progress can be saved.
+        count_tokens: count `state.tokens`.
         group: micro-batches of the current or last step; None outside an epoch.
         ended_on_last_batch: the last epoch ended with its last micro-batch.
         at_step_boundary: no training step is in progress.
@@ -52,6 +55,9 @@ class LoopState:
         restore_after_fit_start: restores optimizers after callbacks have created parameter groups in `on_fit_start`.
     """
 
+    schedules: Schedules
+    trains: bool = False
+    count_tokens: bool = False
     group: Group | None = None
     ended_on_last_batch: bool = False
     at_step_boundary: bool = True
@@ -120,19 +126,19 @@ class LoopState:
             restore()
 
 
-def progress_facts(state: TrainState, optimizers: Iterable[Optimizer], device: torch.device) -> dict[str, Any]:
+def progress_facts(state: TrainState, engine: Engine) -> dict[str, Any]:
     """Return the progress of a fit for the run's record. Does not wait for the device.
 
     `memory` is the peak of the main process in bytes: of the device's allocator, or of the host's memory on the CPU.
     """
-    rates = (group["lr"] for optimizer in optimizers for group in optimizer.param_groups)
+    rates = (group["lr"] for optimizer in engine.optimizers for group in optimizer.param_groups)
     return {
         "epoch": state.epoch,
         "samples": state.samples,
         "tokens": state.tokens,
         "seconds": round(state.seconds, 3),
         "lr": [rate for rate in rates if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"],
-        "memory": peak_memory(device),
+        "memory": peak_memory(engine.device),
     }
 
 

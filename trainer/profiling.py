@@ -19,9 +19,9 @@ from trainwright.trainer.run import StageRun
 
 def begin(run: StageRun) -> None:
     """Set up the profiler after the processes of a stage have started. Not collective."""
-    profiler, processes = run.profiler, run.engine.processes
-    profiler.setup(run.stage or "fit", processes.rank, processes.world_size, run.settings.root)
-    run.is_profiled = profiler.enabled
+    profiler, processes = run.components.profiler, run.engine.processes
+    profiler.setup(run.status.stage or "fit", processes.rank, processes.world_size, run.settings.root)
+    run.components.is_profiled = profiler.enabled
     if not profiler.enabled:
         return
     run.data.on_made = partial(_wrap_data, profiler)
@@ -31,34 +31,34 @@ def begin(run: StageRun) -> None:
 
 def wrap_hooks(run: StageRun) -> None:
     """Record the hooks of callbacks and of the task, and each step. Called once the hook table is made."""
-    if not run.is_profiled:
+    if not run.components.is_profiled:
         return
-    run.hooks.wrap(run.profiler.wrap)
-    regions = _Steps(run.profiler)
-    hooks = vars(run.hooks)
-    hooks["on_train_step_start"] = (regions.on_train_step_start, *run.hooks.on_train_step_start)
-    hooks["on_train_step_end"] = (*run.hooks.on_train_step_end, regions.on_train_step_end)
-    if run.stage != "fit":
-        event = f"on_{'validation' if run.stage == 'validate' else run.stage}_batch_end"
+    run.components.hooks.wrap(run.components.profiler.wrap)
+    regions = _Steps(run.components.profiler)
+    hooks = vars(run.components.hooks)
+    hooks["on_train_step_start"] = (regions.on_train_step_start, *run.components.hooks.on_train_step_start)
+    hooks["on_train_step_end"] = (*run.components.hooks.on_train_step_end, regions.on_train_step_end)
+    if run.status.stage != "fit":
+        event = f"on_{'validation' if run.status.stage == 'validate' else run.status.stage}_batch_end"
         hooks[event] = (*hooks[event], regions.end_batch)
 
 
 def watch_modules(run: StageRun) -> None:
     """Mark the modules of the prepared task in the profile, unless the task is compiled."""
-    if run.is_profiled and run.engine.settings.compile_options is None:
-        run.profiler.watch(run.task)
+    if run.components.is_profiled and run.engine.settings.compile_options is None:
+        run.components.profiler.watch(run.task)
 
 
 def end(run: StageRun) -> None:
     """Write the summary and release the profiler, also after an exception. Not collective."""
-    if not run.is_profiled:
+    if not run.components.is_profiled:
         return
-    run.is_profiled = False
+    run.components.is_profiled = False
     vars(run.engine).pop("make_step", None)
     run.data.on_made = None
-    run.profiler.close()
-    run.profiler.describe(run.print)
-    run.profiler.teardown(run.stage or "fit")
+    run.components.profiler.close()
+    run.components.profiler.describe(run.print)
+    run.components.profiler.teardown(run.status.stage or "fit")
 
 
 class _Steps(Callback):

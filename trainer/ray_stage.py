@@ -76,8 +76,8 @@ class _Work:
             "history": replace(trainer.history, state=state),
             "callbacks": [vars(callback) for callback in trainer.settings.callbacks],
             "loggers": [logger.__getstate__() for logger in trainer.settings.loggers],
-            "shown": run.shown,
-            "interrupted": run.interrupted,
+            "shown": run.logs.shown,
+            "interrupted": run.status.interrupted,
         }
         write_result(serialize((found,), [self._task, *trainer.settings.callbacks, *trainer.settings.loggers]))
 
@@ -92,12 +92,7 @@ def _take(trainer: Any, task: TaskModule, received: tuple[dict[str, Any]]) -> An
     history = found["history"]
     trainer.history = replace(history, state=RunState(trainer, history.state))
     run = trainer.run
-    run.history, run.state, run.shown, run.interrupted = (
-        trainer.history,
-        trainer.history.state,
-        found["shown"],
-        found["interrupted"],
-    )
+    run.history, run.logs.shown, run.status.interrupted = trainer.history, found["shown"], found["interrupted"]
     for mine, attributes in zip(
         [*trainer.settings.callbacks, *trainer.settings.loggers], [*found["callbacks"], *found["loggers"]], strict=True
     ):

@@ -21,11 +21,10 @@ from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.core.metric_value import as_values
 from trainwright.core.process import try_output
-from trainwright.core.run import Run, SaveRequest, SchedulerConfig, Stage
-from trainwright.core.state import StepResult
+from trainwright.core.run import Run, SaveRequest, Stage
+from trainwright.core.state import StepResult, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
-from trainwright.data import DataModule
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_values import Exchange, Flushed
@@ -68,6 +67,95 @@ class ShownMetrics:
         self.callback = as_values(metrics)
 
 
+@dataclass(slots=True)
+class StageStatus:
+    """The progress of a stage from its setup to its end.
+
+    Attributes:
+        stage: the stage that is running, or None.
+        preemption: received signals.
+        is_trial: only trial steps run, without callbacks, loggers and saves.
+        is_set_up: the task's `setup` was called, so its `teardown` must be called too.
+        interrupted: Ctrl-C ended the stage.
+    """
+
+    stage: Stage | None
+    preemption: Preemption
+    is_trial: bool
+    is_set_up: bool = False
+    interrupted: bool = False
+
+
+@dataclass(slots=True)
+class Components:
+    """The objects whose methods a stage calls at events.
+
+    Attributes:
+        task: the user's task; None before there is one.
+        callbacks: callbacks of this stage, including the task's own.
+        profiler: records actions of the stage.
+        hooks: functions to call at each event.
+        is_profiled: the profiler has been set up and not torn down.
+    """
+
+    task: TaskModule | None
+    callbacks: list[Callback]
+    profiler: Profiler
+    hooks: HookTable = field(default_factory=HookTable)
+    is_profiled: bool = False
+
+
+@dataclass(slots=True)
+class Logs:
+    """Logged values and their receivers.
+
+    Attributes:
+        fit_warnings: warnings that a fit gives once.
+        group: the group of loggers; None before they are set up.
+        metrics: receives the values that tasks and callbacks log.
+        shown: the latest values read from `metrics`.
+        exchange: gathers small host objects over ranks; None for one process.
+    """
+
+    fit_warnings: FitWarnings
+    group: LoggerGroup | None = None
+    metrics: MetricBuffer = field(default_factory=MetricBuffer)
+    shown: ShownMetrics = field(default_factory=ShownMetrics)
+    exchange: Exchange | None = None
+
+
+@dataclass(slots=True)
+class EvaluationState:
+    """Progress of an evaluation.
+
+    Attributes:
+        kind: `"validate"`, `"test"` or `"predict"` while an evaluation runs, else None.
+        sanity_checking: the validation before training is running.
+        batches_done: evaluation batches completed by this rank.
+        num_batches: batches of each loader of the current evaluation, on this rank.
+    """
+
+    kind: EvaluationKind | None = None
+    sanity_checking: bool = False
+    batches_done: int = 0
+    num_batches: list[int | float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ResumeState:
+    """Origin of the state that a stage continues.
+
+    Attributes:
+        origin: the checkpoint that this fit was resumed from, or None.
+        ckpt_path: the checkpoint that was loaded, or None.
+        attempt: the launcher's attempt that this fit belongs to.
+    """
+
+    origin: Path | None = None
+    ckpt_path: str | None = None
+    attempt: Attempt = field(default_factory=Attempt)
+
+
 class StageRun:
     """The state of one stage. Implements `core.run.Run` for tasks, callbacks and loggers.
 
@@ -82,38 +170,11 @@ class StageRun:
         is_trial: run trial steps only, without callbacks, loggers and saves.
 
     Attributes:
-        arguments: the Trainer's arguments, as in `settings`.
-        state: training progress, as in `history`.
-        datamodule: the data module of this stage, or None.
-        engine: computes steps and communicates with other ranks.
-        callbacks: callbacks of this stage, including the task's own.
-        hooks: functions to call at each event.
-        profiler: records actions of the stage.
-        is_profiled: the profiler has been set up and not torn down.
-        loggers: the loggers.
-        logging: the group of loggers; None before they are set up.
-        metrics: receives the values that tasks and callbacks log.
-        shown: the latest values read from `metrics`.
-        exchange: gathers small host objects over ranks; None for one process.
-        optimizers, lr_scheduler_configs: the results of `configure_optimizers`.
-        schedules: steps the learning-rate schedules.
+        engine: computes steps, steps the optimizers and communicates with other ranks.
         data: the data of the stage.
         loop: the state of the training loop.
         saves: requested checkpoints and those being written.
-        fit_warnings: warnings that a fit gives once.
-        is_set_up: the task's `setup` was called, so its `teardown` must be called too.
-        trains: a `fit` has begun, so optimizers and progress can be saved.
-        resumed: this fit continues a checkpoint.
-        origin: the checkpoint that this fit was resumed from.
-        ckpt_path: the checkpoint that was loaded, or None.
-        attempt: the launcher's attempt that this fit belongs to.
-        interrupted: Ctrl-C ended the stage.
-        preemption: received signals.
-        count_tokens: count `state.tokens`.
-        sanity_checking: the validation before training is running.
-        evaluating: `"validate"`, `"test"` or `"predict"` while an evaluation runs, else None.
-        eval_batches_done: evaluation batches completed by this rank.
-        num_eval_batches: batches of each loader of the current evaluation, on this rank.
+        status, components, logs, evaluation, resume: see their classes.
     """
 
     def __init__(
@@ -128,39 +189,22 @@ class StageRun:
         *,
         is_trial: bool = False,
     ) -> None:
-        sources = Sources({}) if sources is None else sources
-        self.trainer, self.settings, self.history, self.stage = trainer, settings, history, stage
-        self.arguments, self.state = settings.arguments, history.state
-        self._task = task
-        self.datamodule: DataModule | None = sources.datamodule
+        self.trainer, self.settings, self.history = trainer, settings, history
         self.engine = settings.selection.engine() if engine is None else engine
-        self.callbacks: list[Callback] = [] if is_trial else settings.callbacks
-        self.hooks = HookTable()
-        self.profiler: Profiler = PassThroughProfiler() if is_trial else settings.profiler
-        self.is_profiled = False
-        self.loggers: list[Any] = settings.loggers
-        self.logging: LoggerGroup | None = None
-        self.metrics = MetricBuffer()
-        self.exchange: Exchange | None = None
-        self.optimizers: list[Optimizer] = []
-        self.lr_scheduler_configs: list[SchedulerConfig] = []
-        self.schedules = Schedules([], task)
-        self.data = StageData(sources, task, self.engine, settings, history)
-        self.shown = ShownMetrics()
-        self.loop = LoopState()
+        self.status = StageStatus(stage, Preemption(settings.preemption_grace_s), is_trial)
+        callbacks, profiler = ([], PassThroughProfiler()) if is_trial else (settings.callbacks, settings.profiler)
+        self.components = Components(task, callbacks, profiler)
+        self.logs = Logs(FitWarnings(self.engine))
+        self.data = StageData(Sources({}) if sources is None else sources, task, self.engine, settings, history)
+        self.loop = LoopState(Schedules([], task))
+        self.evaluation = EvaluationState()
         self.saves = SaveQueue(self.engine, settings.arguments, muted=is_trial)
-        self.fit_warnings = FitWarnings(self.engine)
-        self.is_trial = is_trial
-        self.is_set_up = self.trains = self.resumed = self.interrupted = False
-        self.origin: Path | None = None
-        self.ckpt_path: str | None = None
-        self.attempt = Attempt()
-        self.preemption = Preemption(settings.preemption_grace_s)
-        self.count_tokens = False
-        self.sanity_checking = False
-        self.evaluating: EvaluationKind | None = None
-        self.eval_batches_done = 0
-        self.num_eval_batches: list[int | float] = []
+        self.resume = ResumeState()
+
+    @property
+    def state(self) -> TrainState:
+        """Training progress."""
+        return self.history.state
 
     # Task and progress
 
@@ -171,14 +215,9 @@ class StageRun:
         Raises:
             TaskError: no stage has been started yet.
         """
-        if self._task is None:
+        if self.components.task is None:
             raise TaskError("this Trainer has no task yet. Pass one to trainer.fit(task, …) or trainer.test(task, …).")
-        return self._task
-
-    @property
-    def model(self) -> TaskModule | None:
-        """The user's task; None before there is one."""
-        return self._task
+        return self.components.task
 
     @property
     def last_step(self) -> StepResult | None:
@@ -187,8 +226,8 @@ class StageRun:
 
     def position(self) -> Position:
         """Return this rank's progress. Called from another thread, also while this one is blocked."""
-        state = self.state
-        return Position(state.step, state.batches, self.eval_batches_done, self.evaluating or self.stage or "ending")
+        state, now = self.state, self.evaluation
+        return Position(state.step, state.batches, now.batches_done, now.kind or self.status.stage or "ending")
 
     def progress(self) -> dict[str, Any]:
         """Return the training progress for a checkpoint, including whether a validation is still due."""
@@ -197,8 +236,8 @@ class StageRun:
 
     def fire(self, event: str, *args: object) -> None:
         """Call all hooks of an event. Events within a step are fired by the loop instead."""
-        for hook in getattr(self.hooks, event):
-            hook(self.trainer, self._task, *args)
+        for hook in getattr(self.components.hooks, event):
+            hook(self.trainer, self.components.task, *args)
 
     # Numbers of batches and steps
 
@@ -208,12 +247,6 @@ class StageRun:
         found = self.data.train().num_batches
         return math.inf if found is None else found
 
-    @property
-    def sanity_steps(self) -> int | float:
-        """Number of validation batches to run before training."""
-        most = self.settings.num_sanity_val_steps
-        return math.inf if most == -1 else most
-
     def num_batches(self, kind: str) -> list[int | float]:
         """Return the batches of each loader of an evaluation on one rank."""
         data = self.data.evaluations.get(kind)
@@ -221,7 +254,7 @@ class StageRun:
 
     def batch_indices(self, dataloader_idx: int) -> Iterator[list[int]] | None:
         """Return the data set indices of this rank's batches in the current evaluation; see `Run`."""
-        data = self.data.evaluations.get(self.evaluating or "")
+        data = self.data.evaluations.get(self.evaluation.kind or "")
         return None if data is None else data.loaders[dataloader_idx].indices()
 
     @property
@@ -242,25 +275,26 @@ class StageRun:
     @property
     def callback_metrics(self) -> Mapping[str, float]:
         """The latest value of every logged metric; see `Run.callback_metrics`."""
-        if not self.sanity_checking and sys.exc_info()[0] is None:  # after an error the device may be unusable
-            self.shown.show(self.metrics.peek_new())
-        return self.shown.callback
+        # After an error the device may be unusable.
+        if not self.evaluation.sanity_checking and sys.exc_info()[0] is None:
+            self.logs.shown.show(self.logs.metrics.peek_new())
+        return self.logs.shown.callback
 
     def log_metric(self, name: str, value: object, options: Mapping[str, Any]) -> None:
         """Log a value of a callback; see `TaskModule.log` for the options."""
-        self.metrics.log(name, value, **options)
+        self.logs.metrics.log(name, value, **options)
 
     def log_now(self, metrics: Mapping[str, float], epoch: int | None = None) -> None:
         """Send numbers to the loggers at the current step and epoch. Only the main rank logs them."""
-        self.shown.logged.update(metrics)
-        if self.logging is not None:
+        self.logs.shown.logged.update(metrics)
+        if self.logs.group is not None:
             epoch = self.state.epoch if epoch is None else epoch
-            alone = self.stage in ("validate", "test")  # after the last step of the previous fit
-            self.logging.log_metrics({**metrics, "epoch": epoch}, max(self.state.step - (not alone), 0))
+            alone = self.status.stage in ("validate", "test")  # after the last step of the previous fit
+            self.logs.group.log_metrics({**metrics, "epoch": epoch}, max(self.state.step - (not alone), 0))
 
     def show_now(self, metrics: Mapping[str, float]) -> None:
         """Add numbers to `callback_metrics`."""
-        self.shown.callback.update(as_values(metrics))
+        self.logs.shown.callback.update(as_values(metrics))
 
     def take_metrics(self, flushed: Flushed, kind: str, epoch: int | None = None) -> None:
         """Pass metrics that were read from the device to callbacks and loggers.
@@ -270,38 +304,28 @@ class StageRun:
             kind: their origin: `"train"` or the kind of evaluation.
             epoch: their epoch. Default: None, the current epoch.
         """
-        if self.sanity_checking or self.is_trial:
+        if self.evaluation.sanity_checking or self.status.is_trial:
             return
-        if kind == "train" and self.arguments.on_nonfinite is None:
-            self.fit_warnings.bad_loss(flushed.callback, self.state.step, manual=not self.task.automatic_optimization)
-        self.shown.show(flushed)
+        if kind == "train" and self.settings.arguments.on_nonfinite is None:
+            manual = not self.task.automatic_optimization
+            self.logs.fit_warnings.bad_loss(flushed.callback, self.state.step, manual=manual)
+        self.logs.shown.show(flushed)
         if flushed.logged and kind != "predict":
             self.log_now(flushed.logged, epoch)
 
     def flush_step(self, epoch: int | None = None) -> None:
         """Read the metrics of training steps from the device and pass them on. Collective."""
-        flushed = self.metrics.flush_step(self.exchange, self.last_step if self.loggers else None)
+        flushed = self.logs.metrics.flush_step(self.logs.exchange, self.last_step if self.settings.loggers else None)
         self.take_metrics(flushed, "train", epoch)
-        if self.logging is not None and self.logging.record is not None:
-            facts = progress_facts(self.state, self.optimizers, self.engine.device)
-            self.note("progress", **flushed.last_step, **facts)
+        if self.logs.group is not None and self.logs.group.record is not None:
+            self.note("progress", **flushed.last_step, **progress_facts(self.state, self.engine))
 
     def note(self, event: str, **facts: object) -> None:
         """Add an event to the run's record, if there is one. Not collective."""
-        if self.logging is not None and self.logging.record is not None:
-            self.logging.record.add(event, self.state.step, facts)
+        if self.logs.group is not None and self.logs.group.record is not None:
+            self.logs.group.record.add(event, self.state.step, facts)
 
     # Processes
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.engine.processes.world_size
-
-    @property
-    def global_rank(self) -> int:
-        """Rank among all processes."""
-        return self.engine.processes.rank
 
     @property
     def is_main(self) -> bool:
@@ -334,7 +358,7 @@ class StageRun:
     @property
     def savers(self) -> list[Saver]:
         """Every ModelCheckpoint."""
-        return [callback for callback in self.callbacks if isinstance(callback, Saver)]
+        return [callback for callback in self.components.callbacks if isinstance(callback, Saver)]
 
     @property
     def saver(self) -> Saver | None:
@@ -377,7 +401,7 @@ class StageRun:
         """Print on the main process, above the progress bar. `options` are those of Python's `print`."""
         if not self.is_main:
             return
-        display = next((callback for callback in self.callbacks if isinstance(callback, ProgressDisplay)), None)
+        display = next((each for each in self.components.callbacks if isinstance(each, ProgressDisplay)), None)
         show: Callable[..., None] = print if display is None else display.print
         if "file" in options:
             show(*values, **options)

@@ -55,10 +55,6 @@ class Asked(Protocol):
     def run(self) -> Any:
         """The run of the current stage."""
 
-    @property
-    def sanity_checking(self) -> bool:
-        """True during the validation before training."""
-
 
 class RunState(TrainState):
     """The progress of a Trainer. Copying or pickling it gives a plain `TrainState`.
@@ -84,11 +80,11 @@ class RunState(TrainState):
     @property
     def stage(self) -> RunningStage | None:
         """The kind of steps that run: training, sanity check or an evaluation; None between stages."""
-        trainer = self._trainer
-        if trainer.sanity_checking:
+        trainer, evaluation = self._trainer, self._trainer.run.evaluation
+        if evaluation.sanity_checking:
             return RunningStage.SANITY_CHECKING
-        if trainer.run.evaluating is not None:
-            return RunningStage(trainer.run.evaluating)
+        if evaluation.kind is not None:
+            return RunningStage(evaluation.kind)
         return None if trainer.stage is None else RunningStage("train" if trainer.stage == "fit" else trainer.stage)
 
     @property

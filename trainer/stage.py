@@ -79,7 +79,7 @@ def nothing_else_runs(stage: Stage, last: StageRun, task: TaskModule) -> Iterato
         ConfigurationError: a stage is running.
     """
     with _BEGINNING:
-        if (running := last.stage or (task._run and task._run.stage)) is not None:
+        if (running := last.status.stage or (task._run and task._run.stage)) is not None:
             raise ConfigurationError(
                 f"trainer.{stage}() was called while {running}() runs with this Trainer or task. Call it afterwards, "
                 "or use another Trainer with a copy of the task. To validate during fit, set val_check_interval."
@@ -94,7 +94,7 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
     Raises:
         Exception: the error of the stage, or the engine's translation of it.
     """
-    given = run.arguments
+    given = run.settings.arguments
     status: Status = "failed"
     with ExitStack() as watch:
         try:
@@ -102,23 +102,23 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
                 _join(run)
                 profiling.begin(run)
                 processes = run.engine.processes
-                if run.stage == "fit":
-                    watch.enter_context(run.preemption.watching(run))
+                if run.status.stage == "fit":
+                    watch.enter_context(run.status.preemption.watching(run.loop))
                 with processes.watched(run.position):
                     _set_up(run, load)
-                    if run.trains and not run.is_trial:
+                    if run.loop.trains and not run.status.is_trial:
                         begin_fit(run)
                         _sanity_check(run)
                     yield
-                    if run.trains and not run.is_trial:
+                    if run.loop.trains and not run.status.is_trial:
                         _end_fit(run)
-                    run.profiler.close()
+                    run.components.profiler.close()
                     run.engine.unshard()
                     processes.barrier()  # no rank ends while another still communicates with it
             status = "success"
         except BaseException as error:
-            run.interrupted = isinstance(error, KeyboardInterrupt)
-            if run.interrupted or isinstance(error, Preempted):
+            run.status.interrupted = isinstance(error, KeyboardInterrupt)
+            if run.status.interrupted or isinstance(error, Preempted):
                 status = "interrupted"
             explained = ending.report_error(run, error)
             if explained is not None:
@@ -133,68 +133,67 @@ def _join(run: StageRun) -> None:
     run.engine.start(topology)
     processes, history = run.engine.processes, run.history
     if processes.world_size > 1:
-        run.exchange = lambda value: run.engine.data_ranks.gather(value)
+        run.logs.exchange = lambda value: run.engine.data_ranks.gather(value)
         history.run_id = processes.broadcast_object(history.run_id)
     if history.seed is None:
         history.seed = processes.broadcast_object(torch.initial_seed())
     if processes.world_size > 1 and run.is_main:
         run.print(f"trainwright: {describe(topology)}")
-    if run.stage == "fit":
-        run.attempt = this_attempt(processes)
+    if run.status.stage == "fit":
+        run.resume.attempt = this_attempt(processes)
 
 
 # Setup, in the documented order of hooks
 
 
 def _set_up(run: StageRun, load: LoadRequest) -> None:
-    task, stage = run.task, run.stage
+    task, stage = run.task, run.status.stage
     assert stage is not None
     task._run = run.trainer
-    if not run.is_trial:
-        run.callbacks = with_task_callbacks(run.callbacks, task)
-    log_through(task, run.callbacks)
-    check_callbacks(run.callbacks, stage)
-    check_needs(run.callbacks, run.settings.selection)  # includes the task's callbacks
-    run.hooks = HookTable(run.callbacks, task)
+    if not run.status.is_trial:
+        run.components.callbacks = with_task_callbacks(run.components.callbacks, task)
+    log_through(task, run.components.callbacks)
+    check_callbacks(run.components.callbacks, stage)
+    check_needs(run.components.callbacks, run.settings.selection)  # includes the task's callbacks
+    run.components.hooks = HookTable(run.components.callbacks, task)
     profiling.wrap_hooks(run)
-    run.is_set_up = True
+    run.status.is_set_up = True
     _prepare_data(run)
     opened = open_for(run, stage, load)
     if opened is not None:
         run.engine.when_built = partial(opened.show, run)
-    run.optimizers = run.engine.prepare(task, partial(_make_optimizers, run) if stage == "fit" else None, run.trainer)
+    run.engine.prepare(task, partial(_make_optimizers, run) if stage == "fit" else None, run.trainer)
     profiling.watch_modules(run)
-    run.schedules = Schedules(run.lr_scheduler_configs, task)
-    run.count_tokens |= "tokens" in run.settings.units
-    run.logging = LoggerGroup(run.loggers, is_main=run.is_main and not run.is_trial)
+    run.loop.count_tokens |= "tokens" in run.settings.units
+    run.logs.group = LoggerGroup(run.settings.loggers, is_main=run.is_main and not run.status.is_trial)
     if opened is not None:
         restore.load(run, opened)
     start_loggers(run, stage)
-    run.engine.attach(run.trainer, run.hooks, run.metrics)
-    task._sink = run.metrics
+    run.engine.attach(run.trainer, run.components.hooks, run.logs.metrics)
+    task._sink = run.logs.metrics
     if stage != "fit":
         return
     warning = incomplete_validation(run.data.sources, task, run.settings.limit_batches["validate"])
-    if warning is not None and not (run.arguments.barebones or run.is_trial):
+    if warning is not None and not (run.settings.arguments.barebones or run.status.is_trial):
         run.print(f"trainwright: {warning}")
-    run.trains = True
+    run.loop.trains = True
 
 
 def _prepare_data(run: StageRun) -> None:
-    task, data, stage = run.task, run.datamodule, run.stage or "fit"
+    task, data, stage = run.task, run.data.datamodule, run.status.stage or "fit"
     if data is not None:
         data.trainer = run.trainer
     owners = [owner for owner in (data, task) if owner is not None]
     for owner in owners:
         per_node = getattr(owner, "prepare_data_per_node", True)
         if run.engine.processes.local_rank == 0 if per_node else run.is_main:
-            with run.profiler.profile(f"[{_kind(owner)}]{type(owner).__name__}.prepare_data"):
+            with run.components.profiler.profile(f"[{_kind(owner)}]{type(owner).__name__}.prepare_data"):
                 owner.prepare_data()
     run.barrier()
     if data is not None:
         data.setup(stage)
     run.fire("setup", stage)
-    with run.profiler.profile(f"[TaskModule]{type(task).__name__}.setup"):
+    with run.components.profiler.profile(f"[TaskModule]{type(task).__name__}.setup"):
         task.setup(stage)
 
 
@@ -204,9 +203,10 @@ def _kind(owner: object) -> str:
 
 def _make_optimizers(run: StageRun) -> list[Optimizer]:
     name = type(run.task).__name__
-    with run.profiler.profile(f"[TaskModule]{name}.configure_optimizers"):
+    with run.components.profiler.profile(f"[TaskModule]{name}.configure_optimizers"):
         returned = run.task.configure_optimizers()
-    optimizers, run.lr_scheduler_configs = parse_optimizers(returned, name)
+    optimizers, configs = parse_optimizers(returned, name)
+    run.loop.schedules = Schedules(configs, run.task)
     check_members(run.task, optimizers)
     warn_of_joint_steps(run.task, len(optimizers))
     return optimizers
@@ -218,24 +218,24 @@ def _make_optimizers(run: StageRun) -> list[Optimizer]:
 def _sanity_check(run: StageRun) -> None:
     """Run some validation batches before training, except after a resume. Metrics and generators are restored."""
     limit = run.settings.num_sanity_val_steps
-    if limit == 0 or not run.data.has_validation or run.resumed:
+    if limit == 0 or not run.data.has_validation or run.resume.origin is not None:
         return
     with isolate_rng(run.engine.device):
-        run.sanity_checking = True
+        run.evaluation.sanity_checking = True
         try:
             run.fire("on_sanity_check_start")
-            watch = EvaluationWatch(run.preemption, run.engine.processes, run.data.evaluation("validate"))
+            watch = EvaluationWatch(run.status.preemption, run.engine.processes, run.data.evaluation("validate"))
             evaluation.evaluate(run, "validate", max_batches=None if limit == -1 else limit, abandon=watch)
             run.fire("on_sanity_check_end")
         except evaluation.Abandoned:
             exit_on_signal(run)
         finally:
-            run.sanity_checking = False
-            run.shown = ShownMetrics()
+            run.evaluation.sanity_checking = False
+            run.logs.shown = ShownMetrics()
 
 
 def _end_fit(run: StageRun) -> None:
     step_end.execute_requests(run)
     step_end.finish(run)  # all checkpoints are on disk, or this raises an error
-    run.metrics.close("on_fit_end")
+    run.logs.metrics.close("on_fit_end")
     run.fire("on_fit_end")

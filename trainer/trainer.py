@@ -335,7 +335,7 @@ class Trainer(Planner, LightningNames):
         run = self._begin(stage, task, sources, is_trial)
         try:
             if self.settings.selection.starts_processes and not started_by_trainer():
-                involved = [task, sources.datamodule, *sources.given.values(), *run.callbacks, *run.loggers]
+                involved = [task, sources.datamodule, *sources.given.values(), *self.callbacks, *self.loggers]
                 work = partial(Trainer._elsewhere, self, stage, task, sources, load, make_loop, is_trial)
                 result = run_in_new_processes(self, work, involved)
             else:
@@ -344,12 +344,12 @@ class Trainer(Planner, LightningNames):
             self.status = "finished"
             return result
         except KeyboardInterrupt:
-            run.interrupted = True
+            run.status.interrupted = True
             if (self.settings.arguments.on_interrupt or ("return" if is_interactive() else "raise")) == "raise":
                 raise
             return None
         finally:
-            run.stage = None  # also if its processes did not start
+            run.status.stage = None  # also if its processes did not start
             if self.status == "running":
                 self.status = "interrupted"
             if is_trial:
@@ -366,7 +366,7 @@ class Trainer(Planner, LightningNames):
         self, stage: Stage, task: TaskModule, sources: Sources, load: LoadRequest, make_loop: MakeLoop, is_trial: bool
     ) -> Any:
         """Run a stage in one of the processes that this Trainer uses, including this one."""
-        run = self.run if self.run.stage is not None else self._begin(stage, task, sources, is_trial)
+        run = self.run if self.stage is not None else self._begin(stage, task, sources, is_trial)
         with on_this_process(run, load):
             return make_loop(run).run()
 
@@ -384,11 +384,11 @@ class Trainer(Planner, LightningNames):
     @property
     def callbacks(self) -> list[Callback]:
         """The callbacks of the current or last stage, including the task's own."""
-        return self.run.callbacks
+        return self.run.components.callbacks
 
     @callbacks.setter
     def callbacks(self, callbacks: list[Callback]) -> None:
-        self.settings.callbacks = self.run.callbacks = callbacks
+        self.settings.callbacks = self.run.components.callbacks = callbacks
 
     @property
     def loggers(self) -> list[Any]:
@@ -397,7 +397,7 @@ class Trainer(Planner, LightningNames):
 
     @loggers.setter
     def loggers(self, loggers: list[Any]) -> None:
-        self.settings.loggers = self.run.loggers = loggers
+        self.settings.loggers = loggers
 
     @property
     def logger(self) -> Any | None:
@@ -406,8 +406,8 @@ class Trainer(Planner, LightningNames):
 
     @logger.setter
     def logger(self, logger: Logger | Iterable[Logger] | bool | str | None) -> None:
-        if self.run.stage is not None:
-            raise ConfigurationError(f"trainer.logger cannot be changed while {self.run.stage}() runs. Set it before.")
+        if self.stage is not None:
+            raise ConfigurationError(f"trainer.logger cannot be changed while {self.stage}() runs. Set it before.")
         self.loggers = resolve_loggers(False if logger is None else logger, self.settings.root)
 
     @property
@@ -431,11 +431,11 @@ class Trainer(Planner, LightningNames):
     @property
     def count_tokens(self) -> bool:
         """True if `state.tokens` is counted. Set it in a callback's `setup`."""
-        return self.run.count_tokens
+        return self.run.loop.count_tokens
 
     @count_tokens.setter
     def count_tokens(self, counts: bool) -> None:
-        self.run.count_tokens = counts
+        self.run.loop.count_tokens = counts
 
     @property
     def should_stop(self) -> bool:
@@ -469,7 +469,8 @@ class Trainer(Planner, LightningNames):
             OSError, CheckpointError: this or an earlier checkpoint could not be written.
         """
         run = self.run
-        if not (run.logging is not None or run.is_trial) or not (run.loop.at_step_boundary or run.stage is None):
+        is_between_steps = run.loop.at_step_boundary or self.stage is None
+        if (run.logs.group is None and not run.status.is_trial) or not is_between_steps:
             raise ConfigurationError("save_checkpoint must be called between two steps of a fit, or after it.")
         if (why := capture.half_done(run)) is not None:
             raise ConfigurationError(

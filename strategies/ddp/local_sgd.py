@@ -103,10 +103,9 @@ class LocalSGDEngine(ParallelEngine):
         super().start(topology)
         self.gradients.averaged = False
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
-        optimizers = super().prepare(task, make_optimizers, plan)
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
+        super().prepare(task, make_optimizers, plan)
         self._equalize(task)
-        return optimizers
 
     def _equalize(self, model: nn.Module) -> None:
         broadcast_from_main(model)

@@ -153,8 +153,8 @@ class DDPEngine(ParallelEngine):
         if self.strategy.sync_batchnorm:  # includes layers of `configure_model`
             nn.SyncBatchNorm.convert_sync_batchnorm(task)  # type: ignore[no-untyped-call]  # torch has no types here
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
-        optimizers = super().prepare(task, make_optimizers, plan)
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
+        super().prepare(task, make_optimizers, plan)
         trains = make_optimizers is not None and any(p.requires_grad for p in task.parameters())
         if trains and task.automatic_optimization:
             self._wrap()
@@ -163,7 +163,6 @@ class DDPEngine(ParallelEngine):
         if make_optimizers is not None and task.automatic_optimization and not trains:
             self._frozen, self._wrapped_step = frozen_parameters(task), StepModule(task)
             self._training_call = self._run_thawed
-        return optimizers
 
     def _wrap(self) -> None:
         """Wrap the training step in DistributedDataParallel. Collective: copies rank 0's weights to all ranks."""

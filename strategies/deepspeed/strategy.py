@@ -225,7 +225,7 @@ class DeepSpeedEngine(ParallelEngine):
 
     # Model and optimizers
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
         self.task = task
         check_task(task, trains=make_optimizers is not None)
         check_unbuilt(task, self.config)
@@ -250,7 +250,6 @@ class DeepSpeedEngine(ParallelEngine):
         self.optimizers = optimizers
         self._context = self._forward_context()
         self.state = self._state_of(self._model, self.task, self.optimizers)
-        return optimizers
 
     def _place_tensors(self, model: nn.Module) -> None:
         """Make parameters contiguous, and copy rank 0's buffers to every device. Collective."""

@@ -292,15 +292,14 @@ class FSDPEngine(ParallelEngine):
 
     # Model and optimizers
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
         check_full(task)
-        optimizers = super().prepare(task, make_optimizers, plan)
-        check_optimizers(optimizers, self.precision)
-        disable_foreach(optimizers)
+        super().prepare(task, make_optimizers, plan)
+        check_optimizers(self.optimizers, self.precision)
+        disable_foreach(self.optimizers)
         (model,) = self.gradients.models
         self._training_call, self._eval_call = model.training_call, model.evaluate
-        self.state = self._state_of(task, optimizers)
-        return optimizers
+        self.state = self._state_of(task, self.optimizers)
 
     def _state_of(
         self,

@@ -71,17 +71,16 @@ class MegatronCoreEngine(ParallelEngine):
         with torch.random.fork_rng([] if self.device.type == "cpu" else [self.device]):
             core(".tensor_parallel").model_parallel_cuda_manual_seed(0)  # without dropout, only required by fork()
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
-        optimizers = super().prepare(task, make_optimizers, plan)
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
+        super().prepare(task, make_optimizers, plan)
         self._context = None  # the GPTModel computes in its own dtype
         if make_optimizers is not None:
-            check_optimizers(optimizers)
-            self.trained = DistributedAdamW(optimizers[0], self._gpt, self._config, self._weights)
+            check_optimizers(self.optimizers)
+            self.trained = DistributedAdamW(self.optimizers[0], self._gpt, self._config, self._weights)
             self.gradients = CoreGradients(self.device, self.trained)
         for own, part in self._weights.divide(self._from_main):
             self._write(own, part)
-        self.state = CoreState(task, optimizers, self.device, is_main=self.is_main, engine=self)
-        return optimizers
+        self.state = CoreState(task, self.optimizers, self.device, is_main=self.is_main, engine=self)
 
     def _place(self, task: TaskModule) -> None:
         self._model = model = find_model(task).cpu()

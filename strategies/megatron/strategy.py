@@ -238,7 +238,7 @@ class PipelineEngine(FSDPEngine):
     mesh: DeviceMesh
     state: PipelineState
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
         num = plan.accumulate_grad_batches * self.strategy.num_micro_batches
         if make_optimizers is not None and num < self.strategy.pp:
             warnings.warn(
@@ -248,9 +248,8 @@ class PipelineEngine(FSDPEngine):
                 TrainwrightWarning,
                 stacklevel=2,
             )
-        optimizers = super().prepare(task, make_optimizers, plan)
+        super().prepare(task, make_optimizers, plan)
         self._training_call = self._eval_call = None  # the pipeline calls its stages
-        return optimizers
 
     def _sharding(self) -> Sharding | None:
         shape = self.strategy.mesh_shape(self.settings)

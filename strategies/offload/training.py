@@ -138,15 +138,14 @@ class OffloadEngine(Engine):
         super().start(topology)
         self.gradients = HostGradients(self.device)
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
         """Build the model on the host, and stream its units to the device."""
-        optimizers = super().prepare(task, make_optimizers, plan)
-        for optimizer in optimizers:
+        super().prepare(task, make_optimizers, plan)
+        for optimizer in self.optimizers:
             self._check_state(optimizer)
         if self.precision.autocast_dtype is not None:
             # The autocast cache would keep a 16-bit copy of every weight on the device until the end of the step.
             self._context = self.precision.autocast(self.device.type, cache_enabled=False)
-        return optimizers
 
     def _place(self, task: TaskModule) -> None:
         self.weight_stream = self._offload(task)

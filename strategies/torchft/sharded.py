@@ -32,11 +32,10 @@ class ShardedReplicaEngine(FSDPEngine):
     def is_main(self) -> bool:
         return self.replica.number == 0 and super().is_main
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
-        optimizers = super().prepare(task, make_optimizers, plan)
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
+        super().prepare(task, make_optimizers, plan)
         if make_optimizers is not None:  # other stages read all data
             self.data_ranks = self.replica.data_ranks(self.data_ranks)
-        return optimizers
 
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan

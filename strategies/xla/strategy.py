@@ -122,11 +122,10 @@ class XLAEngine(ParallelEngine):
     def _make_processes(self, topology: Topology) -> Processes:
         return super()._make_processes(topology) if topology.world_size > 1 else Processes(topology)
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
-        found = super().prepare(task, make_optimizers, plan)
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
+        super().prepare(task, make_optimizers, plan)
         self._equalize(task)
         self.state = XLAState(task, self.optimizers, self.device, is_main=self.is_main)
-        return found
 
     def _equalize(self, model: nn.Module) -> None:
         """Start with rank 0's weights on all ranks, and average the gradients of the model."""

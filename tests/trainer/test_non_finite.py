@@ -277,7 +277,7 @@ def test_a_skipped_group_changes_neither_weights_nor_optimizer_nor_schedule(list
     expected.fit(without, batches(6, 1, 4, 5))
     assert_equal_weights(weights_of(task), weights_of(without))
     torch.testing.assert_close(trainer.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
-    assert trainer.run.schedules.state_dict() == expected.run.schedules.state_dict()
+    assert trainer.run.loop.schedules.state_dict() == expected.run.loop.schedules.state_dict()
     assert (trainer.global_step, trainer.state.batches, trainer.state.samples) == (3, 6, 12)
 
 

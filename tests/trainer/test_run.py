@@ -99,9 +99,9 @@ def test_a_trainer_is_sent_without_its_run() -> None:
     sent = pickle.loads(pickle.dumps(trainer))
     assert sent.global_step == 2
     assert sent.history.run_id == trainer.history.run_id
-    assert sent.run.stage is None
+    assert sent.run.status.stage is None
     assert sent.model is None
-    assert sent.run.optimizers == []
+    assert sent.run.engine.optimizers == []
     assert sent.state.fn == "fit"
     assert sent.state.finished
 

@@ -187,7 +187,7 @@ def test_the_loss_scaler_is_known_during_a_fit() -> None:
 
 def test_received_sigterm_is_true_after_a_signal() -> None:
     trainer = quiet_trainer()
-    trainer.run.preemption.signal = signal.SIGTERM
+    trainer.run.status.preemption.signal = signal.SIGTERM
     assert trainer.received_sigterm
 
 

@@ -44,7 +44,7 @@ def capture(run: StageRun, *, weights_only: bool = False, metrics: dict[str, flo
 
 def num_bytes_here(run: StageRun) -> int:
     """Return the approximate size in bytes of a checkpoint's tensors in this rank's host memory. Not collective."""
-    states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
+    states = [state for optimizer in run.engine.optimizers for state in optimizer.state.values()]
     kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     tensors = {id(tensor): tensor for tensor in (*run.task.parameters(), *run.task.buffers(), *kept)}
     on_host = [tensor for tensor in tensors.values() if tensor.device.type == "cpu" and tensor.layout is torch.strided]
@@ -64,13 +64,13 @@ def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
         raise CheckpointError(
             "a step was not finite, and weights have changed since then. Earlier checkpoints are valid."
         )
-    alone = run.world_size == 1
-    if not alone and not run.engine.capabilities.full_weights:
+    world_size = run.engine.processes.world_size
+    if world_size > 1 and not run.engine.capabilities.full_weights:
         raise CheckpointError(
-            f"the weights are sharded across {run.world_size} ranks and cannot be collected after an error, because "
+            f"the weights are sharded across {world_size} ranks and cannot be collected after an error, because "
             "other ranks may have failed. Earlier checkpoints are complete."
         )
-    return _collect(run, [_own_state(run)] if alone else [], weights_only=not alone, metrics=metrics)
+    return _collect(run, [_own_state(run)] if world_size == 1 else [], weights_only=world_size > 1, metrics=metrics)
 
 
 def _own_state(run: StageRun) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _own_state(run: StageRun) -> dict[str, Any]:
 
 def metrics_state(run: StageRun) -> dict[str, Any]:
     """Return this rank's aggregated metrics of the current epoch. Waits for the device."""
-    return {"logged": run.metrics.state_dict(), "objects": objects_state(run.task)}
+    return {"logged": run.logs.metrics.state_dict(), "objects": objects_state(run.task)}
 
 
 def _collect(
@@ -96,7 +96,7 @@ def _collect(
     weights = engine.state.model_state()  # before the optimizer states, because shards of both share one table
     optimizers = [] if weights_only else engine.state.optimizer_states()
     shown = _shown(run, weights, None if weights_only else optimizers)
-    with run.metrics.closed_in("on_save_checkpoint"):
+    with run.logs.metrics.closed_in("on_save_checkpoint"):
         run.fire("on_save_checkpoint", shown)
     model = shown["state_dict"]
     trainer: dict[str, Any] = {
@@ -106,14 +106,14 @@ def _collect(
     if not weights_only:
         trainer |= {
             "callbacks": _callback_states(run),
-            "schedulers": run.schedules.state_dict(),
+            "schedulers": run.loop.schedules.state_dict(),
             "strategy": engine.state_dict(),
             "data": _place_in_data(run, by_data_rank),
-            "loggers": run.logging.state_dict() if run.logging is not None else [],
-            "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
+            "loggers": run.logs.group.state_dict() if run.logs.group is not None else [],
+            "datamodule": run.data.datamodule.state_dict() if run.data.datamodule is not None else {},
             **(
                 {}
-                if (data := run.datamodule) is None
+                if (data := run.data.datamodule) is None
                 else {"datamodule_hyper_parameters": data.saved_hyperparameters()}
             ),
             "left_out": run.history.skipped_data(),
@@ -121,10 +121,10 @@ def _collect(
             "frozen": frozen_names(task),
             "seed": run.history.seed,
             "run_id": run.history.run_id,
-            "job": run.attempt.key,
+            "job": run.resume.attempt.key,
             "precision": engine.precision.name,
         }
-        if engine.data_ranks.size != run.world_size:  # ranks with the same data have the same random numbers
+        if engine.data_ranks.size != engine.processes.world_size:  # ranks with the same data share random numbers
             trainer["data_ranks"] = list(engine.data_ranks.members)
         if not run.loop.at_step_boundary:
             trainer["within_step"] = True
@@ -137,7 +137,7 @@ def _collect(
         trainer=trainer,
         rng=[of_rank["rng"] for of_rank in of_ranks],
         metrics=metrics,
-        world_size=run.world_size,
+        world_size=run.engine.processes.world_size,
         kind="weights" if weights_only else "full",
         in_shards=engine.state.saves_shards,
         overlaps=engine.capabilities.state_rests,
@@ -154,7 +154,7 @@ def _shown(run: StageRun, weights: dict[str, Any], optimizers: list[dict[str, An
     if optimizers is not None:
         read |= {
             "callbacks": lambda: _callback_states(run),
-            "lr_schedulers": run.schedules.state_dict,
+            "lr_schedulers": run.loop.schedules.state_dict,
             "optimizer_states": lambda: optimizers,
         }
     advice = "add entries under other names"
@@ -162,7 +162,7 @@ def _shown(run: StageRun, weights: dict[str, Any], optimizers: list[dict[str, An
 
 
 def _callback_states(run: StageRun) -> dict[str, Any]:
-    return {callback.state_key: state for callback in run.callbacks if (state := callback.state_dict())}
+    return {callback.state_key: state for callback in run.components.callbacks if (state := callback.state_dict())}
 
 
 def frozen_names(task: torch.nn.Module) -> list[str]:

@@ -351,9 +351,9 @@ def open_for(run: StageRun, stage: Stage, load: LoadRequest) -> Opened | None:
     Raises:
         FileNotFoundError, ConfigurationError, CheckpointError: see `find_checkpoint`, `check_fits` and `Opened.at`.
     """
-    if stage == "fit" and run.is_main and not run.is_trial and run.checkpoint_dir.is_dir():
+    if stage == "fit" and run.is_main and not run.status.is_trial and run.checkpoint_dir.is_dir():
         run.folder.prepare()
-    found = run.broadcast(left_by_earlier(run.attempt, run.folder) if run.is_main else None)
+    found = run.broadcast(left_by_earlier(run.resume.attempt, run.folder) if run.is_main else None)
     if found is not None:
         load = replace(load, ckpt_path=found.path, weights_only=False)
     elif load.ckpt_path is not None:

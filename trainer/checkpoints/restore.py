@@ -43,7 +43,7 @@ def restore(run: StageRun, opened: Opened) -> None:
     restore_weights(run, opened)
     run.state.load_dict(snapshot.state)
     order_after(opened.found.manifest.created)
-    run.shown.load(snapshot.metrics)
+    run.logs.shown.load(snapshot.metrics)
     saved.restore_callbacks(run)
     _restore_optimizers_and_schedules(run, opened, saved)
     saved.restore_engine(run)
@@ -73,9 +73,8 @@ def restore(run: StageRun, opened: Opened) -> None:
         )
     elif "rng" not in snapshot.missing:
         wrote = _processes_text(snapshot.world_size, len(ranks) if ranks else snapshot.world_size)
-        moved = (
-            f"was written by {wrote} and is resumed by {_processes_text(run.world_size, run.engine.data_ranks.size)}"
-        )
+        resumes = _processes_text(run.engine.processes.world_size, run.engine.data_ranks.size)
+        moved = f"was written by {wrote} and is resumed by {resumes}"
         warnings.warn(
             f"{path} {moved if snapshot.rng else 'holds no generator states'}. The random number generators start from "
             f"scratch.{' The order of the data is unchanged.' if data else ''}",
@@ -113,14 +112,14 @@ def restore_metrics(run: StageRun, of_ranks: list[dict[str, Any]], origin: objec
     """Restore the aggregated metrics of an unfinished epoch. Called on every rank after the epoch's metrics began."""
     device, rank = run.engine.device, run.engine.data_ranks.rank
     if len(of_ranks) == run.engine.data_ranks.size:
-        run.metrics.load_state_dict(of_ranks[rank]["logged"], device)
+        run.logs.metrics.load_state_dict(of_ranks[rank]["logged"], device)
         lost = load_objects_state(run.task, of_ranks[rank]["objects"], device)
     else:
         lost = sorted({name for of_rank in of_ranks for name in of_rank["objects"]})
         keys = {key: None for of_rank in of_ranks for key in of_rank["logged"]}
         held = {key: [of_rank["logged"][key] for of_rank in of_ranks if key in of_rank["logged"]] for key in keys}
         if rank == 0:  # one rank continues from the merged aggregates of all saved ranks
-            run.metrics.load_state_dict({key: merge(states) for key, states in held.items()}, device)
+            run.logs.metrics.load_state_dict({key: merge(states) for key, states in held.items()}, device)
     if lost and run.is_main:
         warnings.warn(
             f"{origin}: the metric objects {', '.join(lost)} start from scratch in this epoch, because they are not in "
@@ -137,8 +136,8 @@ def _restore_optimizers_and_schedules(run: StageRun, opened: Opened, saved: Entr
         fresh = _restore_optimizers(run, opened.snapshot, opened.path, opened.request)
         _restore_schedules(run, saved, fresh)
 
-    snapshot, own = opened.snapshot, run.optimizers
-    if run.hooks.on_fit_start and len(snapshot.optimizers) == len(own):
+    snapshot, own = opened.snapshot, run.engine.optimizers
+    if run.components.hooks.on_fit_start and len(snapshot.optimizers) == len(own):
         pairs = zip(snapshot.optimizers, own, strict=True)
         if any(len(state.get("param_groups", [])) != len(optimizer.param_groups) for state, optimizer in pairs):
             run.loop.restore_after_fit_start = load
@@ -148,7 +147,7 @@ def _restore_optimizers_and_schedules(run: StageRun, opened: Opened, saved: Entr
 
 def _restore_optimizers(run: StageRun, snapshot: Snapshot, path: Path, request: LoadRequest) -> list[Optimizer]:
     """Restore the optimizers. Return those that start from scratch, which `allow_missing` must permit."""
-    saved, own = snapshot.optimizers, run.optimizers
+    saved, own = snapshot.optimizers, run.engine.optimizers
     if "optimizer" in snapshot.missing:
         return own
     allowed = "optimizer" in request.allow_missing
@@ -176,7 +175,7 @@ def _restore_optimizers(run: StageRun, snapshot: Snapshot, path: Path, request: 
 
 def _restore_schedules(run: StageRun, saved: Entries, fresh: list[Optimizer]) -> None:
     """Restore the learning-rate schedules, and set their rates on the optimizers in `fresh`."""
-    states, configs = saved.take("schedulers", []), run.lr_scheduler_configs
+    states, configs = saved.take("schedulers", []), run.loop.schedules.configs
     if len(states) != len(configs):
         saved.lacks(
             "schedulers",
@@ -184,7 +183,7 @@ def _restore_schedules(run: StageRun, saved: Entries, fresh: list[Optimizer]) ->
             "return as many, in the same order",
         )
         return
-    run.schedules.load_state_dict(states)
+    run.loop.schedules.load_state_dict(states)
     for config in configs:
         optimizer = next((each for each in fresh if each is getattr(config.scheduler, "optimizer", None)), None)
         if optimizer is not None:
@@ -253,14 +252,13 @@ def adopt(run: StageRun, found: FoundCheckpoint) -> None:
 
 def load(run: StageRun, opened: Opened) -> None:
     """Load an opened checkpoint into a prepared run: its full state or only its weights. Collective."""
-    run.ckpt_path = str(opened.path)
-    if run.stage is None or not opened.request.resumes(run.stage):
-        load_weights = begin_from_weights if run.stage == "fit" else restore_weights
+    run.resume.ckpt_path = str(opened.path)
+    if run.status.stage is None or not opened.request.resumes(run.status.stage):
+        load_weights = begin_from_weights if run.status.stage == "fit" else restore_weights
         return load_weights(run, opened)
     enter_checkpoint(run, opened)
     adopt(run, opened.found)
-    run.resumed = True
-    run.origin = opened.path
+    run.resume.origin = opened.path
 
 
 class Entries:
@@ -332,7 +330,7 @@ class Entries:
     def restore_callbacks(self, run: StageRun) -> None:
         """Restore the callbacks by their state keys."""
         saved: Mapping[str, Any] = self.take("callbacks", {})
-        known = {callback.state_key: callback for callback in run.callbacks}
+        known = {callback.state_key: callback for callback in run.components.callbacks}
         for key in saved:
             if key not in known:
                 self._warn(
@@ -347,24 +345,24 @@ class Entries:
     def restore_loggers(self, run: StageRun) -> None:
         """Restore the loggers, which continue their logs."""
         saved: Sequence[Mapping[str, Any]] = self.take("loggers", [])
-        if run.logging is None:
+        if run.logs.group is None:
             return
         left = [state.get("logger") for state in saved]
-        for own in run.logging.state_dict():
+        for own in run.logs.group.state_dict():
             if own["logger"] in left:
                 left.remove(own["logger"])
             elif len(own) > 1:  # it has state besides its class name
                 self._is_new("loggers", f"the {own['logger']}")
-        run.logging.load_state_dict(saved)
+        run.logs.group.load_state_dict(saved)
 
     def restore_datamodule(self, run: StageRun) -> None:
         """Restore the data module."""
         saved: dict[str, Any] = self.take("datamodule", {})
-        if run.datamodule is None:
+        if run.data.datamodule is None:
             if saved:
                 self._warn("holds the state of a data module, but this run has none. Pass it, or ignore this.")
         elif saved:
-            run.datamodule.load_state_dict(saved)
-        elif run.datamodule.state_dict():
-            name = type(run.datamodule).__name__
+            run.data.datamodule.load_state_dict(saved)
+        elif run.data.datamodule.state_dict():
+            name = type(run.data.datamodule).__name__
             self.lacks("datamodule", f"holds no state of the data module, and {name} has one", "use another checkpoint")

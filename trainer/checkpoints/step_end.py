@@ -37,8 +37,8 @@ def prepare(run: StageRun) -> None:
     """
     saves = run.saves
     if saves.writer is not None:
-        saves.writer.optimizers = run.optimizers
-        saves.writer.deadline_s = run.preemption.write_deadline_s
+        saves.writer.optimizers = run.engine.optimizers
+        saves.writer.deadline_s = run.status.preemption.write_deadline_s
         on_host = run.saver is not None and run.engine.device.type == "cpu"
         saves.reserves = on_host and (run.is_main or run.engine.state.saves_shards)
 
@@ -56,7 +56,7 @@ def execute_requests(run: StageRun) -> None:
     `callback_metrics` is updated with this step's values first. Loggers receive them at their own interval.
     """
     saves = run.saves
-    run.shown.show(run.metrics.peek())
+    run.logs.shown.show(run.logs.metrics.peek())
     if saves.actions and saves.writer is not None:
         saves.writer.join()  # actions may read the folder, whose content must not depend on the disk's speed
     report(run)
@@ -116,9 +116,9 @@ def save_now(
         The local folder of the checkpoint.
     """
     _check_storage_options(place, storage_options)
-    if run.is_trial:
+    if run.status.is_trial:
         return Path(place)  # trials write nothing
-    if not weights_only and not run.trains:
+    if not weights_only and not run.loop.trains:
         weights_only = True
         if run.is_main:
             warnings.warn(
@@ -194,9 +194,9 @@ def report(run: StageRun) -> None:
     published, complaints = run.saves.published, run.saves.complaints
     while published:
         path, aliases = published.popleft()
-        if run.logging is not None:
+        if run.logs.group is not None:
             _note_save(run, path, is_best="best" in aliases)
-            run.logging.log_checkpoint(path, aliases=aliases, saver=run.saver)
+            run.logs.group.log_checkpoint(path, aliases=aliases, saver=run.saver)
     while complaints:
         warnings.warn(complaints.popleft(), TrainwrightWarning, stacklevel=2)
 
@@ -214,7 +214,7 @@ def _folder(run: StageRun, request: SaveRequest) -> Path:
 
 def _write(run: StageRun, requests: list[SaveRequest]) -> None:
     """Write the current state under all requested names. It is collected and copied once."""
-    with run.profiler.profile("save_checkpoint"):
+    with run.components.profiler.profile("save_checkpoint"):
         _write_recorded(run, requests)
 
 
@@ -291,7 +291,7 @@ def _aliases(run: StageRun, path: Path) -> tuple[str, ...]:
 
 def emergency_save(run: StageRun, request: SaveRequest) -> None:
     """Write a checkpoint in an exception path, on the main rank. Not collective; errors become warnings."""
-    if not run.is_main or run.is_trial:
+    if not run.is_main or run.status.is_trial:
         return
     if (why := capture.half_done(run)) is not None:
         warnings.warn(

@@ -122,7 +122,7 @@ def _strategy_facts(settings: Settings, outline: StrategyOutline | None) -> dict
 
 def _peak(run: StageRun, task: TaskModule) -> dict[str, int | str | None]:
     """Return the peak memory of this process, if it has trained the task."""
-    if not run.trains or run.task is not task:
+    if not run.loop.trains or run.task is not task:
         return {}
     device = run.engine.device
     peak = peak_memory(device)

@@ -26,16 +26,17 @@ def report_error(run: StageRun, error: BaseException) -> Exception | None:
         The engine's translation of the error, which the hooks received and which is to be raised from `error`. None
         if there is no translation.
     """
-    if not run.is_set_up:
+    if not run.status.is_set_up:
         return None
     note_training_batch(run, error)
     note_missing_weights(run, error)
     explained = run.engine.explain_error(error, run.task)
     reported = explained or error
     run.note("error", type=type(reported).__name__, text=str(reported)[:_MAX_TEXT])
-    hooks: list[Callable[[], Any]] = [partial(hook, run.trainer, run.task, reported) for hook in run.hooks.on_exception]
-    if run.datamodule is not None:
-        hooks.append(partial(run.datamodule.on_exception, reported))
+    listeners = run.components.hooks.on_exception
+    hooks: list[Callable[[], Any]] = [partial(hook, run.trainer, run.task, reported) for hook in listeners]
+    if run.data.datamodule is not None:
+        hooks.append(partial(run.data.datamodule.on_exception, reported))
     for hook in hooks:
         try:
             hook()
@@ -53,24 +54,24 @@ def tear_down(run: StageRun, status: Status) -> None:
         run: the run whose stage ends.
         status: `"success"`, `"failed"` or `"interrupted"`, for the loggers.
     """
-    stage = run.stage or "fit"
+    stage = run.status.stage or "fit"
     with ExitStack() as last_first:
         last_first.callback(partial(_close, run))
         last_first.callback(profiling.end, run)
-        if run.logging is not None:
-            last_first.callback(partial(run.logging.finish, status))
+        if run.logs.group is not None:
+            last_first.callback(partial(run.logs.group.finish, status))
             last_first.callback(partial(run.note, "end", stage=stage, status=status))
-        if run.is_set_up:
+        if run.status.is_set_up:
             last_first.callback(run.task.teardown, stage)
             last_first.callback(run.fire, "teardown", stage)
-            if run.datamodule is not None:
-                last_first.callback(run.datamodule.teardown, stage)
+            if run.data.datamodule is not None:
+                last_first.callback(run.data.datamodule.teardown, stage)
         last_first.callback(step_end.close, run)
         last_first.callback(partial(run.data.close, keep_state=status != "failed"))
 
 
 def _close(run: StageRun) -> None:
     run.task._sink = None
-    log_through(None, run.callbacks)
-    run.stage = None
+    log_through(None, run.components.callbacks)
+    run.status.stage = None
     run.engine.close()

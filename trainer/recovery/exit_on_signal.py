@@ -25,10 +25,10 @@ def exit_on_signal(run: StageRun) -> NoReturn:
     Raises:
         Preempted: always.
     """
-    preemption = run.preemption
+    preemption = run.status.preemption
     name = signal.Signals(preemption.signal).name
     done = _save(run)
-    if run.arguments.auto_requeue and name == "SIGUSR1" and run.is_main:
+    if run.settings.arguments.auto_requeue and name == "SIGUSR1" and run.is_main:
         done += requeue_job()
     run.note("preemption", signal=name, text=done)
     run.print(f"trainwright: rank {preemption.receiver} received {name} at step {run.state.step}: {done}")
@@ -50,7 +50,7 @@ def _save(run: StageRun) -> str:
         # A checkpoint written before the validation of this step lacks the validation's results.
         held = None if run.state.validation_owed else run.folder.find(run.state.step)
         name = run.folder.free_name(CHECKPOINT_NAME)
-        plan = held, run.saves.longest_write_s, run.preemption.remaining_s(), name
+        plan = held, run.saves.longest_write_s, run.status.preemption.remaining_s(), name
     written, needed_s, left_s, name = run.broadcast(plan)
     if written is not None:
         return f"{written} already holds this step. Resume with fit(ckpt_path='last')."

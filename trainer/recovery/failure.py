@@ -25,7 +25,7 @@ _START = "in "
 
 def note_training_batch(run: StageRun, error: BaseException) -> None:
     """Add a note about the step and its batch to an error, if a training step was running. Not collective."""
-    group, batch = run.loop.group, run.metrics.batch
+    group, batch = run.loop.group, run.logs.metrics.batch
     if group is not None and batch is not None and not run.loop.at_step_boundary:
         note_batch(run, error, "training_step", batch, group.first_idx + group.index)
 
@@ -49,7 +49,7 @@ def note_batch(run: StageRun, error: BaseException, step: str, batch: Batch, bat
     has_note = any(note.startswith(_START) for note in getattr(error, "__notes__", ()))
     if has_note or not isinstance(error, Exception) or isinstance(error, TrainwrightError):
         return
-    rank = f", rank {run.global_rank}" if run.world_size > 1 else ""
+    rank = f", rank {run.engine.processes.rank}" if run.engine.processes.world_size > 1 else ""
     error.add_note(
         f"{_START}{type(run.task).__name__}.{step}{_user_line(error)}\n"
         f"  epoch {run.state.epoch}, step {run.state.step}, batch_idx {batch_idx}{rank}\n"

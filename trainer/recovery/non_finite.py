@@ -41,7 +41,7 @@ def step_function(run: StageRun) -> Callable[[Group], torch.Tensor | None]:
         and (skipped.stop is None or here.get(skipped.unit, skipped.stop) < skipped.stop)
     ]
     run.loop.guard = None
-    if run.arguments.on_nonfinite is None and not ahead:
+    if run.settings.arguments.on_nonfinite is None and not ahead:
         return run.engine.step.forward_backward
     run.loop.guard = guarded = GuardedStep(run, loader, ahead)
     return guarded
@@ -63,7 +63,7 @@ class GuardedStep:
         self._run = run
         self._loader = loader
         self._ahead = ahead
-        step, mode = run.engine.step, run.arguments.on_nonfinite
+        step, mode = run.engine.step, run.settings.arguments.on_nonfinite
         later = mode == "raise" and non_finite.reading_waits(step.parts.device)
         self._first = FirstNonFinite(step) if later else None
         self._places: dict[int, tuple[int, int]] = {}  # steps since the last check → first batch, number of batches
@@ -136,19 +136,20 @@ class GuardedStep:
         found = self._find(group, loss)
         if self._buffers is not None:
             self._buffers.restore()
-        if run.arguments.on_nonfinite == "raise":
+        if run.settings.arguments.on_nonfinite == "raise":
             self._log(group)
             raise self._error(found, "No weight has changed")
-        if run.arguments.max_skipped is not None and run.history.skipped_in_a_row >= run.arguments.max_skipped:
+        most = run.settings.arguments.max_skipped
+        if most is not None and run.history.skipped_in_a_row >= most:
             self._log(group)
             raise self._error(
                 found,
                 f"The {run.history.skipped_in_a_row} steps before it were skipped too, which reaches max_skipped="
-                f"{run.arguments.max_skipped}",
+                f"{most}",
             )
         skipped = self._record(found, group)
         path = None
-        if run.arguments.on_nonfinite == "rollback":
+        if run.settings.arguments.on_nonfinite == "rollback":
             self._check_may_roll_back(found, group)
             path = find_checkpoint(run, run.state.step)
         run.history.skipped_batches.append(skipped)
@@ -159,7 +160,7 @@ class GuardedStep:
         run.engine.step.discard_step()
         if path is not None:
             raise RollBack(RollbackRequest(path, found.text, skips_data=False))
-        self._warn(found, no_checkpoint=run.arguments.on_nonfinite == "rollback")
+        self._warn(found, no_checkpoint=run.settings.arguments.on_nonfinite == "rollback")
 
     def _find(self, group: Group, loss: torch.Tensor) -> _Found:
         """Collect the findings of every rank. Collective; reads the device."""
@@ -209,14 +210,14 @@ class GuardedStep:
         before = self._loader.position(group.first_idx)
         after = self._loader.position(group.first_idx + len(group.batches))
         again = any(skipped.overlaps(found.epoch, before, after) for skipped in run.history.skipped_batches)
-        if again or run.history.num_rollbacks >= run.arguments.max_rollbacks:
+        if again or run.history.num_rollbacks >= run.settings.arguments.max_rollbacks:
             self._log(group)
             raise self._error(
                 found,
                 "This data was already skipped once"
                 if again
                 else f"The run has rolled back {run.history.num_rollbacks} time(s), which reaches max_rollbacks="
-                f"{run.arguments.max_rollbacks}",
+                f"{run.settings.arguments.max_rollbacks}",
             )
 
     def _error(self, found: _Found, why: str) -> NonFiniteError:
@@ -225,7 +226,7 @@ class GuardedStep:
             "(Trainer(detect_anomaly=True) names the one that failed in backward), lower the learning rate, or "
             + (
                 "skip such steps: Trainer(on_nonfinite='skip')."
-                if self._run.arguments.on_nonfinite != "skip"
+                if self._run.settings.arguments.on_nonfinite != "skip"
                 else "allow more skipped steps: Trainer(max_skipped=None)."
             )
         )
@@ -236,10 +237,10 @@ class GuardedStep:
     def _log(self, group: Group) -> None:
         """Pass the values that the step has logged to the loggers, because the run ends here. Collective."""
         run = self._run
-        flushed = run.metrics.flush_step(run.exchange)
-        run.shown.show(flushed)
-        if run.logging is not None and flushed.logged:
-            run.logging.log_metrics({**flushed.logged, "epoch": run.state.epoch}, run.state.step)
+        flushed = run.logs.metrics.flush_step(run.logs.exchange)
+        run.logs.shown.show(flushed)
+        if run.logs.group is not None and flushed.logged:
+            run.logs.group.log_metrics({**flushed.logged, "epoch": run.state.epoch}, run.state.step)
 
     def _warn(self, found: _Found, *, no_checkpoint: bool) -> None:
         run = self._run

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from trainwright.core.errors import Preempted
 from trainwright.core.process import slurm_job
@@ -97,39 +97,27 @@ class _Note(SignalHandler):
     During the setup of a fit nothing has to be saved, so `Preempted` is raised at once.
     """
 
-    def __init__(self, preemption: Preemption, run: Fit, before: Mapping[int, Any]) -> None:
+    def __init__(self, preemption: Preemption, loop: LoopState, before: Mapping[int, Any]) -> None:
         super().__init__()
-        self._preemption, self._run, self._before = preemption, run, before
+        self._preemption, self._loop, self._before = preemption, loop, before
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Store the signal."""
         before, leaves = self._before[number], self._preemption.agreed
         self._preemption.take(number)
-        self._run.loop.look()
+        self._loop.look()
         if is_users(before):
             before(number, frame)
-        elif not self._run.trains and not leaves:
+        elif not self._loop.trains and not leaves:
             self._preemption.agreed = True
             (before if isinstance(before, _Requeue) else _Requeue(False, False)).handle(number, frame)
-
-
-class Fit(Protocol):
-    """The part of a run that signal handling uses.
-
-    Attributes:
-        loop: state of its training loop.
-        trains: the fit is set up.
-    """
-
-    loop: LoopState
-    trains: bool
 
 
 class Preemption(ReceivedSignal):
     """The signals of a fit; see `ReceivedSignal`."""
 
     @contextlib.contextmanager
-    def watching(self, run: Fit) -> Iterator[None]:
+    def watching(self, loop: LoopState) -> Iterator[None]:
         """Store SIGTERM and SIGUSR1 within the context. Handlers that the user has set are called too.
 
         Has no effect outside the main thread, the only one in which Python allows handlers.
@@ -141,7 +129,7 @@ class Preemption(ReceivedSignal):
             yield
             return
         before: dict[int, Any] = {}
-        note = _Note(self, run, before)
+        note = _Note(self, loop, before)
         _ExitHandler.begun = False
         for number in SIGNALS:
             before[number] = signal.getsignal(number)

@@ -53,7 +53,7 @@ def request(run: StageRun, reason: str, *, before_step: int) -> None:
 
 
 def _raise_rollback(run: StageRun, reason: str, before_step: int) -> None:
-    done, most = run.history.num_rollbacks, run.arguments.max_rollbacks
+    done, most = run.history.num_rollbacks, run.settings.arguments.max_rollbacks
     if done >= most:
         raise RollbackError(
             f"{reason}. The run has already rolled back {done} time(s), which reaches max_rollbacks={most}. Lower the "
@@ -95,20 +95,20 @@ def roll_back(run: StageRun, request: RollbackRequest) -> None:
         history.abandoned |= run.folder.written_after(request.path)
     run.engine.step.discard_step()
     run.saves.forget()
-    run.metrics.in_step, run.metrics.batch = False, None
-    run.metrics.flush_step()  # discards values of the abandoned steps
+    run.logs.metrics.in_step, run.logs.metrics.batch = False, None
+    run.logs.metrics.flush_step()  # discards values of the abandoned steps
     run.note("rollback", reason=request.reason, path=str(request.path))
-    if run.logging is not None:
-        run.logging.finish("interrupted")  # restarted below, where they remove entries after the checkpoint
+    if run.logs.group is not None:
+        run.logs.group.finish("interrupted")  # restarted below, where they remove entries after the checkpoint
     data.close()  # its workers have read past the checkpoint's position
     run.fire("setup", "fit")
-    for config in run.lr_scheduler_configs:
+    for config in run.loop.schedules.configs:
         config.paused = False
     opened = Opened.read(open_checkpoint(request.path), LoadRequest(), full=True)
     opened.show(run)
     restore.enter_checkpoint(run, opened)
     state.seconds = left["seconds"]  # training time includes the abandoned steps
-    if not run.arguments.reload_dataloaders_every_n_epochs:
+    if not run.settings.arguments.reload_dataloaders_every_n_epochs:
         run.data.made = data
     if request.skips_data:
         _skip_since(run, left, stop, request.reason)
@@ -116,7 +116,7 @@ def roll_back(run: StageRun, request: RollbackRequest) -> None:
     run.loop.validated_at, run.loop.last_result, run.loop.at_step_boundary = -1, None, True
     run.warn(
         f"{request.reason}. Rolled back from step {left['step']} to step {state.step} ({request.path}); rollback "
-        f"{history.num_rollbacks} of at most {run.arguments.max_rollbacks}."
+        f"{history.num_rollbacks} of at most {run.settings.arguments.max_rollbacks}."
     )
 
 
@@ -151,7 +151,7 @@ def _newest_of_run(run: StageRun, max_step: int) -> Path | None:
     candidates = run.folder.listed(
         lambda entry: entry.kind == "full" and entry.step <= max_step and entry.created not in run.history.abandoned
     )
-    if run.origin is not None and run.origin.is_dir():
-        candidates.append(open_or_error(run.origin))
+    if run.resume.origin is not None and run.resume.origin.is_dir():
+        candidates.append(open_or_error(run.resume.origin))
     found = run.folder.newest(candidates, accepts=lambda found: found.manifest.step <= max_step)
     return None if found is None else found.path

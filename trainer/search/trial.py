@@ -64,7 +64,7 @@ class StageTrialSteps:
         self._processes = run.engine.processes  # the engine of a single-rank trial has none
         self._engine = run.engine
         self._remakes = remakes_loaders
-        self._kind: Stage = "train" if run.stage is None or run.stage == "fit" else run.stage
+        self._kind: Stage = "train" if run.status.stage is None or run.status.stage == "fit" else run.status.stage
         self._stack = ExitStack()
         self._at_end: list[Callable[[], None]] = []
 
@@ -103,33 +103,33 @@ class StageTrialSteps:
 
     @staticmethod
     def _attach(run: StageRun) -> None:
-        run.engine.attach(run.trainer, run.hooks, run.metrics)
-        run.task._sink = run.metrics
+        run.engine.attach(run.trainer, run.components.hooks, run.logs.metrics)
+        run.task._sink = run.logs.metrics
 
     def _save_state(self, stack: ExitStack) -> None:
         """Take a snapshot of the state that steps change in place; `stack` restores it."""
         run = self._run
-        schedulers = [config.scheduler for config in run.lr_scheduler_configs]
+        schedulers = [config.scheduler for config in run.loop.schedules.configs]
         generators = _generators_of(run.data.sources.given)
-        self._module = None if run.datamodule is None else dict(vars(run.datamodule))
-        self._snapshot = StateSnapshot(run.task, run.optimizers, schedulers, generators)
+        self._module = None if run.data.datamodule is None else dict(vars(run.data.datamodule))
+        self._snapshot = StateSnapshot(run.task, run.engine.optimizers, schedulers, generators)
         stack.callback(self._restore)
-        for logger in run.loggers:
+        for logger in run.settings.loggers:
             stack.callback(setattr, logger, "muted", logger.muted)
             logger.muted = True
 
     def _restore(self) -> None:
         self._snapshot.restore()
         if self._module is not None:
-            vars(self._run.datamodule).clear()
-            vars(self._run.datamodule).update(self._module)
+            vars(self._run.data.datamodule).clear()
+            vars(self._run.data.datamodule).update(self._module)
 
     def _renew_loaders(self) -> None:
         """Create the run's loaders again at the same position in the data. Collective if creating a loader is."""
         run, state, made = self._run, self._run.state, self._run.data.made
         run.data.forget()
         run.loop.validation = None
-        if made is not None and run.stage == "fit":
+        if made is not None and run.status.stage == "fit":
             place = made.loader.position(state.batch_in_epoch) if state.batch_in_epoch else None
             run.data.train().begin_epoch(state.epoch, place)
 
@@ -204,12 +204,12 @@ class StageTrialSteps:
         clock = self._new_clock(run.state)
         clock.batch_in_epoch = clock.step_in_epoch = clock.samples_in_epoch = 0
         clock.validation_owed = clock.epoch_done = False
-        sources, history = run.data.sources, run.history.for_trial(clock)
+        stage, sources, history = run.status.stage, run.data.sources, run.history.for_trial(clock)
         trial = StageRun(
-            run.trainer, _for_trial(run.settings), history, run.stage, run.task, sources, self._engine, is_trial=True
+            run.trainer, _for_trial(run.settings), history, stage, run.task, sources, self._engine, is_trial=True
         )
-        trial.exchange = None if self._alone else run.exchange
-        trial.optimizers, trial.hooks = run.optimizers, HookTable((), run.task)
+        trial.logs.exchange = None if self._alone else run.logs.exchange
+        trial.components.hooks = HookTable((), run.task)
         last.callback(partial(trial.data.close, keep_state=False))
         self._show(trial)
         last.callback(self._show, run)
@@ -217,7 +217,7 @@ class StageTrialSteps:
         return trial
 
     def _train(self, trial: StageRun, probe: _Probe) -> None:
-        trial.hooks = HookTable((probe,), trial.task)
+        trial.components.hooks = HookTable((probe,), trial.task)
         self._attach(trial)
         FitLoop(trial).run()
 

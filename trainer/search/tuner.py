@@ -151,7 +151,7 @@ class _Search:
     def run(self) -> Any:
         """Return the result of the search."""
         run, finder = self._run, self._finder
-        finder.setup(run.trainer, run.task, run.stage or "fit")
+        finder.setup(run.trainer, run.task, run.status.stage or "fit")
         if isinstance(finder, BatchSizeFinder):
             finder.scale_batch_size(run.trainer, run.task)
             return finder.optimal_batch_size
