@@ -163,6 +163,7 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     if opened is not None:
         run.engine.when_built = partial(opened.show, run)
     run.engine.prepare(task, partial(_make_optimizers, run) if stage == "fit" else None, run.trainer)
+    run.loop.schedules = Schedules(run.loop.schedules.configs, task)  # the engine may have changed their intervals
     profiling.watch_modules(run)
     run.loop.count_tokens |= "tokens" in run.settings.units
     run.logs.group = LoggerGroup(run.settings.loggers, is_main=run.is_main and not run.status.is_trial)
