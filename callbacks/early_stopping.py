@@ -107,7 +107,7 @@ class EarlyStopping(Callback):
         return {
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
-            "best_score": to_json(float(self.best_score)),
+            "best_score": to_json(self.best_score),
             "stopping_reason": str(self.stopping_reason),
             "stopping_reason_message": self.stopping_reason_message,
         }

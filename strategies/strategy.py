@@ -27,6 +27,11 @@ from trainwright.strategies.units import check_blocks, repeated_blocks
 if TYPE_CHECKING:
     from trainwright.strategies.mesh import MeshShape
 
+_OF_LIGHTNING = {
+    *("setup", "setup_environment", "setup_optimizers", "setup_module", "model_to_device", "teardown", "configure_ddp"),
+    *("optimizer_step", "backward", "training_step", "validation_step", "save_checkpoint", "load_checkpoint"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class StrategyOutline:
@@ -76,6 +81,14 @@ class Strategy:
     stated_accumulation: int | None = None
     stated_precision: str | None = None
     _given: dict[str, Any]
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _OF_LIGHTNING & vars(cls).keys():
+            raise ConfigurationError(
+                f"{cls.__name__}.{name} is never called: it is a method of Lightning's strategies. Override "
+                "methods of an Engine, which Strategy.engine returns (docs/extending.md)."
+            )
 
     def check(self, settings: EngineSettings) -> None:
         """Check that the engine supports the settings. Uses no device or process.

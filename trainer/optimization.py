@@ -232,7 +232,8 @@ class Schedules:
                     raise
                 raise ConfigurationError(
                     f"{type(config.scheduler).__name__} is shorter than the run: {error}. Set "
-                    "total_steps=self.trainer.estimated_stepping_batches with interval='step'."
+                    "total_steps=self.trainer.estimated_stepping_batches with interval='step'. After a resume the "
+                    "schedule has the length of the checkpoint's run: continue with the same max_epochs or max_steps."
                 ) from error
         elif config.monitor in metrics:
             self._task.lr_scheduler_step(config.scheduler, metrics[config.monitor])

@@ -24,6 +24,7 @@ from trainwright.checkpoint import decode, encode
 from trainwright.checkpoint.disk.untrusted import dump_json, load_json
 from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError
+from trainwright.core.metric_value import MetricValue
 
 _DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -275,3 +276,8 @@ _json = st.recursive(
 def test_whatever_json_says_decoding_ends_in_a_value_or_a_checkpoint_error(value: Any) -> None:
     with contextlib.suppress(CheckpointError):  # any other exception fails the test
         decode(value, {"t": torch.zeros(3)})
+
+
+def test_a_metric_is_stored_as_a_number() -> None:
+    tree, tensors = encode({"best": MetricValue(0.5), "none yet": MetricValue(float("inf"))})
+    assert decode(load_json(dump_json(tree).encode(), "test"), tensors) == {"best": 0.5, "none yet": float("inf")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import warnings
 from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.data.sources import Numbers, NumberStream, flat, prepared
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import CombinedLoader, LoaderOptions, iterate_groups, prepare_loader
 
 
@@ -89,6 +90,7 @@ def test_members_are_dealt_to_the_ranks_each_by_itself() -> None:
         assert [flat([b["a"], b["b"]]) for b in batches] == [[rank, rank], [rank + 2, rank + 2]]
 
 
+@pytest.mark.filterwarnings("ignore:train_dataloader. member 0 has")
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
 def test_ranks_do_equal_rounds_in_every_mode(mode: Any) -> None:
     loaders = [prepared(pair(mode, 7, 3), rank=rank, world=2) for rank in range(2)]
@@ -127,6 +129,7 @@ def test_a_member_too_short_to_reach_a_rank_repeats_its_first_batch_there() -> N
     assert [flat(batch) for batch in loader.iterate()] == [[1, 0], [3, 0], [5, 0]]
 
 
+@pytest.mark.filterwarnings("ignore:train_dataloader. member . has")
 def test_samples_of_all_members_are_counted() -> None:
     loader = prepared(pair("max_size", 5, 2), world=2)
     assert [loader.samples_in_round(i) for i in range(3)] == [4, 2, 1]
@@ -214,3 +217,13 @@ def test_a_combined_loader_yields_batches_with_their_indices() -> None:
 def test_combined_loaders_can_be_nested() -> None:
     outer = CombinedLoader({"x": CombinedLoader([range(2), range(2)]), "y": range(2)})
     assert list(outer) == [({"x": [0, 0], "y": 0}, 0, 0), ({"x": [1, 1], "y": 1}, 1, 0)]
+
+
+def test_a_member_that_ends_earlier_on_some_ranks_is_a_warning() -> None:
+    members = {"a": DataLoader(Numbers(5)), "b": DataLoader(Numbers(6))}
+    with pytest.warns(TrainwrightWarning, match=r"member 0 has 2 to 3 batches.*find_unused"):
+        prepared(CombinedLoader(members, "max_size"), world=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepared(CombinedLoader(members, "max_size"))
+        prepared(CombinedLoader(members, "max_size_cycle"), world=2)

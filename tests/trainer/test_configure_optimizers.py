@@ -16,6 +16,10 @@ from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regres
 from tests.trainer.runs import MeasuredTask, quiet_trainer, weights_of
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.task import TaskModule
+from trainwright.strategies import SingleDeviceStrategy
+from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.trainer.trainer import Trainer
 
 Configure = Callable[[RegressionTask], Any]
@@ -346,3 +350,22 @@ def test_one_optimizer_or_manual_optimization_is_not_a_warning() -> None:
     quiet_trainer(max_epochs=1).fit(Meant(), regression_loader(2))
     quiet_trainer(max_epochs=1).fit(Manual(), regression_loader(2))
     quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(2))
+
+
+def test_an_engine_may_set_the_intervals_of_schedules() -> None:
+    class PerStep(Engine):
+        def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
+            super().prepare(task, make_optimizers, plan)
+            plan.lr_scheduler_configs[0].interval = "step"
+
+    class Strategy(SingleDeviceStrategy):
+        def engine(self, settings: EngineSettings) -> Engine:
+            return PerStep(self, settings)
+
+    def configure(task: RegressionTask) -> Any:
+        optimizer = SGD(task.parameters(), 1.0)
+        return [optimizer], [StepLR(optimizer, 1, 0.5)]
+
+    task = _task(configure)
+    quiet_trainer(strategy=Strategy(), max_steps=3).fit(task, regression_loader(8))
+    assert task.optimizers().param_groups[0]["lr"] == 0.125

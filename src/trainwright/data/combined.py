@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.data.loader_options import LoaderOptions
 from trainwright.data.prepared import PreparedLoader
 
@@ -95,6 +96,7 @@ class PreparedCombined(PreparedLoader):
         self._members: list[PreparedLoader] = leaves_of(members)
         self._rounds: _Rounds | None = None
         self._resumed_at: Mapping[str, list[Any]] | None = None
+        self._has_warned = False
 
     def samples_in_round(self, batch: int) -> int | None:
         if self.raw.mode not in ("min_size", "max_size"):
@@ -163,7 +165,22 @@ class PreparedCombined(PreparedLoader):
         known = [counts for counts in by_member if counts is not None]
         if len(known) < len(by_member):
             return None
+        if self.raw.mode == "max_size" and self.options.stage == "train" and not self._has_warned:
+            for index, counts in enumerate(known):
+                if min(counts) != max(counts):
+                    self._warn(index, counts)
         return [combined_count(self.raw.mode, list(of_rank)) for of_rank in zip(*known, strict=True)]
+
+    def _warn(self, index: int, counts: list[int]) -> None:
+        self._has_warned = True
+        if self.options.rank == 0:
+            warnings.warn(
+                f"{self.options.title}: member {index} has {min(counts)} to {max(counts)} batches on the ranks, so "
+                "that some ranks get None in a round in which others get its batch. Parameters that only its batches "
+                "use are not used there: pass strategy='ddp_find_unused_parameters_true', or mode='max_size_cycle'.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
 
     def _open(self, start_batch: int) -> Iterator[Any]:
         mode, rank = self.raw.mode, self.options.rank

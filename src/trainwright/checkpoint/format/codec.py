@@ -42,6 +42,7 @@ from trainwright.checkpoint.format.safetensors_io import (
 )
 from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError
+from trainwright.core.metric_value import MetricValue
 
 T = TypeVar("T")
 
@@ -272,6 +273,7 @@ def _tagged(tag: str, view: Callable[[Any], Any]) -> Callable[[Any], Any]:
 _SCALARS: dict[type, Callable[[Any], Any]] = {
     int: _encode_int,
     float: _encode_float,
+    MetricValue: lambda value: _encode_float(float(value)),
     str: _encode_str,
     complex: _tagged("complex", lambda v: [_encode_float(v.real), _encode_float(v.imag)]),
     bytes: _tagged("bytes", bytes.hex),
