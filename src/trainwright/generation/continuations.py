@@ -100,6 +100,9 @@ def generate(
                 rows = _by_beams(model, prompts, max_new_tokens, num_beams, length_penalty, stop)
             else:
                 rows = _by_logits(model, prompts, max_new_tokens, sampling, stop)
+            if library is None:
+                while _any_computes(model, input_ids.device, False):
+                    model(prompts[0][None])
     finally:
         model.train(was_training)
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
@@ -237,6 +240,7 @@ def _make_cache(model: nn.Module, capacity: int) -> KeyValueCache | None:
 def _logits(model: nn.Module, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None) -> Tensor:
     """Return logits of (batch, length, vocabulary) at positions of (batch, length); all of them without a cache."""
     seen = tokens.gather(1, positions)
+    _any_computes(model, tokens.device, True)
     output = model(seen) if cache is None else cache.call(model, seen, positions)
     logits: Tensor = getattr(output, "logits", output)
     if logits.dim() != 3 or logits.shape[:2] != seen.shape:
@@ -255,6 +259,17 @@ def _first(token: int | Sequence[int] | None) -> int | None:
 def _is_spread(model: nn.Module) -> bool:
     """Return whether the weights are split or sharded over ranks."""
     return any(is_cut(parameter) or parameter.is_meta for parameter in model.parameters())
+
+
+def _any_computes(model: nn.Module, device: torch.device, computes: bool) -> bool:
+    """Return whether any rank calls the model once more. Collective if ranks share the model's weights, and all of them
+    must then call it. False if they do not.
+    """
+    if not (dist.is_initialized() and _is_spread(model)):
+        return False
+    flag = torch.tensor(int(computes), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def _is_in_stages(model: nn.Module) -> bool:
