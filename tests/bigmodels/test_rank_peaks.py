@@ -65,9 +65,9 @@ def _model(name: str, **settings: Any) -> Any:
 class Task(TaskModule):
     """Trains one of the models with Adam."""
 
-    def __init__(self, name: str, **settings: Any) -> None:
+    def __init__(self, name: str, *, foreach: bool | None = None, **settings: Any) -> None:
         super().__init__()
-        self.model = _model(name, **settings)
+        self.model, self.foreach = _model(name, **settings), foreach
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs = batch if isinstance(batch, dict) else {"input_ids": batch, "labels": batch}
@@ -78,7 +78,7 @@ class Task(TaskModule):
         return [m for m in self.model.modules() if type(m).__name__ in ("LlamaDecoderLayer", "GPT2Block", "T5Block")]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
+        return torch.optim.Adam(self.parameters(), foreach=self.foreach)
 
 
 class Measure(Callback):
@@ -111,11 +111,21 @@ def _settings(name: str) -> dict[str, Any]:
     return {"attn_pdrop": 0.0} if name == "gpt2" else {}
 
 
-def _measured(name: str, strategy: Any, shape: tuple[int, int], *, named: bool = False, **settings: Any) -> int:
+def _measured(
+    name: str,
+    strategy: Any,
+    shape: tuple[int, int],
+    *,
+    named: bool = False,
+    foreach: bool | None = None,
+    **settings: Any,
+) -> int:
     measure, tokens = Measure(), _tokens(shape)
     trainer = quiet_trainer(strategy=strategy, devices="auto", max_steps=3, callbacks=[measure], **settings)
     task, batch = (
-        (Task(name, **_settings(name)), {"input_ids": tokens, "labels": tokens}) if named else (Task(name), tokens)
+        (Task(name, foreach=foreach, **_settings(name)), {"input_ids": tokens, "labels": tokens})
+        if named
+        else (Task(name, foreach=foreach), tokens)
     )
     trainer.fit(task, [batch] * 8)
     return measure.bytes.peak
@@ -196,7 +206,12 @@ def _measured_when_split(way: str) -> dict[tuple[Any, ...], int]:
     strategy: Any = {
         "tp": "tp", "cp": FSDPStrategy(cp=2), "pp": MegatronStrategy(pp=2, weights_after_stage="none")
     }[way]  # fmt: skip
-    settings: dict[str, Any] = {"named": way == "cp", "accumulate_grad_batches": _IN_A_STEP if way == "pp" else 1}
+    # The command assumes a GPU, on which Adam updates all parameters at once, but not under tensor parallelism.
+    settings: dict[str, Any] = {
+        "foreach": way != "tp" or None,
+        "named": way == "cp",
+        "accumulate_grad_batches": _IN_A_STEP if way == "pp" else 1,
+    }
     return {
         (name, shape): _measured(name, strategy, shape, **settings) for name in _SPLIT for shape in (_SMALL, _LARGE)
     }

@@ -201,6 +201,7 @@ def train(case: Case, attempt: Attempt, checkpoints: Path, rank: int, *, resume:
     The generators start elsewhere at each resume: only the checkpoint may say where they go on.
     """
     torch.manual_seed(1000 + attempt.number if resume else 77)
+    warnings.filterwarnings("ignore", "A step has 1 micro-batch")  # of a pipeline
     in_stages = case.strategy == "pp"
     task = NotedTask(None if in_stages else attempt.steps(rank))
     policy: dict[str, Any] = {

@@ -161,8 +161,8 @@ def _split_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
         called = replace(model, module=model_of_one_rank(model.module, wanted.devices, ends=False))
         kept = _activation_bytes(called, wanted.batch_size, wanted.sequence_length, loss=True)
         logits = 4 * wanted.batch_size * wanted.sequence_length * (model.config or {}).get("vocab_size", 0)
-    load: dict[str, Any] = {"activation_bytes": kept, "logits_bytes": logits, "foreach": True}
-    return split_peak(training_shape(share), world_size=wanted.devices, **load)
+    shape = training_shape(share)
+    return split_peak(shape, world_size=wanted.devices, activation_bytes=kept, logits_bytes=logits)
 
 
 def _pipeline_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:

@@ -223,15 +223,13 @@ def _gathered(sizes: Sequence[int], buckets: ZeroBuckets) -> int:
     return sum(sizes) - sum(others) + min(sum(others), ahead)
 
 
-def split_peak(
-    share: TrainingShape, *, world_size: int, activation_bytes: int, logits_bytes: int, foreach: bool = False
-) -> int:
+def split_peak(share: TrainingShape, *, world_size: int, activation_bytes: int, logits_bytes: int) -> int:
     """Return the peak bytes on one rank's device in a step under `tp`, for the shape of one rank's shards.
 
     The loss's backward makes two gradients of the size of the full logits. Collectives may still hold the rank's own
     logits and the gathered ones at that time.
     """
-    alone = rank_peaks(share, world_size=1, activation_bytes=activation_bytes, foreach=foreach)["single"]
+    alone = rank_peaks(share, world_size=1, activation_bytes=activation_bytes)["single"]  # Adam without foreach
     loss = activation_bytes + 3 * logits_bytes + logits_bytes // world_size
     return max(alone, (_BYTES + _STATES) * share.elements + loss)
 
