@@ -153,6 +153,14 @@ def _explode() -> None:
     raise AssertionError("a pickle was executed")
 
 
+@pytest.mark.parametrize("notes", ["0", "[]", '{"a": -1}'])
+def test_metadata_that_the_library_cannot_read_is_refused_with_the_header(tmp_path: Path, notes: str) -> None:
+    header = f'{{"__metadata__": {notes}}}'.encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(CheckpointError, match="__metadata__ is"):
+        read_header(tmp_path / "a.safetensors")
+
+
 @pytest.mark.parametrize("form", ["pickle", "torch"])
 def test_a_pickle_under_the_name_of_safetensors_is_refused_and_not_executed(tmp_path: Path, form: str) -> None:
     path = tmp_path / "a.safetensors"

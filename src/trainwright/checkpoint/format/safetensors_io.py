@@ -208,6 +208,9 @@ def read_header(path: Path) -> dict[str, Any]:
 
 def _check_offsets(header: Mapping[str, Any], num_bytes: int) -> None:
     """Check that the tensors fill the file without gaps, and that each has the length that its shape needs."""
+    notes = header.get("__metadata__", {})
+    if not isinstance(notes, dict) or not all(isinstance(text, str) for text in notes.values()):
+        raise ValueError(f"__metadata__ is {notes!r}, expected texts by name")
     entries = (entry for name, entry in header.items() if name != "__metadata__")
     end = 0
     for begin, stop, entry in sorted(((*entry["data_offsets"], entry) for entry in entries), key=lambda item: item[:2]):
