@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.snapshots import same
 from trainwright.checkpoint import read_safetensors, write_safetensors
-from trainwright.checkpoint.format.safetensors_io import MAX_HEADER_BYTES, to_storable
+from trainwright.checkpoint.format.safetensors_io import MAX_HEADER_BYTES, read_header, to_storable
 from trainwright.core.errors import CheckpointError
 
 _DTYPES = [
