@@ -74,7 +74,7 @@ def _run(*argv: object) -> None:
 
 @needs_megatron
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize(("saved", "kind"), [(kind, kind) for kind in KINDS], indirect=["saved"])
 def test_megatron_computes_the_logits_of_transformers(saved: Path, kind: str, tp: int) -> None:
     target = saved.with_name("megatron")

@@ -272,7 +272,4 @@ def test_workers_are_found_for_samples_that_wait(capsys: pytest.CaptureFixture[s
     assert main(["profile", "config.yaml", "--apply", "workers", "--steps", "40", "--repeats", "2"]) == 0
     assert "data.num_workers=2" in capsys.readouterr().out
     chosen = yaml.safe_load(Path("config.tuned.yaml").read_text())["data"]["init_args"]["num_workers"]
-    # The best of two rounds: other programs only slow runs down.
-    rounds = [{workers: samples_per_s(workers) for workers in (0, 2, 4, 8, 16)} for _ in range(2)]
-    rates = {workers: max(each[workers] for each in rounds) for workers in (0, 2, 4, 8, 16)}
-    assert rates[chosen] >= 4 * rates[0]  # and 0.9 of the best on a machine that does nothing else
+    assert samples_per_s(chosen) >= 4 * samples_per_s(0)
