@@ -115,7 +115,7 @@ class MegatronCoreEngine(ParallelEngine):
                 parameter.data.copy_(full)
 
     def make_step(self, parts: StepParts) -> Step:
-        return AutomaticStep(parts) if self.trained is None else CoreStep(parts, self.trained)
+        return AutomaticStep(parts) if self.trained is None else CoreStep(parts)
 
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
@@ -287,12 +287,9 @@ class DistributedAdamW(Gradients):
 class CoreStep(AutomaticStep):
     """A step whose gradients are in megatron-core's buffers."""
 
-    def __init__(self, parts: StepParts, trained: DistributedAdamW) -> None:
-        super().__init__(parts)
-        self._trained = trained
-
     def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return self._trained.shards()
+        trained: Any = self.parts.gradients
+        yield from trained.shards()
 
     def _skip_batches(self, skipped: list[int], group: Group, weights: object, total: object) -> Any:
         raise TaskError(f"{type(self.task).__name__}.training_step returned None. Return a loss for every micro-batch.")

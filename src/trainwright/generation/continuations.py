@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import is_cut
 from trainwright.generation.cache import KeyValueCache, takes_cache
-from trainwright.generation.sampling import Sampling, check_stop_words, cut, ends
+from trainwright.generation.sampling import Sampling, all_stop_words, cut, ends
 
 
 @torch.no_grad()
@@ -77,7 +77,6 @@ def generate(
         raise ConfigurationError(f"seed={seed} has no effect without temperature, top_k or top_p. Remove it.")
     if is_sampled and num_beams > 1:
         raise ConfigurationError("num_beams searches the most probable sequences: remove temperature, top_k and top_p.")
-    check_stop_words(stop_words)
     prompts = _prompts(input_ids, attention_mask, bos_token)
     candidates = (one for one in model.modules() if hasattr(type(one), "generate"))
     library: Any = next((one for one in candidates if hasattr(one, "generation_config")), None)  # transformers'
@@ -87,22 +86,25 @@ def generate(
             eos_token = library.generation_config.eos_token_id
             eos_token = eos_token[0] if isinstance(eos_token, list) else eos_token
     pad = pad_token if pad_token is not None else eos_token or 0
-    words = [list(word) for word in stop_words] + ([] if eos_token is None else [[eos_token]])
-    sampling = None
+    words, processors = all_stop_words(stop_words, eos_token), list[Sampling]()
     if is_sampled:
-        generator = torch.Generator(input_ids.device).manual_seed(_common_seed(model, seed))
-        sampling = Sampling(1.0 if temperature is None else temperature, top_k, top_p, top_p_decay, generator)
+        seeds = [int(torch.randint(2**62, ())) if seed is None else seed]
+        if seed is None and _is_shared(model):
+            dist.broadcast_object_list(seeds, src=0)
+        generator = torch.Generator(input_ids.device).manual_seed(seeds[0])
+        processors = [Sampling(1.0 if temperature is None else temperature, top_k, top_p, top_p_decay, generator)]
+    options: dict[str, Any] = {"num_beams": num_beams, "length_penalty": length_penalty, "eos_token_id": eos_token}
     was_training = model.training
     model.eval()
     try:
         if library is not None:
-            options = {"num_beams": num_beams, "length_penalty": length_penalty, "eos_token_id": eos_token}
-            found = _by_library(library, prompts, max_new_tokens, sampling, words, options | {"pad_token_id": pad})
+            options |= {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "logits_processor": processors}
+            found = _by_library(library, prompts, words, options)
         else:
             if num_beams > 1:
                 found = [_beams(model, one, max_new_tokens, num_beams, length_penalty, words) for one in prompts]
             else:
-                found = _by_logits(model, prompts, max_new_tokens, sampling, words)
+                found = _by_logits(model, prompts, max_new_tokens, processors, words)
             while _any_computes(model, input_ids.device, False):
                 model(prompts[0][None])
     finally:
@@ -146,14 +148,7 @@ def _check_limits(config: Any, prompts: list[Tensor], num: int) -> None:
 # Each of these returns the new tokens of each row, which may go on after a stop word.
 
 
-def _by_library(
-    model: Any,
-    prompts: list[Tensor],
-    num: int,
-    sampling: Sampling | None,
-    words: list[list[int]],
-    options: dict[str, Any],
-) -> list[Tensor]:
+def _by_library(model: Any, prompts: list[Tensor], words: list[list[int]], options: dict[str, Any]) -> list[Tensor]:
     ids = pad_sequence(prompts, batch_first=True, padding_value=options["pad_token_id"], padding_side="left")
     mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
     width = ids.shape[1]
@@ -164,25 +159,24 @@ def _by_library(
         options["use_cache"] = has_cache  # also if the config disables it for training
     if in_stages:
         options["cache_implementation"] = "dynamic"
-    if sampling is not None:
-        options["logits_processor"] = [sampling]
 
     def ended(tokens: Tensor, *_: object, **__: object) -> Tensor:
         return torch.tensor([ends(words, row[width:]) for row in tokens], device=tokens.device)
 
     options |= {"do_sample": False, "synced_gpus": _is_shared(model) or None, "stopping_criteria": [ended]}
-    return list(model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=num, **options)[:, width:])
+    return list(model.generate(input_ids=ids, attention_mask=mask, **options)[:, width:])
 
 
 def _by_logits(
-    model: nn.Module, prompts: list[Tensor], num: int, sampling: Sampling | None, words: list[list[int]]
+    model: nn.Module, prompts: list[Tensor], num: int, processors: list[Sampling], words: list[list[int]]
 ) -> list[Tensor]:
     lengths = torch.tensor(list(map(len, prompts)), device=prompts[0].device)
     tokens = nn.functional.pad(pad_sequence(prompts, batch_first=True), (0, num))
     cache, done = _make_cache(model, tokens.shape[1]), [False] * len(prompts)
     for step in range(num):
         scores = _next_logits(model, tokens, lengths + step, cache, is_first=step == 0)
-        scores = scores if sampling is None else sampling(tokens, scores)
+        for process in processors:
+            scores = process(tokens, scores)
         tokens.scatter_(1, (lengths + step)[:, None], scores.argmax(-1, keepdim=True))
         found = [row[len(prompt) : len(prompt) + step + 1] for row, prompt in zip(tokens, prompts, strict=True)]
         done = [was or ends(words, new) for was, new in zip(done, found, strict=True)]
@@ -260,11 +254,3 @@ def _any_computes(model: nn.Module, device: torch.device, computes: bool) -> boo
     flag = torch.tensor(int(computes), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
-
-
-def _common_seed(model: nn.Module, seed: int | None) -> int:
-    """Return the seed of rank 0 on all ranks that compute together."""
-    found = [int(torch.randint(2**62, ())) if seed is None else seed]
-    if seed is None and _is_shared(model):
-        dist.broadcast_object_list(found, src=0)
-    return found[0]

@@ -28,12 +28,7 @@ class Sampling:
     """
 
     def __init__(
-        self,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        top_p_decay: float,
-        generator: torch.Generator | None = None,
+        self, temperature: float, top_k: int, top_p: float, top_p_decay: float, generator: torch.Generator | None = None
     ) -> None:
         if temperature <= 0 or top_k < 0 or not 0 < top_p <= 1 or not 0 < top_p_decay <= 1:
             raise ConfigurationError(
@@ -60,13 +55,14 @@ class Sampling:
         return scores - torch.empty_like(scores).exponential_(generator=self._generator).log()
 
 
-def check_stop_words(words: Sequence[Sequence[int]]) -> None:
-    """Raise a `ConfigurationError` unless all words are sequences of tokens."""
+def all_stop_words(words: Sequence[Sequence[int]], eos_token: int | None) -> list[list[int]]:
+    """Return all words that end a row. Raise a `ConfigurationError` unless they are sequences of tokens."""
     for word in words:
         if isinstance(word, (int, str)):
             raise ConfigurationError(f"stop_words has {word!r}, expected sequences of tokens: [[11], [12, 13]].")
         if not len(word):
             raise ConfigurationError("stop_words has an empty sequence. Remove it.")
+    return [list(word) for word in words] + ([] if eos_token is None else [[eos_token]])
 
 
 def ends(words: list[list[int]], tokens: Tensor) -> bool:

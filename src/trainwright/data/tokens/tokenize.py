@@ -6,7 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -157,12 +157,11 @@ def tokenize_files(
 
 
 def _documents(file: Path, key: str, documents: str) -> Iterator[str]:
-    if file.suffix == ".jsonl":
-        yield from _json_lines(file, key)
-        return
     try:
-        with file.open(encoding="utf-8") as stream:
-            if documents == "file":
+        with file.open(encoding="utf-8-sig") as stream:
+            if file.suffix == ".jsonl":
+                yield from _values(stream, key, file)
+            elif documents == "file":
                 yield stream.read()
             elif documents == "line":
                 yield from filter(str.strip, stream)
@@ -174,20 +173,19 @@ def _documents(file: Path, key: str, documents: str) -> Iterator[str]:
         raise ConfigurationError(f"{file} is not text in UTF-8: {error}.") from error
 
 
-def _json_lines(file: Path, key: str) -> Iterator[str]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[key]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigurationError(
-                    f"{file}, line {number} is not a JSON object with {key!r}. Pass --key for another name."
-                ) from error
-            if not isinstance(text, str):
-                raise ConfigurationError(f"{file}, line {number}: {key!r} is {type(text).__name__}, expected text.")
-            yield text
+def _values(lines: Iterable[str], key: str, file: Path) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[key]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"{file}, line {number} is not a JSON object with {key!r}. Pass --key for another name."
+            ) from error
+        if not isinstance(text, str):
+            raise ConfigurationError(f"{file}, line {number}: {key!r} is {type(text).__name__}, expected text.")
+        yield text
 
 
 def _encoded(texts: Iterator[str], tokenizer: Tokenizer, num_processes: int) -> Generator[tuple[int, list[int]]]:
