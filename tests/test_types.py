@@ -62,7 +62,6 @@ FOREIGN_PROBES: dict[str, str] = {
     "strategies.fsdp.layers.plan:bias": "torch's layers",
     "strategies.fsdp.layers.known_models:config": "a model of transformers",
     "strategies.megatron.stages:config": "a model of transformers",
-    "generation.continuations:config": "a model of transformers",
     "generation.continuations:logits": "the output of a user's model",
     "accelerator.prepared.accelerated_model:config": "a model of transformers",
     "accelerator.logging:main_process_only": "a user's tracker",

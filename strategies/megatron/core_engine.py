@@ -76,11 +76,9 @@ class MegatronCoreEngine(ParallelEngine):
         self._context = None  # the GPTModel computes in its own dtype
         if make_optimizers is not None:
             check_optimizers(self.optimizers)
-            self.trained = DistributedAdamW(self.optimizers[0], self._gpt, self._config, self._weights)
-            self.gradients = CoreGradients(self.device, self.trained)
-        for own, part in self._weights.divide(self._from_main):
-            self._write(own, part)
-        self.state = CoreState(task, self.optimizers, self.device, is_main=self.is_main, engine=self)
+            self.gradients = self.trained = DistributedAdamW(self.optimizers[0], self._gpt, self._weights, self.device)
+        self.to_gpt(self._from_main)
+        self.state = CoreState(task, self)
 
     def _place(self, task: TaskModule) -> None:
         self._model = model = find_model(task).cpu()
@@ -92,8 +90,7 @@ class MegatronCoreEngine(ParallelEngine):
             owner._modules[key] = model
         shape, tp = shape_of(model, self._shape.tp), self._shape.tp
         dtype = self.precision.autocast_dtype or torch.float32
-        gpt, self._config = make_gpt(model, shape, tp, self._recompute, dtype)
-        self._gpt = gpt.to(self.device)
+        self._gpt = make_gpt(model, shape, tp, self._recompute, dtype).to(self.device)
         self._weights = WeightMap(model, self._gpt, shape, tp)
         model.forward = forward_through(self._gpt, model)
 
@@ -103,16 +100,13 @@ class MegatronCoreEngine(ParallelEngine):
             dist.broadcast(value, src=0)
         return value
 
-    def _write(self, own: nn.Parameter, part: torch.Tensor) -> None:
-        own.data.copy_(part)
-        shard = None if self.trained is None else self.trained.shard(own)
-        if shard is not None:
-            shard[0]["param"].data.copy_(part.reshape(-1)[shard[1]])
-
-    def to_gpt(self) -> None:
-        """Copy the values of transformers' model to the GPTModel. Not collective."""
-        for own, part in self._weights.divide(lambda parameter: parameter):
-            self._write(own, part)
+    def to_gpt(self, value: Callable[[nn.Parameter], torch.Tensor]) -> None:
+        """Copy the values of transformers' parameters to the GPTModel. Not collective unless `value` is."""
+        for own, part in self._weights.divide(value):
+            own.data.copy_(part)
+            shard = None if self.trained is None else self.trained.shard(own)
+            if shard is not None:
+                shard[0]["param"].data.copy_(part.reshape(-1)[shard[1]])
 
     def from_gpt(self) -> None:
         """Copy the trained values of the GPTModel to transformers' model. Collective."""
@@ -121,7 +115,7 @@ class MegatronCoreEngine(ParallelEngine):
                 parameter.data.copy_(full)
 
     def make_step(self, parts: StepParts) -> Step:
-        return AutomaticStep(parts) if self.trained is None else CoreStep(parts, self.trained)
+        return AutomaticStep(parts) if self.trained is None else CoreStep(parts)
 
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
@@ -150,8 +144,8 @@ class MegatronCoreEngine(ParallelEngine):
 def check_options(strategy: DataParallel, given: Mapping[str, Any], settings: EngineSettings) -> None:
     """Raise a `ConfigurationError` for options that megatron-core does not support here."""
     defaults = inspect.signature(type(strategy).__init__).parameters
-    refused = [f"{key}={value!r}" for key, value in given.items() if key not in (*_OPTIONS, "engine")]
-    refused = [text for text in refused if text not in {f"{key}={one.default!r}" for key, one in defaults.items()}]
+    other = {key: value for key, value in given.items() if key not in (*_OPTIONS, "engine")}
+    refused = [f"{key}={value!r}" for key, value in other.items() if value != defaults[key].default]
     refused += ["compile"] if settings.compile_options is not None else []
     if settings.precision.name not in ("32-true", "bf16-mixed"):
         refused.append(f"precision={settings.precision.name!r}")
@@ -175,20 +169,24 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-class DistributedAdamW:
+class DistributedAdamW(Gradients):
     """Megatron-core's distributed optimizer with the parameter groups of a task's AdamW, whose step runs it.
+
+    The gradients are in megatron-core's buffers.
 
     Args:
         optimizer: The task's optimizer of transformers' parameters. They have no gradients, so its own step is empty.
-        gpt, config: The GPTModel and its config.
+        gpt: The GPTModel.
         weights: Maps its weights.
+        device: Device of the gradients.
     """
 
-    def __init__(self, optimizer: Optimizer, gpt: nn.Module, config: Any, weights: WeightMap) -> None:
+    def __init__(self, optimizer: Optimizer, gpt: Any, weights: WeightMap, device: torch.device) -> None:
+        super().__init__(device)
         self.optimizer, self.weights, self.num_steps = optimizer, weights, 0
         parallel, library = core(".distributed"), core(".optimizer")
         options = parallel.DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-        self.replica = parallel.DistributedDataParallel(config, options, gpt)
+        self.replica = parallel.DistributedDataParallel(gpt.config, options, gpt)
         names = {parameter: name for name, parameter in self.replica.named_parameters()}
         index = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         groups: dict[int, list[str]] = {}
@@ -203,7 +201,7 @@ class DistributedAdamW:
         key = core(".optimizer.optimizer_config").ParamKey
         chained = library.get_megatron_optimizer(
             library.OptimizerConfig(
-                optimizer="adam", lr=0.0, use_distributed_optimizer=True, bf16=config.bf16, clip_grad=0.0
+                optimizer="adam", lr=0.0, use_distributed_optimizer=True, bf16=gpt.config.bf16, clip_grad=0.0
             ),
             [self.replica],
             config_overrides={key(name=tuple(one)): {"task_group": i} for i, one in groups.items()},
@@ -219,12 +217,20 @@ class DistributedAdamW:
             group.update({name: given[name] for name in _HYPERPARAMETERS})
         self.library.step()
         self.num_steps += 1
-        self.zero()
+        self.free()
 
-    def zero(self) -> None:
-        """Zero the gradients."""
+    def complete(self) -> None:
+        core(".distributed").finalize_model_grads([self.replica])
+
+    def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
+        counts = {own: weight.layout != "same" or not self.weights.rank for weight, own, _ in self.weights.rows}
+        with torch.no_grad():
+            return clip_shards([(shard, counts[own]) for own, shard in self.shards()], clip, self.device)
+
+    def free(self, parameters: Iterable[torch.Tensor] = ()) -> bool:
         self.replica.zero_grad_buffer()
         self.library.zero_grad()
+        return True
 
     def shard(self, own: nn.Parameter) -> tuple[dict[str, torch.Tensor], slice] | None:
         """Return the values and moments that this rank steps of a parameter, and their elements. None: no elements."""
@@ -241,7 +247,7 @@ class DistributedAdamW:
         dist.all_reduce(flat, group=self._ranks)
         return flat.view_as(own)
 
-    def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def shards(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield parameters with this rank's shards of their gradients. Not collective."""
         for _, own, _ in self.weights.rows:
             if (shard := self.shard(own)) is not None:
@@ -278,39 +284,12 @@ class DistributedAdamW:
         given.clear()
 
 
-class CoreGradients(Gradients):
-    """Gradients in megatron-core's buffers."""
-
-    def __init__(self, device: torch.device, trained: DistributedAdamW) -> None:
-        super().__init__(device)
-        self._trained = trained
-
-    def complete(self) -> None:
-        core(".distributed").finalize_model_grads([self._trained.replica])
-
-    def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-        counts = {
-            own: weight.layout != "same" or not self._trained.weights.rank
-            for weight, own, _ in self._trained.weights.rows
-        }
-        shards = [(gradient, counts[own]) for own, gradient in self._trained.gradients()]
-        with torch.no_grad():
-            return clip_shards(shards, clip, self.device)
-
-    def free(self, parameters: Iterable[torch.Tensor]) -> bool:
-        self._trained.zero()
-        return True
-
-
 class CoreStep(AutomaticStep):
     """A step whose gradients are in megatron-core's buffers."""
 
-    def __init__(self, parts: StepParts, trained: DistributedAdamW) -> None:
-        super().__init__(parts)
-        self._trained = trained
-
     def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return self._trained.gradients()
+        trained: Any = self.parts.gradients
+        yield from trained.shards()
 
     def _skip_batches(self, skipped: list[int], group: Group, weights: object, total: object) -> Any:
         raise TaskError(f"{type(self.task).__name__}.training_step returned None. Return a loss for every micro-batch.")
@@ -319,16 +298,8 @@ class CoreStep(AutomaticStep):
 class CoreState(FullState):
     """The state of a GPTModel by the names of transformers' model."""
 
-    def __init__(
-        self,
-        task: nn.Module,
-        optimizers: Sequence[Optimizer],
-        device: torch.device,
-        *,
-        is_main: bool,
-        engine: MegatronCoreEngine,
-    ) -> None:
-        super().__init__(task, optimizers, device, is_main=is_main)
+    def __init__(self, task: nn.Module, engine: MegatronCoreEngine) -> None:
+        super().__init__(task, engine.optimizers, engine.device, is_main=engine.is_main)
         self._engine = engine
 
     def model_state(self) -> dict[str, Any]:
@@ -337,7 +308,7 @@ class CoreState(FullState):
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         found = super().load_model_state(state, strict)
-        self._engine.to_gpt()
+        self._engine.to_gpt(lambda parameter: parameter)
         return found
 
     def full_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:

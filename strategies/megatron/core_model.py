@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.functional import gelu, pad, silu
 
 from trainwright.checkpoint.interop.megatron_names import LLAMA_LIKE, ModelShape, ModelWeight, joined_norms
-from trainwright.core.errors import CheckpointError, ConfigurationError, require_package
+from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.core.task import TaskModule
 
 _CLASSES = (*LLAMA_LIKE.values(), "GPT2LMHeadModel")
 _ZEROS = dict.fromkeys(("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
 _SUPPORTED = {"hidden_act": "silu", "activation_function": "gelu_new", "scale_attn_weights": True, **_ZEROS}
 _SUPPORTED |= dict.fromkeys(("attention_bias", "mlp_bias", "scale_attn_by_inverse_layer_idx"), False)
-_SUPPORTED |= {"sliding_window": None, "add_cross_attention": False}
+_SUPPORTED |= {"sliding_window": None, "add_cross_attention": False, "rope_type": "default"}
 
 
 def core(name: str = "") -> Any:
@@ -59,11 +59,12 @@ def find_model(task: TaskModule) -> Any:
             "engine='megatron-core' trains all parameters of one model. Use engine='torch'."
         )
     config = model.config.to_dict()
-    rope = (config.get("rope_parameters") or {}).get("rope_type", "default")
-    bad = {name: config[name] for name, only in _SUPPORTED.items() if config.get(name, only) != only}
-    if bad or rope != "default":
-        given = ", ".join(f"{name}={value!r}" for name, value in (bad or {"rope_type": rope}).items())
-        raise ConfigurationError(f"engine='megatron-core' does not support {given}. Change it, or use engine='torch'.")
+    config["rope_type"] = (config.get("rope_parameters") or {}).get("rope_type", "default")
+    bad = [f"{name}={config[name]!r}" for name, only in _SUPPORTED.items() if config.get(name, only) != only]
+    if bad:
+        raise ConfigurationError(
+            f"engine='megatron-core' does not support {', '.join(bad)}. Change it, or use engine='torch'."
+        )
     if any(vars(module).get("gradient_checkpointing") for module in model.modules()):
         raise ConfigurationError(
             "engine='megatron-core' does not use transformers' gradient checkpointing. Use recompute='full'."
@@ -74,10 +75,7 @@ def find_model(task: TaskModule) -> Any:
 def shape_of(model: Any, tp: int) -> ModelShape:
     """Return the sizes of a model, after checking that `tp` divides them."""
     name = type(model).__name__
-    try:
-        shape = ModelShape.of(model.config.to_dict(), name)
-    except CheckpointError as error:
-        raise ConfigurationError(str(error)) from error
+    shape = ModelShape.of(model.config.to_dict(), name)
     if shape.vocabulary % tp:
         raise ConfigurationError(
             f"tp={tp} does not divide the vocabulary ({shape.vocabulary}) of {name}. Call "
@@ -87,10 +85,9 @@ def shape_of(model: Any, tp: int) -> ModelShape:
     return shape
 
 
-def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return an uninitialized GPTModel and its config. Uses the layers of Transformer Engine if it is installed."""
+def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtype: torch.dtype) -> Any:
+    """Return an uninitialized GPTModel. Uses the layers of Transformer Engine if it is installed."""
     gpt2, given = shape.kind == "gpt2", model.config
-    epsilon = given.layer_norm_epsilon if gpt2 else given.rms_norm_eps
     rope = {} if gpt2 else (given.to_dict().get("rope_parameters") or given.to_dict())
     norm = "LayerNorm" if gpt2 else "RMSNorm"
     full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
@@ -108,7 +105,7 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
         gated_linear_unit=not gpt2,
         activation_func=partial(gelu, approximate="tanh") if gpt2 else silu,
         normalization=norm,
-        layernorm_epsilon=epsilon,
+        layernorm_epsilon=given.layer_norm_epsilon if gpt2 else given.rms_norm_eps,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=False,
@@ -125,7 +122,7 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
         layers = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk)
     else:
         layers = specs.get_gpt_layer_local_spec(qk_layernorm=qk, normalization=norm)
-    gpt = core(".models.gpt").GPTModel(
+    return core(".models.gpt").GPTModel(
         config,
         layers,
         vocab_size=shape.vocabulary,
@@ -135,7 +132,6 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
         rotary_base=rope.get("rope_theta", 10000),
         parallel_output=True,
     )
-    return gpt, config
 
 
 class WeightMap:
@@ -214,17 +210,14 @@ def forward_through(gpt: nn.Module, model: nn.Module) -> Callable[..., Any]:
         gpt.train(model.training)
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=input_ids.device).triu(1)
         logits = gpt(input_ids, arange, mask).float()
-        targets = (
-            pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None and labels is not None else shift_labels
-        )
-        if targets is None:
+        if shift_labels is None and labels is not None:
+            shift_labels = pad(labels, (0, 1), value=-100)[:, 1:]
+        if shift_labels is None:
             return CausalOutput(logits=parallel.gather_from_tensor_model_parallel_region(logits))
         full = None if model.training else parallel.gather_from_tensor_model_parallel_region(logits).clone()
-        counted = targets != -100
-        losses = parallel.vocab_parallel_cross_entropy(logits, targets.masked_fill(~counted, 0).contiguous())
-        total = (losses * counted).sum()
-        return CausalOutput(
-            loss=total / (counted.sum() if num_items_in_batch is None else num_items_in_batch), logits=full
-        )
+        counted = shift_labels != -100
+        losses = parallel.vocab_parallel_cross_entropy(logits, shift_labels.masked_fill(~counted, 0).contiguous())
+        num_items = counted.sum() if num_items_in_batch is None else num_items_in_batch
+        return CausalOutput((losses * counted).sum() / num_items, full)
 
     return forward

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import is_cut
-from trainwright.generation.beams import search_beams
 from trainwright.generation.cache import KeyValueCache, takes_cache
-from trainwright.generation.sampling import Sampling, StopWords
+from trainwright.generation.sampling import Sampling, all_stop_words, cut, ends
 
 
 @torch.no_grad()
@@ -70,42 +70,47 @@ def generate(
         ConfigurationError: An argument is out of range or has no effect, options exclude each other, a prompt is empty
             or has unknown tokens, or a prompt with its continuation is longer than the model's context.
     """
-    sampling = None
-    if temperature is not None or top_k or top_p < 1:
-        sampling = Sampling(1.0 if temperature is None else temperature, top_k, top_p, top_p_decay)
+    is_sampled = temperature is not None or top_k != 0 or top_p < 1
     if max_new_tokens < 1 or num_beams < 1:
         raise ConfigurationError(f"max_new_tokens={max_new_tokens}, num_beams={num_beams}: write at least 1.")
-    if sampling is None and seed is not None:
+    if not is_sampled and seed is not None:
         raise ConfigurationError(f"seed={seed} has no effect without temperature, top_k or top_p. Remove it.")
-    if sampling is not None and num_beams > 1:
+    if is_sampled and num_beams > 1:
         raise ConfigurationError("num_beams searches the most probable sequences: remove temperature, top_k and top_p.")
     prompts = _prompts(input_ids, attention_mask, bos_token)
-    library = _of_transformers(model)
-    if library is not None and eos_token is None:
-        eos_token = _first(getattr(library.generation_config, "eos_token_id", None))
+    candidates = (one for one in model.modules() if hasattr(type(one), "generate"))
+    library: Any = next((one for one in candidates if hasattr(one, "generation_config")), None)  # transformers'
+    if library is not None:
+        _check_limits(library.config, prompts, max_new_tokens)
+        if eos_token is None:  # some models have several: the first one
+            eos_token = library.generation_config.eos_token_id
+            eos_token = eos_token[0] if isinstance(eos_token, list) else eos_token
     pad = pad_token if pad_token is not None else eos_token or 0
-    _check_length(library, max(map(len, prompts)) + max_new_tokens)
-    _check_tokens(library, prompts)
-    stop = StopWords([*stop_words, *([] if eos_token is None else [[eos_token]])], list(map(len, prompts)))
+    words, processors = all_stop_words(stop_words, eos_token), list[Sampling]()
+    if is_sampled:
+        seeds = [int(torch.randint(2**62, ())) if seed is None else seed]
+        if seed is None and _is_shared(model):
+            dist.broadcast_object_list(seeds, src=0)
+        generator = torch.Generator(input_ids.device).manual_seed(seeds[0])
+        processors = [Sampling(1.0 if temperature is None else temperature, top_k, top_p, top_p_decay, generator)]
+    options: dict[str, Any] = {"num_beams": num_beams, "length_penalty": length_penalty, "eos_token_id": eos_token}
     was_training = model.training
     model.eval()
     try:
-        with torch.random.fork_rng(_devices(input_ids), enabled=sampling is not None):
-            if sampling is not None:
-                torch.manual_seed(_common_seed(model, seed))
-            if library is not None:
-                options = {"num_beams": num_beams, "length_penalty": length_penalty, "eos_token_id": eos_token}
-                rows = _by_library(library, prompts, max_new_tokens, sampling, stop, pad, options)
-            elif num_beams > 1:
-                rows = _by_beams(model, prompts, max_new_tokens, num_beams, length_penalty, stop)
+        if library is not None:
+            options |= {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "logits_processor": processors}
+            found = _by_library(library, prompts, words, options)
+        else:
+            if num_beams > 1:
+                found = [_beams(model, one, max_new_tokens, num_beams, length_penalty, words) for one in prompts]
             else:
-                rows = _by_logits(model, prompts, max_new_tokens, sampling, stop)
-            if library is None:
-                while _any_computes(model, input_ids.device, False):
-                    model(prompts[0][None])
+                found = _by_logits(model, prompts, max_new_tokens, processors, words)
+            while _any_computes(model, input_ids.device, False):
+                model(prompts[0][None])
     finally:
         model.train(was_training)
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+    rows = [torch.cat([prompt, cut(words, new)]) for prompt, new in zip(prompts, found, strict=True)]
+    return pad_sequence(rows, batch_first=True, padding_value=pad)
 
 
 def _prompts(input_ids: Tensor, mask: Tensor | None, bos_token: int | None) -> list[Tensor]:
@@ -126,119 +131,102 @@ def _prompts(input_ids: Tensor, mask: Tensor | None, bos_token: int | None) -> l
     return rows
 
 
-def _of_transformers(model: nn.Module) -> Any:
-    """Return the model itself or the part of it that generates as models of transformers do; None if there is none."""
-    found: Any
-    for found in model.modules():
-        if hasattr(type(found), "generate") and hasattr(found, "generation_config"):
-            return found
-    return None
-
-
-def _check_length(library: object, length: int) -> None:
-    context = getattr(getattr(library, "config", None), "max_position_embeddings", None)
+def _check_limits(config: Any, prompts: list[Tensor], num: int) -> None:
+    context, size = getattr(config, "max_position_embeddings", None), config.to_dict().get("vocab_size")
+    length, largest = max(map(len, prompts)) + num, max(int(prompt.max()) for prompt in prompts)
     if isinstance(context, int) and length > context:
         raise ConfigurationError(
             f"The longest prompt and max_new_tokens have {length} tokens, and the model's context {context}. Shorten "
             "one of them."
         )
-
-
-def _check_tokens(library: object, prompts: list[Tensor]) -> None:
-    config = getattr(library, "config", None)
-    size = None if config is None else config.to_dict().get("vocab_size")
-    largest = max(int(prompt.max()) for prompt in prompts)
     if isinstance(size, int) and largest >= size:
         raise ConfigurationError(
             f"input_ids has the token {largest}, and the model's vocabulary {size} tokens. Use the model's tokenizer."
         )
 
 
-def _by_library(
-    model: Any,
-    prompts: list[Tensor],
-    num: int,
-    sampling: Sampling | None,
-    stop: StopWords,
-    pad: int,
-    options: dict[str, Any],
-) -> list[Tensor]:
-    width = max(map(len, prompts))
-    ids = prompts[0].new_full((len(prompts), width), pad)
-    mask = torch.zeros_like(ids)
-    for row, there, prompt in zip(ids, mask, prompts, strict=True):  # padded at the beginning
-        row[width - len(prompt) :], there[width - len(prompt) :] = prompt, 1
-    stop.begins = [width] * len(prompts)
-    if _is_spread(model):
-        options |= {"synced_gpus": True}
-    in_stages = _is_in_stages(model)
+# Each of these returns the new tokens of each row, which may go on after a stop word.
+
+
+def _by_library(model: Any, prompts: list[Tensor], words: list[list[int]], options: dict[str, Any]) -> list[Tensor]:
+    ids = pad_sequence(prompts, batch_first=True, padding_value=options["pad_token_id"], padding_side="left")
+    mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
+    width = ids.shape[1]
+    in_stages = any(parameter.is_meta for parameter in model.parameters())
     forward = type(model).forward if in_stages else model.forward  # megatron-core's has no cache
     has_cache = "past_key_values" in inspect.signature(forward).parameters
-    options |= {"use_cache": has_cache} if has_cache or in_stages else {}  # also if the config disables it for training
-    options |= {"cache_implementation": "dynamic"} if in_stages else {}
-    if sampling is not None:
-        options |= {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "logits_processor": [sampling]}
-    else:
-        options["do_sample"] = False
-    if stop.words:
-        options["stopping_criteria"] = [stop]
-    found = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=num, pad_token_id=pad, **options)
-    return [torch.cat([prompt, stop.cut(row[width:])]) for prompt, row in zip(prompts, found, strict=True)]
+    if has_cache or in_stages:
+        options["use_cache"] = has_cache  # also if the config disables it for training
+    if in_stages:
+        options["cache_implementation"] = "dynamic"
+
+    def ended(tokens: Tensor, *_: object, **__: object) -> Tensor:
+        return torch.tensor([ends(words, row[width:]) for row in tokens], device=tokens.device)
+
+    options |= {"do_sample": False, "synced_gpus": _is_shared(model) or None, "stopping_criteria": [ended]}
+    return list(model.generate(input_ids=ids, attention_mask=mask, **options)[:, width:])
 
 
 def _by_logits(
-    model: nn.Module, prompts: list[Tensor], num: int, sampling: Sampling | None, stop: StopWords
+    model: nn.Module, prompts: list[Tensor], num: int, processors: list[Sampling], words: list[list[int]]
 ) -> list[Tensor]:
     lengths = torch.tensor(list(map(len, prompts)), device=prompts[0].device)
-    tokens = nn.utils.rnn.pad_sequence([*prompts], batch_first=True)
-    rows = torch.arange(len(prompts), device=tokens.device)
-    done = torch.zeros(len(prompts), dtype=torch.bool, device=tokens.device)
-    ends = lengths.clone()
-    cache = _make_cache(model, tokens.shape[1] + num)
+    tokens = nn.functional.pad(pad_sequence(prompts, batch_first=True), (0, num))
+    cache, done = _make_cache(model, tokens.shape[1]), [False] * len(prompts)
     for step in range(num):
-        places = lengths + step - 1  # of the newest token of each row; what follows it is not seen by it
-        positions = torch.arange(int(places.max()) + 1, device=tokens.device).expand(len(prompts), -1)
-        positions = positions if cache is None or step == 0 else places[:, None]
-        logits = _logits(model, tokens, positions, cache)[rows, places - positions[:, 0]].float()
-        scores = logits if sampling is None else sampling(tokens, logits)
-        chosen = scores.argmax(-1) if sampling is None else torch.multinomial(scores.softmax(-1), 1).squeeze(-1)
-        if int(places.max()) + 2 > tokens.shape[1]:
-            tokens = nn.functional.pad(tokens, (0, 1))
-        tokens[rows, places + 1] = torch.where(done, tokens[rows, places + 1], chosen)
-        ends += ~done
-        for i in range(len(prompts)):
-            done[i] = done[i] or stop.ends(tokens[i, : int(ends[i])], len(prompts[i]))
-        if bool(done.all()):
+        scores = _next_logits(model, tokens, lengths + step, cache, is_first=step == 0)
+        for process in processors:
+            scores = process(tokens, scores)
+        tokens.scatter_(1, (lengths + step)[:, None], scores.argmax(-1, keepdim=True))
+        found = [row[len(prompt) : len(prompt) + step + 1] for row, prompt in zip(tokens, prompts, strict=True)]
+        done = [was or ends(words, new) for was, new in zip(done, found, strict=True)]
+        if all(done):
             break
-    return [row[: int(end)] for row, end in zip(tokens, ends, strict=True)]
-
-
-def _by_beams(
-    model: nn.Module, prompts: list[Tensor], num: int, num_beams: int, length_penalty: float, stop: StopWords
-) -> list[Tensor]:
-    found = []
-    for prompt in prompts:
-        cache = _make_cache(model, len(prompt) + num)
-
-        def score(
-            rows: Tensor, parents: Tensor, prompt: Tensor = prompt, cache: KeyValueCache | None = cache
-        ) -> Tensor:
-            positions = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
-            if cache is not None and rows.shape[1] > len(prompt):
-                cache.select(parents)
-                positions = positions[:, -1:]
-            return _logits(model, rows, positions, cache)[:, -1]
-
-        found.append(search_beams(score, prompt, num, num_beams, length_penalty, stop))
     return found
 
 
+def _beams(
+    model: nn.Module, prompt: Tensor, num: int, num_beams: int, length_penalty: float, words: list[list[int]]
+) -> Tensor:
+    """Return the best continuation of a prompt that is found by beam search, as transformers' `generate` does."""
+    cache, beams = _make_cache(model, len(prompt) + num), prompt.repeat(num_beams, 1)
+    totals = torch.full((num_beams,), -torch.inf, device=prompt.device)
+    totals[0] = 0.0  # all beams are equal at first
+    finished: list[tuple[float, Tensor]] = []
+    for length in range(1, num + 1):
+        lengths = torch.full((len(beams),), beams.shape[1], device=prompt.device)
+        logits = _next_logits(model, beams, lengths, cache, is_first=length == 1)
+        scores = totals[:, None] + logits.log_softmax(-1)
+        # So many that enough of them do not end.
+        best = scores.flatten().topk(min(max(2, 1 + len(words)) * num_beams, scores.numel()))
+        sources, tokens = best.indices // scores.shape[1], best.indices % scores.shape[1]
+        rows = torch.cat([beams[sources], tokens[:, None]], dim=1)
+        ended = [length == num or ends(words, row[len(prompt) :]) for row in rows]
+        found = [(float(best.values[i]) / length**length_penalty, rows[i]) for i in range(num_beams) if ended[i]]
+        finished = sorted(finished + found, key=lambda one: one[0], reverse=True)[:num_beams]
+        kept = [i for i, is_ended in enumerate(ended) if not is_ended][:num_beams]
+        if not kept:
+            break
+        if len(finished) == num_beams and float(best.values[kept[0]]) / length**length_penalty <= finished[-1][0]:
+            break  # as `early_stopping=False` of transformers
+        beams, totals = rows[kept], best.values[kept]
+        if cache is not None:
+            cache.select(sources[kept])
+    return finished[0][1][len(prompt) :]
+
+
 def _make_cache(model: nn.Module, capacity: int) -> KeyValueCache | None:
-    return KeyValueCache(capacity) if takes_cache(model) and not _is_in_stages(model) else None
+    in_stages = any(parameter.is_meta for parameter in model.parameters())
+    return KeyValueCache(capacity) if takes_cache(model) and not in_stages else None
 
 
-def _logits(model: nn.Module, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None) -> Tensor:
-    """Return logits of (batch, length, vocabulary) at positions of (batch, length); all of them without a cache."""
+def _next_logits(
+    model: nn.Module, tokens: Tensor, lengths: Tensor, cache: KeyValueCache | None, *, is_first: bool
+) -> Tensor:
+    """Return float32 logits of (batch, vocabulary) for the token after the first `lengths` tokens of each row."""
+    positions = torch.arange(int(lengths.max()), device=tokens.device).expand(len(tokens), -1)
+    if cache is not None and not is_first:
+        positions = lengths[:, None] - 1
     seen = tokens.gather(1, positions)
     _any_computes(model, tokens.device, True)
     output = model(seen) if cache is None else cache.call(model, seen, positions)
@@ -248,41 +236,21 @@ def _logits(model: nn.Module, tokens: Tensor, positions: Tensor, cache: KeyValue
             f"the model returned logits of shape {tuple(logits.shape)} for tokens of {tuple(seen.shape)}. Expected "
             "(batch, length, vocabulary)."
         )
-    return logits
+    rows = torch.arange(len(tokens), device=logits.device)
+    return logits[rows, lengths - 1 - positions[:, 0]].float()
 
 
-def _first(token: int | Sequence[int] | None) -> int | None:
-    """Return the token that ends texts; transformers may have several."""
-    return token if isinstance(token, int) or token is None else token[0]
-
-
-def _is_spread(model: nn.Module) -> bool:
-    """Return whether the weights are split or sharded over ranks."""
-    return any(is_cut(parameter) or parameter.is_meta for parameter in model.parameters())
+def _is_shared(model: nn.Module) -> bool:
+    """Return whether ranks share the model's weights: they are split or sharded."""
+    return dist.is_initialized() and any(is_cut(parameter) or parameter.is_meta for parameter in model.parameters())
 
 
 def _any_computes(model: nn.Module, device: torch.device, computes: bool) -> bool:
     """Return whether any rank calls the model once more. Collective if ranks share the model's weights, and all of them
     must then call it. False if they do not.
     """
-    if not (dist.is_initialized() and _is_spread(model)):
+    if not _is_shared(model):
         return False
     flag = torch.tensor(int(computes), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
-
-
-def _is_in_stages(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
-def _common_seed(model: nn.Module, seed: int | None) -> int:
-    """Return the seed of rank 0 on all ranks that compute together."""
-    found = [int(torch.randint(2**62, ())) if seed is None else seed]
-    if seed is None and _is_spread(model) and dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
-
-
-def _devices(tensor: Tensor) -> list[torch.device]:
-    return [] if tensor.device.type == "cpu" else [tensor.device]

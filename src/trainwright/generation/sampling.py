@@ -1,4 +1,4 @@
-"""Sampling of the next token from logits, and the ends of rows. Both are called as those of transformers are."""
+"""Sampling of the next token from logits, and the ends of rows."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ from trainwright.core.errors import ConfigurationError
 
 
 class Sampling:
-    """Changes logits so that tokens are sampled from fewer of them.
+    """Changes logits so that the greatest one is a sample. Called as a `LogitsProcessor` of transformers.
 
-    Source of `top_p`: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1.
+    Source of `top_p`: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1. Source of
+    the sample: Maddison et al., "A* Sampling" (2014), section 2: Gumbel noise is added to all logits.
 
     Args:
         temperature: Above 0.
         top_k: 0: all tokens.
         top_p: In (0, 1].
         top_p_decay: `top_p` is multiplied by it after each call.
+        generator: Of the noise. None adds none.
 
     Raises:
         ConfigurationError: A value is out of range.
     """
 
-    def __init__(self, temperature: float, top_k: int, top_p: float, top_p_decay: float) -> None:
+    def __init__(
+        self, temperature: float, top_k: int, top_p: float, top_p_decay: float, generator: torch.Generator | None = None
+    ) -> None:
         if temperature <= 0 or top_k < 0 or not 0 < top_p <= 1 or not 0 < top_p_decay <= 1:
             raise ConfigurationError(
                 f"temperature={temperature}, top_k={top_k}, top_p={top_p}, top_p_decay={top_p_decay}: write a number "
                 "above 0, one of 0 or more, and two above 0 and at most 1. For greedy search, pass none of them."
             )
         self._temperature, self._top_k, self._top_p, self._decay = temperature, top_k, top_p, top_p_decay
+        self._generator = generator
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores of shape (batch, vocabulary), -inf for tokens that are not sampled."""
@@ -45,40 +50,28 @@ class Sampling:
             is_out = torch.zeros_like(before, dtype=torch.bool).scatter(-1, places, before >= self._top_p)
             scores = scores.masked_fill(is_out, -torch.inf)
             self._top_p *= self._decay
-        return scores
+        if self._generator is None:
+            return scores
+        return scores - torch.empty_like(scores).exponential_(generator=self._generator).log()
 
 
-class StopWords:
-    """Says of each row whether it ended.
-
-    Args:
-        words: Sequences of tokens that end a row.
-        begins: Place of the first new token of each row.
-    """
-
-    def __init__(self, words: Sequence[Sequence[int]], begins: list[int]) -> None:
-        for word in words:
-            if isinstance(word, (int, str)):
-                raise ConfigurationError(f"stop_words has {word!r}, expected sequences of tokens: [[11], [12, 13]].")
-        self.words, self.begins = [list(word) for word in words], begins
-        if not all(self.words):
+def all_stop_words(words: Sequence[Sequence[int]], eos_token: int | None) -> list[list[int]]:
+    """Return all words that end a row. Raise a `ConfigurationError` unless they are sequences of tokens."""
+    for word in words:
+        if isinstance(word, (int, str)):
+            raise ConfigurationError(f"stop_words has {word!r}, expected sequences of tokens: [[11], [12, 13]].")
+        if not len(word):
             raise ConfigurationError("stop_words has an empty sequence. Remove it.")
+    return [list(word) for word in words] + ([] if eos_token is None else [[eos_token]])
 
-    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
-        """Return whether each row of (batch, length) ended; rows of beams repeat."""
-        begin = self.begins[0]
-        return torch.tensor([self.ends(row, begin) for row in input_ids], device=input_ids.device)
 
-    def ends(self, row: Tensor, begin: int) -> bool:
-        """Return whether the new tokens of a row, from `begin` on, end with one of the words."""
-        longest = max(map(len, self.words), default=0)
-        tail = row[max(begin, len(row) - longest) :].tolist()
-        return any(tail[-len(word) :] == word for word in self.words)
+def ends(words: list[list[int]], tokens: Tensor) -> bool:
+    """Return whether the new tokens of a row end with one of the words."""
+    tail = tokens[-max(map(len, words), default=1) :].tolist()
+    return any(tail[-len(word) :] == word for word in words)
 
-    def cut(self, row: Tensor) -> Tensor:
-        """Return a row of new tokens up to its first word, with it."""
-        found = row.tolist()
-        for end in range(1, len(found) + 1):
-            if any(found[max(0, end - len(word)) : end] == word for word in self.words):
-                return row[:end]
-        return row
+
+def cut(words: list[list[int]], tokens: Tensor) -> Tensor:
+    """Return the new tokens of a row up to the first word, with it."""
+    lengths = range(1, len(tokens) + 1)
+    return tokens[: next((length for length in lengths if ends(words, tokens[:length])), len(tokens))]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
 
 import numpy as np
 import torch
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.data.tokens.token_file import Tokens
 
-Array = np.ndarray[Any, Any]
-
-_IGNORED = -100
+IGNORED = -100  # the label of a position without a target, in transformers and torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +39,16 @@ class MaskedTokens:
     special_tokens: Collection[int] = ()
     pad_token: int = 0
 
-    def __call__(self, tokens: Array, generator: np.random.Generator) -> dict[str, torch.Tensor]:
+    def __call__(self, tokens: Tokens, generator: np.random.Generator) -> dict[str, torch.Tensor]:
         """Return a sample from the first `length` tokens."""
         ids = tokens[: self.length].copy()
         chosen = generator.random(len(ids)) < self.probability
         chosen &= ~np.isin(ids, list(self.special_tokens))
-        labels, what = np.where(chosen, ids, _IGNORED), generator.random(len(ids))
+        labels, what = np.where(chosen, ids, IGNORED), generator.random(len(ids))
         ids[chosen & (what < 0.8)] = self.mask_token
         is_random = chosen & (what >= 0.9)
         ids[is_random] = generator.integers(self.vocab_size, size=int(is_random.sum()))
-        there = np.ones(len(ids), dtype=np.int64)
-        return {
-            "input_ids": _padded(ids, self.length, self.pad_token),
-            "labels": _padded(labels, self.length, _IGNORED),
-            "attention_mask": _padded(there, self.length, 0),
-        }
+        return _sample(ids, self.length, self.pad_token, labels, self.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +67,7 @@ class MaskedSpans:
         pad_token: Fills inputs. Default: 0.
 
     Raises:
-        ConfigurationError: There are fewer masks than a sample needs, or a number is out of range.
+        ConfigurationError: There are fewer masks than a sample needs.
     """
 
     length: int
@@ -84,11 +78,6 @@ class MaskedSpans:
     pad_token: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.probability < 1 or self.mean_length < 1:
-            raise ConfigurationError(
-                f"probability={self.probability}, mean_length={self.mean_length}: write a number between 0 and 1, and "
-                "one of at least 1."
-            )
         if len(self.masks) < self._spans(self.length)[1]:
             raise ConfigurationError(
                 f"samples of length={self.length} have {self._spans(self.length)[1]} spans, and there are "
@@ -112,34 +101,33 @@ class MaskedSpans:
         replaced = min(max(round(length * self.probability), 1), length - 1)
         return replaced, max(1, min(round(replaced / self.mean_length), length - replaced))
 
-    def __call__(self, tokens: Array, generator: np.random.Generator) -> dict[str, torch.Tensor]:
+    def __call__(self, tokens: Tokens, generator: np.random.Generator) -> dict[str, torch.Tensor]:
         """Return a sample from the first `length` tokens, of which there are at least 2."""
         text = tokens[: self.length]
         replaced, num = self._spans(len(text))
         lengths = np.stack([_parts(len(text) - replaced, num, generator), _parts(replaced, num, generator)], axis=1)
-        bounds = np.concatenate([[0], np.cumsum(lengths.reshape(-1))])
-        inputs: list[Array] = []
-        targets: list[Array] = []
-        for i in range(num):
-            mask = np.array([self.masks[i]])
-            inputs += [text[bounds[2 * i] : bounds[2 * i + 1]], mask]
-            targets += [mask, text[bounds[2 * i + 1] : bounds[2 * i + 2]]]
-        end = np.array([self.eos_token])
-        ids, labels = np.concatenate([*inputs, end]), np.concatenate([*targets, end])
-        return {
-            "input_ids": _padded(ids, self.input_length, self.pad_token),
-            "attention_mask": _padded(np.ones(len(ids), dtype=np.int64), self.input_length, 0),
-            "labels": _padded(labels, self.target_length, _IGNORED),
-        }
+        parts = np.split(text, np.cumsum(lengths)[:-1])  # kept, replaced, kept and so on
+        masks, end = np.reshape(self.masks[:num], (num, 1)), [self.eos_token]
+        ids = np.concatenate([*chain(*zip(parts[::2], masks, strict=True)), end])
+        labels = np.concatenate([*chain(*zip(masks, parts[1::2], strict=True)), end])
+        return _sample(ids, self.input_length, self.pad_token, labels, self.target_length)
 
 
-def _parts(total: int, num: int, generator: np.random.Generator) -> Array:
+def _parts(total: int, num: int, generator: np.random.Generator) -> Tokens:
     """Return `num` random whole numbers of at least 1 whose sum is `total`."""
     cuts = np.sort(generator.choice(total - 1, num - 1, replace=False)) + 1
     return np.diff([0, *cuts.tolist(), total])
 
 
-def _padded(values: Array, length: int, padding: int) -> torch.Tensor:
-    found = np.full(length, padding, dtype=np.int64)
-    found[: len(values)] = values[:length]
-    return torch.from_numpy(found)
+def _sample(ids: Tokens, length: int, pad_token: int, labels: Tokens, num_labels: int) -> dict[str, torch.Tensor]:
+    """Return a sample that is padded to `length` tokens and `num_labels` labels."""
+    sample = {}
+    for name, values, size, padding in (
+        ("input_ids", ids, length, pad_token),
+        ("attention_mask", np.ones_like(ids), length, 0),
+        ("labels", labels, num_labels, IGNORED),
+    ):
+        padded = np.full(size, padding, dtype=np.int64)
+        padded[: len(values)] = values
+        sample[name] = torch.from_numpy(padded)
+    return sample

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import os
 import struct
+from bisect import bisect_right
 from collections.abc import Iterable
-from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
-from types import TracebackType
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ Tokens = npt.NDArray[Any]
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-_LONGEST = 2**31 - 1  # tokens of a document: lengths are int32
 
 
 class TokenFile:
@@ -38,10 +38,10 @@ class TokenFile:
 
     Attributes:
         path: Without an ending.
-        num_documents: In the file.
-        num_tokens: In the file.
-        facts: What `NAME.json` says: `"tokenizer"`, `"vocab_size"` and `"eod"`, the token that ends documents, if
-            known. Empty without it.
+        num_documents, num_tokens: In the file.
+        tokens: All tokens, of shape (num_tokens,).
+        facts: The contents of `NAME.json`: `"tokenizer"`, `"vocab_size"` and `"eod"`, the token that ends documents,
+            if known. Empty without that file.
 
     Raises:
         ConfigurationError: A file is missing, is not of this format, or is shorter than its index says.
@@ -49,7 +49,10 @@ class TokenFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = _prefix(path)
-        index, data = _file(self.path, ".idx"), _file(self.path, ".bin")
+        index, data, facts = (_file(self.path, ending) for ending in (".idx", ".bin", ".json"))
+        for file in (index, data):
+            if not file.is_file():
+                raise ConfigurationError(f"{file} is missing. Write it with `trainwright data tokenize`.")
         with index.open("rb") as stream:
             header = stream.read(_HEADER.size)
         magic, version, code, num, bounds = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
@@ -59,26 +62,17 @@ class TokenFile:
                 "`trainwright data tokenize`."
             )
         self.dtype: npt.DTypeLike = np.dtype(_DTYPES[code])
-        needed = _HEADER.size + 12 * num + 8 * bounds
-        if index.stat().st_size < needed:
-            raise _short(index, needed)
-        self._lengths = _mapped(index, np.int32, num, _HEADER.size)
-        self._starts = _mapped(index, np.int64, num, _HEADER.size + 4 * num)
-        self._bounds = _mapped(index, np.int64, bounds, _HEADER.size + 12 * num)
+        _check_size(index, _HEADER.size + 12 * num + 8 * bounds)
+        arrays = np.memmap(index, np.uint8, "r")[_HEADER.size :]
+        self._lengths, self._starts = arrays[: 4 * num].view(np.int32), arrays[4 * num : 12 * num].view(np.int64)
+        self._bounds = arrays[12 * num : 12 * num + 8 * bounds].view(np.int64)
         size = np.dtype(self.dtype).itemsize
         end = int(self._starts[-1]) + size * int(self._lengths[-1]) if num else 0
-        if data.stat().st_size < end:
-            raise _short(data, end)
-        self.num_documents = max(0, bounds - 1)
-        self.num_tokens = end // size
-        self.tokens = _mapped(data, self.dtype, self.num_tokens, 0)
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """What `NAME.json` says of the tokenizer; empty without it."""
-        file = self.path.with_name(self.path.name + ".json")
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        return found if isinstance(found, dict) else {}
+        _check_size(data, end)
+        self.num_documents, self.num_tokens = max(0, bounds - 1), end // size
+        # an empty file cannot be mapped
+        self.tokens = np.memmap(data, self.dtype, "r", shape=(end // size,)) if end else np.zeros(0, self.dtype)
+        self.facts: dict[str, Any] = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
 
     def __len__(self) -> int:
         return int(self.num_documents)
@@ -103,11 +97,8 @@ class TokenFile:
 
     def boundaries(self, start: int, stop: int) -> list[int]:
         """Return the places `start < place < stop` at which a document begins."""
-        document, found = self._first_after(start), list[int]()
-        while document < self.num_documents and (place := self.start(document)) < stop:
-            found.append(place)
-            document += 1
-        return found
+        documents = range(self._first_after(start), self.num_documents)
+        return list(takewhile(lambda place: place < stop, map(self.start, documents)))
 
     def nearest_boundary(self, place: int) -> int:
         """Return the place nearest to `place` at which a document other than the first begins.
@@ -120,11 +111,7 @@ class TokenFile:
 
     def _first_after(self, place: int) -> int:
         """Return the number of the first document that begins after a place."""
-        low, high = 0, self.num_documents
-        while low < high:  # each look reads one page of the index
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self.start(middle) <= place else (low, middle)
-        return low
+        return bisect_right(range(self.num_documents), place, key=self.start)
 
 
 class TokenFileWriter:
@@ -139,10 +126,12 @@ class TokenFileWriter:
     def __init__(self, path: str | os.PathLike[str], vocab_size: int, **facts: Any) -> None:
         self.path, self._vocab_size = _prefix(path), vocab_size
         self._facts = {**facts, "vocab_size": vocab_size}
-        self._dtype: Any = np.uint16 if vocab_size <= 2**16 else np.int32
+        self._code = 8 if vocab_size <= 2**16 else 4
         self._lengths: list[int] = []
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._data = self._temporary(".bin").open("wb")
+        self._folder = TemporaryDirectory(prefix=f".{self.path.name}-", dir=self.path.parent)
+        self._written = Path(self._folder.name, self.path.name)
+        self._data = _file(self._written, ".bin").open("wb")
 
     def add(self, tokens: Iterable[int] | Tokens) -> None:
         """Write the next document.
@@ -153,48 +142,29 @@ class TokenFileWriter:
         found = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
         if found.size and found.dtype.kind not in "iu":
             raise ConfigurationError(f"document {len(self._lengths)} has tokens of {found.dtype}, expected integers.")
-        found = found.astype(np.int64)
         if found.size and not 0 <= int(found.min()) <= int(found.max()) < self._vocab_size:
             raise ConfigurationError(
                 f"document {len(self._lengths)} has the tokens {int(found.min())} to {int(found.max())}, and "
                 f"vocab_size={self._vocab_size}. Pass the size of the tokenizer, with its special tokens."
             )
-        if found.size > _LONGEST:
-            raise ConfigurationError(f"document {len(self._lengths)} has {found.size} tokens; {_LONGEST} are possible.")
-        self._data.write(found.astype(self._dtype).tobytes())
+        self._data.write(found.astype(_DTYPES[self._code]).tobytes())
         self._lengths.append(found.size)
 
     def __enter__(self) -> TokenFileWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._data.close()
-        endings = (".json", ".bin", ".idx")  # a file is complete when its index is there
-        try:
-            if kind is None:
-                self._write_index()
-                for ending in endings:
-                    self._temporary(ending).replace(self.path.with_name(self.path.name + ending))
-        finally:
-            for ending in endings:
-                self._temporary(ending).unlink(missing_ok=True)
-
-    def _write_index(self) -> None:
-        num = len(self._lengths)
-        lengths = np.asarray(self._lengths, dtype=np.int32)
-        starts = np.zeros(num, dtype=np.int64)
-        np.cumsum(lengths[:-1], dtype=np.int64, out=starts[1:])
-        code = next(code for code, dtype in _DTYPES.items() if dtype is self._dtype)
-        with self._temporary(".idx").open("wb") as file:
-            file.write(_HEADER.pack(_MAGIC, 1, code, num, num + 1))
-            for array in (lengths, starts * np.dtype(self._dtype).itemsize, np.arange(num + 1, dtype=np.int64)):
-                file.write(array.tobytes())
-        self._temporary(".json").write_text(json.dumps(self._facts), encoding="utf-8")
-
-    def _temporary(self, ending: str) -> Path:
-        return self.path.with_name(f".{self.path.name}{ending}.{os.getpid()}")
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._folder, self._data:
+            if kind is not None:
+                return
+            num, lengths = len(self._lengths), np.array(self._lengths, dtype=np.int32)
+            starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * np.dtype(_DTYPES[self._code]).itemsize
+            index = _HEADER.pack(_MAGIC, 1, self._code, num, num + 1) + lengths.tobytes() + starts.tobytes()
+            _file(self._written, ".idx").write_bytes(index + np.arange(num + 1, dtype=np.int64).tobytes())
+            _file(self._written, ".json").write_text(json.dumps(self._facts), encoding="utf-8")
+            self._data.close()
+            for ending in (".json", ".bin", ".idx"):  # a file is complete when its index is there
+                _file(self._written, ending).replace(_file(self.path, ending))
 
 
 def _prefix(path: str | os.PathLike[str]) -> Path:
@@ -203,20 +173,12 @@ def _prefix(path: str | os.PathLike[str]) -> Path:
 
 
 def _file(path: Path, ending: str) -> Path:
-    file = path.with_name(path.name + ending)
-    if not file.is_file():
-        raise ConfigurationError(f"{file} is missing. Write it with `trainwright data tokenize`.")
-    return file
+    return path.with_name(path.name + ending)
 
 
-def _mapped(file: Path, dtype: Any, num: int, offset: int) -> Tokens:
-    if not num:
-        return np.zeros(0, dtype=dtype)  # an empty file cannot be mapped
-    return np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(num,))
-
-
-def _short(file: Path, needed: int) -> ConfigurationError:
-    return ConfigurationError(
-        f"{file} has {file.stat().st_size} bytes, and its index needs {needed}: it was not written or copied to its "
-        "end. Write or copy it again."
-    )
+def _check_size(file: Path, needed: int) -> None:
+    if file.stat().st_size < needed:
+        raise ConfigurationError(
+            f"{file} has {file.stat().st_size} bytes, and its index needs {needed}: it was not written or copied to "
+            "its end. Write or copy it again."
+        )

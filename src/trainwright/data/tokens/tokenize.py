@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from trainwright.data.tokens.token_file import TokenFile, TokenFileWriter
 
 Encode = Callable[[str], Sequence[int]]
 
-_IN_A_TASK = 256  # documents that a process gets at once
-_BYTES = "bytes"
+_IN_A_TASK = 256  # documents that a process receives at once
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of texts, in well-known tokenizers
 
 
@@ -60,16 +59,34 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
     is_function = ":" in name and not Path(name).exists()
     if vocab_size is not None and not is_function:
         raise ConfigurationError(f"--vocab-size {vocab_size} is for functions. --tokenizer {name} has its own size.")
-    if name == _BYTES:
-        return Tokenizer(_utf8, 257, 256 if eod is None else _number(eod, {}), _BYTES)
-    if is_function:
+    encode: Encode
+    known: dict[str, int] = {}
+    label, end = name, None
+    if name == "bytes":
+        encode, size, end = str.encode, 257, 256
+    elif is_function:
         if vocab_size is None:
             raise ConfigurationError(f"--tokenizer {name} is a function: pass --vocab-size, too.")
         try:
-            function: Any = import_object(name)
+            encode, size = import_object(name), vocab_size
         except (ImportError, AttributeError) as error:
             raise ConfigurationError(f"--tokenizer {name} cannot be imported: {error}.") from error
-        return Tokenizer(function, vocab_size, None if eod is None else _number(eod, {}), name)
+    else:
+        made = _load(name)
+        encode, known = partial(_encode_fast, made), made.get_vocab()
+        size, end = max(known.values()) + 1, next((known[token] for token in _ENDS if token in known), None)
+        label = hashlib.sha256(made.to_str().encode()).hexdigest()[:16]
+    if eod is not None:
+        if eod not in known and not str(eod).isdigit():
+            raise ConfigurationError(
+                f"--eod {eod!r} is not a token of the tokenizer. Pass one of its tokens or a number."
+            )
+        end = int(eod) if str(eod).isdigit() else known[str(eod)]
+    return Tokenizer(encode, size, end, label)
+
+
+def _load(name: str) -> Any:
+    """Return a tokenizer of the library of this name."""
     tokenizers: Any = require_package("tokenizers", purpose=f"--tokenizer {name}")
     file = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
     if not file.is_file() and (Path(name).exists() or file.suffix == ".json"):
@@ -79,18 +96,14 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
     if not file.is_file():
         local_files_only(name, "tokenizer.json")  # raises if there is no network; from_pretrained has no such argument
     try:
-        made = (tokenizers.Tokenizer.from_file if file.is_file() else tokenizers.Tokenizer.from_pretrained)(
-            str(file) if file.is_file() else name
-        )
+        if file.is_file():
+            return tokenizers.Tokenizer.from_file(str(file))
+        return tokenizers.Tokenizer.from_pretrained(name)
     except Exception as error:  # the library raises nothing more exact
         raise ConfigurationError(
             f"--tokenizer {name} cannot be loaded: {' '.join(str(error).split())} Write bytes, the path of a "
             "tokenizer.json, a name on Hugging Face's hub, or package.module:function."
         ) from error
-    known = made.get_vocab()
-    end = next((known[token] for token in _ENDS if token in known), None) if eod is None else _number(eod, known)
-    digest = hashlib.sha256(made.to_str().encode()).hexdigest()[:16]
-    return Tokenizer(partial(_encode_fast, made), max(known.values()) + 1, end, digest)
 
 
 def tokenize_files(
@@ -121,109 +134,76 @@ def tokenize_files(
 
     if documents not in ("line", "blank-line", "file"):
         raise ConfigurationError(f"documents={documents!r} is unknown. Use 'line', 'blank-line' or 'file'.")
-    if num_processes < 1:
-        raise ConfigurationError(f"num_processes={num_processes}: write at least 1.")
     files = [Path(file) for file in inputs]
     for file in files:
         if not file.is_file():
             raise ConfigurationError(f"{file} is {'not a file' if file.exists() else 'missing'}.")
     total = sum(file.stat().st_size for file in files)
-    bar = tqdm(total=total, unit="B", unit_scale=True, disable=not progress, desc="tokenize")
     texts = (text for file in files for text in _documents(file, key, documents))
-    num = 0
+    encoded, size = _encoded(texts, tokenizer, num_processes), None
     facts = {"tokenizer": tokenizer.name, "eod": tokenizer.eod}
-    encoded = _encoded(texts, tokenizer, num_processes)
     # Close the pool also after an error: Python waits for an open one at exit.
-    with bar, TokenFileWriter(output, tokenizer.vocab_size, **facts) as writer, closing(encoded):
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, disable=not progress, desc="tokenize") as bar,
+        TokenFileWriter(output, tokenizer.vocab_size, **facts) as writer,
+        closing(encoded),
+    ):
         for size, tokens in encoded:
             writer.add(tokens)
             bar.update(size)
-            num += 1
-        if not num:
+        if size is None:
             raise ConfigurationError(f"{', '.join(map(str, files))}: no document was found.")
     return TokenFile(output)
 
 
 def _documents(file: Path, key: str, documents: str) -> Iterator[str]:
-    if file.suffix == ".jsonl":
-        yield from _json_lines(file, key)
-        return
     try:
-        if documents == "file":
-            yield file.read_text(encoding="utf-8")
-            return
-        lines: list[str] = []
-        with file.open(encoding="utf-8") as stream:
-            for line in stream:
-                if documents == "line" or not line.strip():
-                    text = "".join([*lines, line]) if documents == "line" else "".join(lines)
-                    lines = []
-                    if text.strip():
-                        yield text
-                else:
-                    lines.append(line)
-        if lines:
-            yield "".join(lines)
+        with file.open(encoding="utf-8-sig") as stream:
+            if file.suffix == ".jsonl":
+                yield from _values(stream, key, file)
+            elif documents == "file":
+                yield stream.read()
+            elif documents == "line":
+                yield from filter(str.strip, stream)
+            else:
+                for is_text, lines in groupby(stream, lambda line: bool(line.strip())):
+                    if is_text:
+                        yield "".join(lines)
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{file} is not text in UTF-8: {error}.") from error
 
 
-def _json_lines(file: Path, key: str) -> Iterator[str]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[key]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigurationError(
-                    f"{file}, line {number} is not a JSON object with {key!r}. Pass --key for another name."
-                ) from error
-            if not isinstance(text, str):
-                raise ConfigurationError(f"{file}, line {number}: {key!r} is {type(text).__name__}, expected text.")
-            yield text
+def _values(lines: Iterable[str], key: str, file: Path) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[key]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"{file}, line {number} is not a JSON object with {key!r}. Pass --key for another name."
+            ) from error
+        if not isinstance(text, str):
+            raise ConfigurationError(f"{file}, line {number}: {key!r} is {type(text).__name__}, expected text.")
+        yield text
 
 
-def _encoded(texts: Iterable[str], tokenizer: Tokenizer, num_processes: int) -> Generator[tuple[int, list[int]]]:
+def _encoded(texts: Iterator[str], tokenizer: Tokenizer, num_processes: int) -> Generator[tuple[int, list[int]]]:
     """Yield the size of each text in bytes and its tokens, in order."""
-    encode = partial(_encode_all, tokenizer.encode, tokenizer.eod)
-    batches = _batches(texts)
+    encode = partial(_encode, tokenizer.encode, [] if tokenizer.eod is None else [tokenizer.eod])
     if num_processes == 1:
-        for batch in batches:
-            yield from encode(batch)
+        yield from map(encode, texts)
         return
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
         # A pool reads its input without a bound: a few tasks at a time.
-        while tasks := list(islice(batches, 8 * num_processes)):
-            for found in pool.imap(encode, tasks):
-                yield from found
+        while some := list(islice(texts, 8 * num_processes * _IN_A_TASK)):
+            yield from pool.imap(encode, some, chunksize=_IN_A_TASK)
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    left = iter(texts)
-    while batch := list(islice(left, _IN_A_TASK)):
-        yield batch
-
-
-def _encode_all(encode: Encode, eod: int | None, texts: list[str]) -> list[tuple[int, list[int]]]:
-    end = [] if eod is None else [eod]
-    return [(len(text.encode()), [*encode(text), *end]) for text in texts]
-
-
-def _utf8(text: str) -> list[int]:
-    return list(text.encode())
+def _encode(encode: Encode, end: list[int], text: str) -> tuple[int, list[int]]:
+    return len(text.encode()), [*encode(text), *end]
 
 
 def _encode_fast(tokenizer: Any, text: str) -> Sequence[int]:
     found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return found
-
-
-def _number(token: int | str, known: dict[str, int]) -> int:
-    if isinstance(token, int) or token.isdigit():
-        return int(token)
-    if token not in known:
-        raise ConfigurationError(
-            f"--eod {token!r} is not a token of the tokenizer. Pass one of its tokens or a number."
-        )
-    return known[token]
