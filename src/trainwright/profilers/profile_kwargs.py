@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity
 
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest, unknown
 from trainwright.core.names.kwargs_handler import KwargsHandler
 
 _RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
@@ -72,18 +72,16 @@ class CycleProfile(torch.profiler.profile):
         **options: Any,
     ) -> None:
         held = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch has no types here
-        names = {activity: name for name, activity in _ACTIVITIES.items()}
+        supported = {activity: name for name, activity in _ACTIVITIES.items() if activity in held}
         for activity in options.get("activities") or ():
-            if activity not in held:
-                supported = ", ".join(name for each, name in names.items() if each in held)
+            if activity not in supported:
                 raise ConfigurationError(
-                    f"the activity {names.get(activity, activity)!r} cannot be recorded on this machine. "
-                    f"Supported: {supported}."
+                    f"the activity {str(activity).rpartition('.')[2].lower()!r} cannot be recorded on this machine. "
+                    f"Supported: {', '.join(supported.values())}."
                 )
         schedule = None if schedule is None else make_schedule(schedule)
         super().__init__(schedule=schedule, on_trace_ready=CycleProfile._call_handlers, **options)
-        self.num_recorded = 0  # steps
-        self._num_before = 0  # of them, those of earlier cycles
+        self.num_recorded = self.num_exported = 0  # steps, and those of earlier cycles
         self.handlers = [each for each in handlers if each is not None]
         self._is_exporting = False
         self._first = ""  # the first file of this cycle
@@ -103,18 +101,18 @@ class CycleProfile(torch.profiler.profile):
     def _call_handlers(self) -> None:
         self._first = ""
         # After a failed export, torch crashes in another one.
-        if self._is_exporting or (self.step_num and self.num_recorded == self._num_before):
+        if self._is_exporting or (self.step_num and self.num_recorded == self.num_exported):
             return
         self._is_exporting = True
         for handler in self.handlers:
             handler(self)
-        self._is_exporting, self._num_before = False, self.num_recorded
+        self._is_exporting, self.num_exported = False, self.num_recorded
 
     def export_chrome_trace(self, path: str, *args: Any, **options: Any) -> None:
         """Write the trace of a cycle. torch can do so once, so that further files are copies of the first one."""
-        if not self._first or not Path(self._first).exists():
-            super().export_chrome_trace(str(path), *args, **options)
+        if not self._first:
             self._first = str(path)
+            super().export_chrome_trace(self._first, *args, **options)
             return
         with _opener(self._first)(self._first, "rb") as source, _opener(path)(path, "wb") as target:
             shutil.copyfileobj(source, target)
@@ -172,10 +170,7 @@ class ProfileKwargs(KwargsHandler):
         super().__post_init__()
         for name in self.activities or ():
             if name not in _ACTIVITIES:
-                raise ConfigurationError(
-                    f"ProfileKwargs(activities=[{name!r}]) is unknown.{nearest(str(name), _ACTIVITIES)} Known: "
-                    f"{', '.join(_ACTIVITIES)}."
-                )
+                raise unknown("activities", name, _ACTIVITIES)
         if self.schedule_option is not None:
             make_schedule(self.schedule_option)
 

@@ -136,9 +136,9 @@ class PassThroughProfiler(Profiler):
 PROFILERS: Registry[type[Profiler]] = Registry(
     "profiler",
     {
-        "advanced": "trainwright.profilers.advanced:AdvancedProfiler",
+        "advanced": "trainwright.profilers.actions:AdvancedProfiler",
         "pytorch": "trainwright.profilers.pytorch:PyTorchProfiler",
-        "simple": "trainwright.profilers.simple:SimpleProfiler",
+        "simple": "trainwright.profilers.actions:SimpleProfiler",
     },
 )
 

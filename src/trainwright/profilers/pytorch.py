@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, record_function
 
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest, unknown
 from trainwright.profilers.profile_kwargs import CycleProfile, make_schedule
 from trainwright.profilers.profiler import Profiler
 
@@ -75,34 +76,23 @@ class PyTorchProfiler(Profiler):
             if name not in known:
                 raise ConfigurationError(f"PyTorchProfiler has no argument {name!r}.{nearest(name, known)}")
         # torch treats the columns of all kinds of devices as the same ones.
-        column = (sort_by_key or "count").replace("cuda", "device").replace("xpu", "device")
-        if column.replace("privateuse1", "device") not in _COLUMNS:
-            raise ConfigurationError(
-                f"PyTorchProfiler(sort_by_key={sort_by_key!r}) is unknown.{nearest(column, _COLUMNS)} Known: "
-                f"{', '.join(_COLUMNS)}."
-            )
+        if re.sub("cuda|xpu|privateuse1", "device", sort_by_key or "count") not in _COLUMNS:
+            raise unknown("sort_by_key", sort_by_key, _COLUMNS)
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.row_limit, self.sort_by_key = export_to_chrome, row_limit, sort_by_key
         self.record_module_names, self.table_kwargs = record_module_names, dict(table_kwargs or {})
         self.memory_timeline, self.memory_snapshot, self.peak_flops = memory_timeline, memory_snapshot, peak_flops
-        self.schedule = _DEFAULT_SCHEDULE if schedule is None else schedule
-        make_schedule(self.schedule)  # an error before the stage
-        needs = ("record_shapes", "profile_memory", "with_stack") if memory_timeline else ()
-        needs = ("record_shapes", *needs) if group_by_input_shapes else needs
+        self.schedule = make_schedule(_DEFAULT_SCHEDULE if schedule is None else schedule)
+        needs = ["record_shapes"] if group_by_input_shapes or memory_timeline else []
+        needs += ["profile_memory", "with_stack"] if memory_timeline else []
         self.profiler_kwargs = {**profiler_kwargs, **dict.fromkeys(needs, True)}
         self.profiler: CycleProfile | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._open = []
-        self._traces: list[Path] = []
-        self._num_cycles = self._num_exported = 0  # cycles, and steps in them
-        self._text, self._flops, self._seconds = "", 0, 0.0
-        self._resources = ExitStack()
+        self._text = ""
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
         super().setup(stage, rank, world_size, root)
-        self._forget()
+        self._open, self._text, self._resources = [], "", ExitStack()
+        self._cycles: list[str] = []  # part of the names of the files of each cycle
         for path in (self.path(".json"), *self.path("").parent.glob(f"{self.path('').name}-*.json")):
             path.unlink(missing_ok=True)  # of an earlier run; it must not be merged with this one
         if self.emit_nvtx:
@@ -147,26 +137,24 @@ class PyTorchProfiler(Profiler):
 
     def _receive(self, profiler: CycleProfile) -> None:
         """Export a finished cycle of the schedule, and write the text of the summary."""
+        cycle, of = "", ""
+        if self._cycles:
+            cycle, of = f"-{len(self._cycles)}", f", in the last of {len(self._cycles) + 1} cycles"
         averages = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
         key = self.sort_by_key or f"{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
         table = averages.table(**{"sort_by": key, "row_limit": self.row_limit, **self.table_kwargs})
-        self._num_cycles += 1
-        of = f", in the last of {self._num_cycles} cycles" if self._num_cycles > 1 else ""
-        steps, self._num_exported = profiler.num_recorded - self._num_exported, profiler.num_recorded
+        steps = profiler.num_recorded - profiler.num_exported
         self._text = f"Profile of {self.stage} on rank {self.rank}: {steps} steps recorded{of}\n{table}"
-        self._flops += sum(each.flops for each in averages)
-        self._seconds += sum(each.cpu_time_total for each in averages if each.key.startswith("ProfilerStep")) / 1e6
-        if self._flops and self._num_exported:
-            each_step = self._flops / self._num_exported
-            self._text += f"\nFLOPs of a step: {each_step:.6g} (matrix products and convolutions)"
-            if self.peak_flops is not None and self._seconds:
-                share = self._flops / self._seconds / self.peak_flops
-                self._text += f"\nShare of the device's peak: {100 * share:.2f} %"
-        cycle = f"-{self._num_cycles - 1}" if self._num_cycles > 1 else ""
+        flops = sum(each.flops for each in averages)
+        seconds = sum(each.cpu_time_total for each in averages if each.key.startswith("ProfilerStep")) / 1e6
+        if flops and steps:
+            self._text += f"\nFLOPs of a step: {flops / steps:.6g} (matrix products and convolutions)"
+            if self.peak_flops is not None and seconds:
+                self._text += f"\nShare of the device's peak: {100 * flops / seconds / self.peak_flops:.2f} %"
         self.path("").parent.mkdir(parents=True, exist_ok=True)
         if self.export_to_chrome:
-            self._traces.append(self.path(f"{cycle}.json"))
-            profiler.export_chrome_trace(str(self._traces[-1]))
+            profiler.export_chrome_trace(str(self.path(f"{cycle}.json")))
+        self._cycles.append(cycle)
         if self.memory_timeline:
             device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
             with warnings.catch_warnings():
@@ -191,35 +179,28 @@ class PyTorchProfiler(Profiler):
 
     def teardown(self, stage: str) -> None:
         """Merge the traces of all ranks on rank 0."""
-        if self.rank or not self._traces:
-            return
-        endings = [".json", *(f"-{cycle}.json" for cycle in range(1, len(self._traces)))]
-        paths = [(rank, self.path(ending, rank)) for rank in range(self.world_size) for ending in endings]
-        merge_traces([(rank, path) for rank, path in paths if path.exists()], self.path(".json", "merged"))
+        if self.export_to_chrome and self._cycles and not self.rank:
+            ranks = range(self.world_size)
+            paths = [(rank, self.path(f"{cycle}.json", rank)) for rank in ranks for cycle in self._cycles]
+            merge_traces([(rank, path) for rank, path in paths if path.exists()], self.path(".json", "merged"))
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit the open profiler: a copy in another process starts its own."""
-        return {**vars(self), "profiler": None, "_open": [], "_resources": ExitStack()}
+        return {**vars(self), "profiler": None, "_open": [], "_resources": None}
 
 
 def merge_traces(paths: Iterable[tuple[int, Path]], target: Path) -> None:
-    """Write one chrome trace with the events of all ranks, in which each rank has separate lanes.
-
-    Args:
-        paths: Pairs of a rank and a file that `torch.profiler` exported on it.
-        target: The file to write.
+    """Write one chrome trace with the events of the files in `paths`, pairs of a rank and a file that `torch.profiler`
+    exported on it. Each rank has separate lanes.
     """
+    traces = [(rank, json.loads(path.read_text(encoding="utf-8"))) for rank, path in paths]
+    first = min((trace.get("baseTimeNanoseconds", 0) for _, trace in traces), default=0)
     events: list[dict[str, Any]] = []
-    first: int | None = None
     lanes: dict[tuple[int, Any], int] = {}
-    for rank, path in paths:
-        trace = json.loads(path.read_text(encoding="utf-8"))
-        base = int(trace.get("baseTimeNanoseconds", 0))
-        first = base if first is None else first
-        shift = (base - first) / 1000  # times of events are microseconds since the base
+    for rank, trace in traces:
+        shift = (trace.get("baseTimeNanoseconds", 0) - first) / 1000  # times of events are microseconds
         for event in trace["traceEvents"]:
-            lane = lanes.setdefault((rank, event.get("pid")), len(lanes))
-            event["pid"] = lane
+            event["pid"] = lane = lanes.setdefault((rank, event.get("pid")), len(lanes))
             if event.get("ph") != "M" and "ts" in event:
                 event["ts"] += shift
             if "id" in event:
@@ -229,5 +210,5 @@ def merge_traces(paths: Iterable[tuple[int, Path]], target: Path) -> None:
             elif event.get("name") == "process_sort_index":
                 event["args"] = {"sort_index": lane}
             events.append(event)
-    merged = {"schemaVersion": 1, "baseTimeNanoseconds": first or 0, "displayTimeUnit": "ms", "traceEvents": events}
+    merged = {"schemaVersion": 1, "baseTimeNanoseconds": first, "displayTimeUnit": "ms", "traceEvents": events}
     target.write_text(json.dumps(merged), encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainwright.profilers.simple import SimpleProfiler
+from trainwright.profilers.actions import SimpleProfiler
 
 PARTS = ("data wait", "host to device", "forward", "backward", "communication", "optimizer", "callbacks", "validation")
 OTHER = "other"
@@ -73,7 +73,7 @@ class StepPartsProfiler(SimpleProfiler):
         self._done += 1
         _wait_for_gpu()
         if self._done <= self.warmup:
-            self._records, self._mark = {}, perf_counter()
+            self.totals, self._mark = {}, perf_counter()
         elif self._done <= self.warmup + self.steps:
             self._measured, self._wall = self._done - self.warmup, perf_counter() - self._mark
             self._own = {name: own for name, (_, _, own) in self.totals.items()}
