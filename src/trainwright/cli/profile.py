@@ -20,8 +20,6 @@ from trainwright.strategies.precision import Precision
 
 if TYPE_CHECKING:
     import torch
-    from torch.optim import Optimizer
-
     from trainwright.core.state import StepResult
 
 _TRACED_STEPS = 3  # further steps that measure communication, if there are several processes
@@ -63,8 +61,11 @@ class _Gather(Callback):
             "accumulate": trainer.settings.accumulate_grad_batches,
             "compile": bool(trainer.settings.arguments.compile),
             "parameters": sum(len(group["params"]) for each in optimizers for group in each.param_groups),
-            "unfused": next((type(each).__name__ for each in optimizers if _may_be_fused(each)), None),
+            "unfused": None,
         }
+        for each in optimizers:
+            if not each.defaults.get("fused", True) and not each.defaults.get("foreach"):
+                self.facts["unfused"] = type(each).__name__
 
 
 class _NoLogger(Logger):
@@ -75,10 +76,6 @@ class _NoLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Do nothing."""
-
-
-def _may_be_fused(optimizer: Optimizer) -> bool:
-    return not optimizer.defaults.get("fused", True) and not optimizer.defaults.get("foreach")
 
 
 def advice(result: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
@@ -175,8 +172,8 @@ def profile(argv: Sequence[str]) -> int:
     vars(task)["configure_callbacks"] = kept
     trainer.callbacks = [*trainer.callbacks, gather]
     trainer.max_steps = wanted.warmup + wanted.steps + traced
+    path = settings.ckpt_path
     with redirect_stdout(sys.stderr if wanted.json else sys.stdout):  # a reader of the JSON gets nothing else
-        path = settings.ckpt_path
         trainer.fit(task, datamodule=built.data, ckpt_path=path, load_weights_only=bool(path))
     if trainer.interrupted:
         return INTERRUPTED

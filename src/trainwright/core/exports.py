@@ -74,7 +74,7 @@ class ExportMixin(nn.Module):
         with evaluating(self), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
             if method == "script":
-                script = _script(self, **kwargs)
+                script: torch.jit.ScriptModule = _script(self, **kwargs)
             else:
                 positional, named = self._example("to_torchscript", "example_inputs", example_inputs)
                 inputs = {"example_kwarg_inputs": named} if named else {"example_inputs": positional}
@@ -101,7 +101,7 @@ class ExportMixin(nn.Module):
         return (sample if isinstance(sample, tuple) else (sample,)), {}
 
 
-def _script(module: nn.Module, **options: Any) -> torch.jit.ScriptModule:
+def _script(module: nn.Module, **options: Any) -> Any:
     """Compile without the properties of this package's classes, which torch would read and compile with `forward`."""
     cls = type(module)
     ours = [base for base in cls.__mro__ if base.__module__.startswith("trainwright.")]
