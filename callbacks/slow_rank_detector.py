@@ -28,7 +28,7 @@ _LEAST_SHARE = 0.1  # minimum share of a step that a slow rank delays the others
 class SlowRankDetector(Callback):
     """Callback that compares the step times of ranks, and warns of one that is slower than the others.
 
-    A rank is slow if the wait for data and the forward take longer than on the median rank; the warning names the slower
+    A rank is slow if its wait for data and its forward take longer than on the median rank. The warning names the slower
     of the two. The backward includes the wait for other ranks. If no rank is slow and the backward takes much longer
     than the forward on every rank, communication is slow.
 

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,14 +32,14 @@ _DEFAULT_SCHEDULE = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
 Schedule = Callable[[int], ProfilerAction]
 
 
-def make_schedule(given: Mapping[str, int] | Schedule) -> Schedule:
+def make_schedule(given: Mapping[str, int] | Schedule | None) -> Schedule | None:
     """Return a function of the step, from one or from arguments of `torch.profiler.schedule`. `active` is required;
-    `wait` and `warmup` default to 0.
+    `wait` and `warmup` default to 0. Return None for None.
 
     Raises:
         ConfigurationError: A key is unknown, `active` is missing, or a value is out of its range.
     """
-    if callable(given):
+    if given is None or callable(given):
         return given
     known = list(inspect.signature(torch.profiler.schedule).parameters)
     for key in given:
@@ -85,11 +85,9 @@ class CycleProfile(torch.profiler.profile):
                     f"the activity {str(activity).rpartition('.')[2].lower()!r} cannot be recorded on this machine. "
                     f"Supported: {', '.join(supported.values())}."
                 )
-        schedule = None if schedule is None else make_schedule(schedule)
-        super().__init__(schedule=schedule, on_trace_ready=CycleProfile._call_handlers, **options)
+        super().__init__(schedule=make_schedule(schedule), on_trace_ready=CycleProfile._call_handlers, **options)
         self.num_recorded = self.num_exported = 0  # steps, and those of earlier cycles
         self.handlers = [*handlers, *([] if on_trace_ready is None else [on_trace_ready])]
-        self._is_exporting = False
         self._first = ""  # the first file of this cycle
 
     @property
@@ -105,14 +103,13 @@ class CycleProfile(torch.profiler.profile):
             super().step()
 
     def _call_handlers(self) -> None:
-        self._first = ""
-        # After a failed export, torch crashes in another one.
-        if self._is_exporting or (self.step_num and self.num_recorded == self.num_exported):
+        if self.step_num and self.num_recorded == self.num_exported:
             return
-        self._is_exporting = True
-        for handler in self.handlers:
+        handlers, self._first = self.handlers, ""
+        self.handlers = []  # after a failed export, torch crashes in another one
+        for handler in handlers:
             handler(self)
-        self._is_exporting, self.num_exported = False, self.num_recorded
+        self.handlers, self.num_exported = handlers, self.num_recorded
 
     def export_chrome_trace(self, path: str, *args: Any, **options: Any) -> None:
         """Write the trace of a cycle. torch can do so once, so that further files are copies of the first one."""
@@ -148,21 +145,18 @@ class PyTorchProfiler(Profiler):
     Args:
         dirpath, filename: see `Profiler`.
         group_by_input_shapes: List operators with different input shapes separately in the table. Default: False.
-        emit_nvtx: Mark operators for NVIDIA's tools instead of recording them; see
-            `torch.autograd.profiler.emit_nvtx`. Default: False.
+        emit_nvtx: Only mark operators for NVIDIA's tools, by `torch.autograd.profiler.emit_nvtx`. Default: False.
         export_to_chrome: Write the traces. Default: True.
         row_limit: Rows of the table; -1: all. Default: 20.
-        sort_by_key: Column that the table is sorted by, for example `cpu_time_total`. Default: None, which
-            is the total time on the device.
+        sort_by_key: Column that sorts the table, such as `cpu_time_total`. Default: None, the total time on the device.
         record_module_names: Mark the forward of each module with its name. Default: True.
         table_kwargs: Further arguments of torch's `table`. Default: None.
-        schedule: The steps to record: `wait`, `warmup`, `active`, `repeat` and `skip_first`, or a function of
-            the step. Default: None, which is `wait=1, warmup=1, active=3, repeat=1`.
+        schedule: The steps to record: `wait`, `warmup`, `active`, `repeat` and `skip_first`, or a function of the step.
+            Default: None, which is `wait=1, warmup=1, active=3, repeat=1`.
         memory_timeline: Write `{stage}-{filename}-{rank}-memory.json` with the memory by its use. Default: False.
         memory_snapshot: On CUDA, write `{stage}-{filename}-{rank}-memory.pickle` for pytorch.org/memory_viz. Default:
             False.
-        peak_flops: Peak of one device in FLOP/s, for comparison with the FLOPs of a step (`with_flops=True`). Default:
-            None.
+        peak_flops: Peak of a device in FLOP/s, to compare FLOPs of a step with (`with_flops=True`). Default: None.
         **profiler_kwargs: Arguments of `torch.profiler.profile`.
 
     Raises:
@@ -295,40 +289,33 @@ class PyTorchProfiler(Profiler):
         return self._text
 
     def teardown(self, stage: str) -> None:
-        """Merge the traces of all ranks on rank 0."""
-        if self.export_to_chrome and self._cycles and not self.rank:
-            ranks = range(self.world_size)
-            paths = [(rank, self.path(f"{cycle}.json", rank)) for rank in ranks for cycle in self._cycles]
-            merge_traces([(rank, path) for rank, path in paths if path.exists()], self.path(".json", "merged"))
+        """On rank 0, merge the traces of all ranks. Each rank has separate lanes."""
+        if self.rank or not self.export_to_chrome or not self._cycles:
+            return
+        paths = [(i, self.path(f"{cycle}.json", i)) for i in range(self.world_size) for cycle in self._cycles]
+        traces = [(rank, json.loads(path.read_text(encoding="utf-8"))) for rank, path in paths if path.exists()]
+        first = min((trace.get("baseTimeNanoseconds", 0) for _, trace in traces), default=0)
+        events: list[dict[str, Any]] = []
+        lanes: dict[tuple[int, Any], int] = {}
+        for rank, trace in traces:
+            shift = (trace.get("baseTimeNanoseconds", 0) - first) / 1000  # times of events are microseconds
+            for event in trace["traceEvents"]:
+                event["pid"] = lane = lanes.setdefault((rank, event.get("pid")), len(lanes))
+                if event.get("ph") != "M" and "ts" in event:
+                    event["ts"] += shift
+                if "id" in event:
+                    event["id"] = f"{rank}-{event['id']}"
+                if event.get("name") == "process_name":
+                    event["args"] = {"name": f"rank {rank}: {event['args'].get('name', '')}"}
+                elif event.get("name") == "process_sort_index":
+                    event["args"] = {"sort_index": lane}
+                events.append(event)
+        merged = {"schemaVersion": 1, "baseTimeNanoseconds": first, "displayTimeUnit": "ms", "traceEvents": events}
+        self.path(".json", "merged").write_text(json.dumps(merged), encoding="utf-8")
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit the open profiler: a copy in another process starts its own."""
         return {**vars(self), "profiler": None, "_open": [], "_resources": None}
-
-
-def merge_traces(paths: Iterable[tuple[int, Path]], target: Path) -> None:
-    """Write one chrome trace with the events of the files in `paths`, pairs of a rank and a file that `torch.profiler`
-    exported on it. Each rank has separate lanes.
-    """
-    traces = [(rank, json.loads(path.read_text(encoding="utf-8"))) for rank, path in paths]
-    first = min((trace.get("baseTimeNanoseconds", 0) for _, trace in traces), default=0)
-    events: list[dict[str, Any]] = []
-    lanes: dict[tuple[int, Any], int] = {}
-    for rank, trace in traces:
-        shift = (trace.get("baseTimeNanoseconds", 0) - first) / 1000  # times of events are microseconds
-        for event in trace["traceEvents"]:
-            event["pid"] = lane = lanes.setdefault((rank, event.get("pid")), len(lanes))
-            if event.get("ph") != "M" and "ts" in event:
-                event["ts"] += shift
-            if "id" in event:
-                event["id"] = f"{rank}-{event['id']}"
-            if event.get("name") == "process_name":
-                event["args"] = {"name": f"rank {rank}: {event['args'].get('name', '')}"}
-            elif event.get("name") == "process_sort_index":
-                event["args"] = {"sort_index": lane}
-            events.append(event)
-    merged = {"schemaVersion": 1, "baseTimeNanoseconds": first, "displayTimeUnit": "ms", "traceEvents": events}
-    target.write_text(json.dumps(merged), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -367,8 +354,7 @@ class ProfileKwargs(KwargsHandler):
         for name in self.activities or ():
             if name not in _ACTIVITIES:
                 raise unknown("activities", name, _ACTIVITIES)
-        if self.schedule_option is not None:
-            make_schedule(self.schedule_option)
+        make_schedule(self.schedule_option)
 
     def build(self) -> CycleProfile:
         """Return a profiler of torch with these options.
