@@ -115,15 +115,10 @@ class BaseFinetuning(Callback):
             initial_denom_lr: see `lr`. Default: 10.
             train_bn: BatchNorm layers belong to the group. Default: True.
         """
+        never_frozen = {id(p) for p in BaseFinetuning.filter_params(modules)} & _ids_in(optimizer)
         BaseFinetuning.make_trainable(modules)
-        known = _ids_in(optimizer)
-        inner = [  # without the BatchNorm layers that were never frozen
-            module
-            for module in BaseFinetuning.flatten_modules(modules)
-            if not (isinstance(module, _BatchNorm) and id(module.weight) in known)
-        ]
-        params = BaseFinetuning.filter_on_optimizer(optimizer, BaseFinetuning.filter_params(inner, train_bn))
-        if params:
+        unfrozen = (p for p in BaseFinetuning.filter_params(modules, train_bn) if id(p) not in never_frozen)
+        if params := BaseFinetuning.filter_on_optimizer(optimizer, unfrozen):
             rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else lr
             optimizer.add_param_group({"params": params, "lr": rate})
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import prune as torch_prune
 
 from trainwright.callbacks.callback import Callback
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import ConfigurationError, unknown
 from trainwright.core.run import Run, Stage
 from trainwright.core.task import TaskModule
 
@@ -31,10 +31,10 @@ _ENTRY = "pruning"  # of a checkpoint
 class ModelPruning(Callback):
     """Callback that sets weights to zero at the end of epochs, with masks of `torch.nn.utils.prune`, as in Lightning.
 
-    A pruned `weight` is computed from the parameter `weight_orig` and the buffer `weight_mask` until the fit ends. A
-    checkpoint contains the pruned weights under their own names, so that any task can load it. For an exact resume it
-    also contains the masks, the masked values, and the first weights for the lottery ticket. All ranks prune the same
-    weights. Each rank needs full weights (one process, DDP).
+    Until the fit ends, a pruned `weight` is computed from the parameter `weight_orig` and the buffer `weight_mask`. A
+    checkpoint contains the pruned weights under their own names, so that any task can load it, and for an exact resume
+    the masks, the masked values, and the first weights for the lottery ticket. All ranks prune the same weights. Each
+    rank needs full weights (one process, DDP).
 
     Args:
         pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"` or `"random_structured"`; a function
@@ -76,8 +76,7 @@ class ModelPruning(Callback):
         verbose: int = 0,
         prune_on_train_epoch_end: bool = True,
     ) -> None:
-        is_whole = isinstance(amount, int)
-        if not callable(amount) and not (amount >= 0 if is_whole else 0 <= amount <= 1):
+        if not callable(amount) and not (amount >= 0 and (isinstance(amount, int) or amount <= 1)):
             raise ConfigurationError(
                 f"ModelPruning(amount={amount!r}): expected a share from 0.0 to 1.0, a number, or a function."
             )
@@ -128,16 +127,18 @@ class ModelPruning(Callback):
 
     def on_save_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
         weights, names = checkpoint["state_dict"], {module: name for name, module in task.named_modules()}
-        masks, hidden, first = {}, {}, {}
+        masks, hidden = {}, {}
         for module, key in self._targets:
             name = f"{names[module]}.{key}".lstrip(".")
             if f"{name}_mask" in weights:
                 masks[name], original = weights.pop(f"{name}_mask"), weights.pop(f"{name}_orig")
                 hidden[name] = original[masks[name] == 0]
                 weights[name] = original * masks[name]
-        for module, kept in self._first.items():
-            for key, value in kept.named_parameters(names[module], recurse=False):
-                first[key] = value.detach()
+        first = {
+            name: value.detach()
+            for module, kept in self._first.items()
+            for name, value in kept.named_parameters(names[module], recurse=False)
+        }
         checkpoint[_ENTRY] = {"masks": masks, "hidden": hidden, "first": first}
 
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
@@ -193,9 +194,7 @@ class ModelPruning(Callback):
         amount = self._amount(epoch) if callable(self._amount) else self._amount
         if not amount or not (self._apply(epoch) if callable(self._apply) else self._apply):
             return
-        seed = int(torch.randint(2**31, (1,)))
-        if run.world_size > 1:
-            seed = int(run.all_gather(torch.tensor(seed)).flatten()[0])
+        seed = int(run.all_gather(torch.randint(2**31, (1,))).flatten()[0])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # random methods choose the same weights on every rank
             self.apply_pruning(amount)
@@ -220,19 +219,14 @@ def _method(method: Callable[..., Any] | str, is_global: bool, dim: int | None, 
     Raises:
         ConfigurationError: see `ModelPruning`.
     """
-    found: Any = method
-    needed = {"ln_structured": {"dim": dim, "n": norm}, "random_structured": {"dim": dim}}
-    options = needed.get(method, {}) if isinstance(method, str) else {}
-    if isinstance(method, str):
-        if method not in _METHODS:
-            raise ConfigurationError(
-                f"ModelPruning(pruning_fn={method!r}) is unknown.{nearest(method, _METHODS)} Known: "
-                f"{', '.join(_METHODS)}."
-            )
-        if None in options.values():
-            names = "pruning_dim and pruning_norm" if "n" in options else "pruning_dim"
-            raise ConfigurationError(f"ModelPruning(pruning_fn={method!r}) needs {names}.")
-        found = _METHODS[method]
+    if isinstance(method, str) and method not in _METHODS:
+        raise unknown("pruning_fn", method, _METHODS)
+    needed: dict[object, dict[str, Any]] = {"ln_structured": {"dim": dim, "n": norm}, "random_structured": {"dim": dim}}
+    options = needed.get(method, {})
+    if None in options.values():
+        names = "pruning_dim and pruning_norm" if "n" in options else "pruning_dim"
+        raise ConfigurationError(f"ModelPruning(pruning_fn={method!r}) needs {names}.")
+    found: Any = _METHODS[method] if isinstance(method, str) else method
     is_class = inspect.isclass(found) and issubclass(found, prune.BasePruningMethod)
     if not is_global:
         return partial(found.apply if is_class else found, **options)

@@ -28,13 +28,12 @@ _LEAST_SHARE = 0.1  # minimum share of a step that a slow rank delays the others
 class SlowRankDetector(Callback):
     """Callback that compares the step times of ranks, and warns of one that is slower than the others.
 
-    In each step a rank waits for data, computes the forward, and computes the backward, in which it also waits for the
-    other ranks. A rank is slow if its data and forward take longer than those of the median rank. The warning names the
-    slower of the two. If no rank is slow and the backward takes much longer than the forward on every rank,
-    communication is slow.
+    A rank is slow if its wait for data and its forward take longer than on the median rank. The warning names the
+    slower of the two. The backward includes the wait for other ranks. If no rank is slow and the backward takes much
+    longer than the forward on every rank, communication is slow.
 
-    Each rank measures by its own clock, on an accelerator by events, which are read steps later. Every
-    `every_n_steps` steps an asynchronous collective starts that is read at the next such step: no step waits for it.
+    Each rank measures by its own clock, on an accelerator by events. Every `every_n_steps` steps an asynchronous
+    collective starts that is read at the next such step: no step waits for it.
 
     Args:
         every_n_steps: steps between two comparisons, at least 1. Default: 50.

@@ -83,7 +83,7 @@ from trainwright.processes.collectives import wait_for_everyone as wait_for_ever
 from trainwright.processes.devices import DistributedType as DistributedType
 from trainwright.processes.partial_state import PartialState as PartialState
 from trainwright.processes.random_states import synchronize_rng_states as synchronize_rng_states
-from trainwright.profilers.profile_kwargs import ProfileKwargs as ProfileKwargs
+from trainwright.profilers.pytorch import ProfileKwargs as ProfileKwargs
 from trainwright.strategies.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from trainwright.strategies.ddp.local_sgd import LocalSGDStrategy as LocalSGDStrategy

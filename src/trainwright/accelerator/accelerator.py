@@ -66,7 +66,7 @@ from trainwright.processes.collectives import gather, pad_across_processes, redu
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.signals import LoopSignal
-from trainwright.profilers.profile_kwargs import ProfileKwargs, profiled
+from trainwright.profilers.pytorch import ProfileKwargs, profiled
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin
 from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.gradients import GradientClip

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.names.kwargs_handler import KwargsHandler
-from trainwright.profilers.profile_kwargs import ProfileKwargs
+from trainwright.profilers.pytorch import ProfileKwargs
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 from trainwright.strategies.steps.fp8 import AORecipeKwargs
 from trainwright.strategies.steps.te_layers import TERecipeKwargs

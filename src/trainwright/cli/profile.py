@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.core.registry import import_object
 from trainwright.loggers import Logger
 from trainwright.profilers.step_parts import OTHER, StepPartsProfiler
 from trainwright.strategies.precision import Precision
 
 if TYPE_CHECKING:
     import torch
-    from torch.optim import Optimizer
 
     from trainwright.core.state import StepResult
 
@@ -29,8 +27,8 @@ _NOTABLE = 20.0  # minimum percentage at which a part other than the largest get
 _SHORT_MS = 2.0  # shorter steps get advice
 _OPTIONS = ("--steps", "--warmup", "--json", "--apply", "--output", "--repeats", "--help")
 _SECTIONS = ("--task", "--data", "--trainer")
-_DROPPED = (ModelCheckpoint, ModelSummary, ProgressBar)
-_OFF = ("logger", "barebones", "fast_dev_run", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+_DROPPED = (ModelCheckpoint, ModelSummary, ProgressBar)  # they save, or write to the terminal
+_OFF = ("logger", "barebones", "fast_dev_run")
 _UNSET = ("profiler", "preemption_grace", "max_time", "max_samples", "max_tokens", "min_epochs", "min_steps")
 _REPLACED = {**dict.fromkeys(_OFF, False), **dict.fromkeys(_UNSET), "max_epochs": -1, "num_sanity_val_steps": 0}
 _LOADER_FACTS = ("num_workers", "prefetch_factor", "batch_size", "pin_memory")
@@ -63,8 +61,11 @@ class _Gather(Callback):
             "accumulate": trainer.settings.accumulate_grad_batches,
             "compile": bool(trainer.settings.arguments.compile),
             "parameters": sum(len(group["params"]) for each in optimizers for group in each.param_groups),
-            "unfused": next((type(each).__name__ for each in optimizers if _may_be_fused(each)), None),
+            "unfused": None,
         }
+        for each in optimizers:
+            if not each.defaults.get("fused", True) and not each.defaults.get("foreach"):
+                self.facts["unfused"] = type(each).__name__
 
 
 class _NoLogger(Logger):
@@ -75,10 +76,6 @@ class _NoLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Do nothing."""
-
-
-def _may_be_fused(optimizer: Optimizer) -> bool:
-    return not optimizer.defaults.get("fused", True) and not optimizer.defaults.get("foreach")
 
 
 def advice(result: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
@@ -159,10 +156,8 @@ def profile(argv: Sequence[str]) -> int:
     if wanted.output or wanted.repeats != _REPEATS:
         raise ConfigurationError("--output and --repeats are options of --apply. Add it.")
     parser, settings = read_settings("fit", read_command_line(rest))
-    given = settings.trainer
     for name, value in _REPLACED.items():
-        given[name] = value
-    given.callbacks = [each for each in listed(given.callbacks) if not _is_dropped(each)]
+        settings.trainer[name] = value
     if settings.seed_everything is not None:
         seed_everything(settings.seed_everything)
     built = build(parser, settings)
@@ -171,12 +166,11 @@ def profile(argv: Sequence[str]) -> int:
     trainer.settings.profiler = StepPartsProfiler(wanted.steps, wanted.warmup, traced)
     trainer.logger = _NoLogger()
     of_task = task.configure_callbacks
-    kept = lambda: [each for each in listed(of_task()) if not isinstance(each, _DROPPED)]  # noqa: E731  # sent along
-    vars(task)["configure_callbacks"] = kept
-    trainer.callbacks = [*trainer.callbacks, gather]
+    vars(task)["configure_callbacks"] = lambda: [each for each in listed(of_task()) if not isinstance(each, _DROPPED)]
+    trainer.callbacks = [*(each for each in trainer.callbacks if not isinstance(each, _DROPPED)), gather]
     trainer.max_steps = wanted.warmup + wanted.steps + traced
+    path = settings.ckpt_path
     with redirect_stdout(sys.stderr if wanted.json else sys.stdout):  # a reader of the JSON gets nothing else
-        path = settings.ckpt_path
         trainer.fit(task, datamodule=built.data, ckpt_path=path, load_weights_only=bool(path))
     if trainer.interrupted:
         return INTERRUPTED
@@ -190,12 +184,6 @@ def _named_remedies(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     end = list(argv).index("--apply") + 1 if "--apply" in argv else len(argv)
     names = list(takewhile(str.isidentifier, argv[end:]))
     return names, [*argv[:end], *argv[end + len(names) :]]
-
-
-def _is_dropped(spec: Any) -> bool:
-    """Return whether the configuration names a callback that saves or writes to the terminal."""
-    module, _, name = str(spec["class_path"]).rpartition(".")
-    return bool(module) and issubclass(import_object(f"{module}:{name}"), _DROPPED)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -237,10 +225,7 @@ def _report(gather: _Gather, wanted: argparse.Namespace) -> None:
     print(f"Mean of {main['steps']} steps after {wanted.warmup} warm-up steps{of}: {main['step_ms']:.3f} ms")
     print(f"{'part':<14}  {'ms':>10}  {'%':>6}" + (f"  {f'rank {slowest}, slowest':>18}" if several else ""))
     for part, ms in main["parts"].items():
-        if part == "validation" and not ms:
-            continue
-        more = f"  {there[part]:>18.3f}" if several else ""
-        print(f"{part:<14}  {ms:>10.3f}  {100 * ms / main['step_ms']:>6.1f}{more}")
-    print(f"Largest part: {largest}.")
-    for text in texts:
-        print(f"- {text}.")
+        if part != "validation" or ms:
+            more = f"  {there[part]:>18.3f}" if several else ""
+            print(f"{part:<14}  {ms:>10.3f}  {100 * ms / main['step_ms']:>6.1f}{more}")
+    print(f"Largest part: {largest}.", *(f"- {text}." for text in texts), sep="\n")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,9 +44,8 @@ class ExportMixin(nn.Module):
             return torch.onnx.export(self, positional, None if file_path is None else str(file_path), **options)
 
     def export(self, example_input: object = None, **options: Any) -> torch.export.ExportedProgram:
-        """Export `forward` in evaluation mode; `options` are passed to `torch.export.export`.
-
-        `example_input`, its default and its error are those of `input_sample` in `to_onnx`.
+        """Export `forward` in evaluation mode, with `options` of `torch.export.export`. `example_input` and its default
+        are those of `input_sample` in `to_onnx`.
         """
         positional, named = self._example("export", "example_input", example_input)
         with evaluating(self):
@@ -77,8 +74,7 @@ class ExportMixin(nn.Module):
         with evaluating(self), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
             if method == "script":
-                with _without_properties(self):
-                    script: torch.jit.ScriptModule = torch.jit.script(self, **kwargs)
+                script: torch.jit.ScriptModule = _script(self, **kwargs)
             else:
                 positional, named = self._example("to_torchscript", "example_inputs", example_inputs)
                 inputs = {"example_kwarg_inputs": named} if named else {"example_inputs": positional}
@@ -89,10 +85,7 @@ class ExportMixin(nn.Module):
 
     def to_tensorrt(self, *args: object, **options: object) -> NoReturn:
         """Raise an error: torch_tensorrt compiles a task like any module."""
-        raise TaskError(
-            "to_tensorrt does not exist here. A task is a torch module: torch_tensorrt.compile(task.eval(), "
-            "inputs=[input]) compiles it."
-        )
+        raise TaskError("to_tensorrt does not exist here. Use torch_tensorrt.compile(task.eval(), inputs=[input]).")
 
     def _example(self, method: str, argument: str, sample: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and named arguments of `forward`, on the task's device."""
@@ -108,14 +101,13 @@ class ExportMixin(nn.Module):
         return (sample if isinstance(sample, tuple) else (sample,)), {}
 
 
-@contextmanager
-def _without_properties(module: nn.Module) -> Iterator[None]:
-    """Hide the properties of this package's classes, which torch would read and compile along with `forward`."""
+def _script(module: nn.Module, **options: Any) -> Any:
+    """Compile without the properties of this package's classes, which torch would read and compile with `forward`."""
     cls = type(module)
     ours = [base for base in cls.__mro__ if base.__module__.startswith("trainwright.")]
     names = [name for base in ours for name, value in vars(base).items() if isinstance(value, property)]
     module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **dict.fromkeys(names)})
     try:
-        yield
+        return torch.jit.script(module, **options)
     finally:
         module.__class__ = cls

@@ -53,11 +53,7 @@ class Profiler:
         """Start recording the action `name`."""
 
     def stop(self, name: str) -> None:
-        """Stop recording the action `name`.
-
-        Raises:
-            ValueError: In a SimpleProfiler or AdvancedProfiler, the action was not started.
-        """
+        """Stop recording the action `name`. Simple and AdvancedProfiler raise ValueError if it was not started."""
 
     @contextmanager
     def profile(self, name: str) -> Iterator[None]:
@@ -83,12 +79,8 @@ class Profiler:
         return recorded
 
     def _innermost(self, name: str) -> int:
-        """Return the index of the innermost open action `name`.
-
-        Raises:
-            ValueError: The action was not started.
-        """
-        for at in range(len(self._open) - 1, -1, -1):
+        """Return the index of the innermost open action `name`, or raise ValueError if it was not started."""
+        for at in reversed(range(len(self._open))):
             if self._open[at][0] == name:
                 return at
         raise ValueError(f"stop({name!r}): the action was not started.")
@@ -128,7 +120,7 @@ class Profiler:
 
 
 class PassThroughProfiler(Profiler):
-    """Profiler that records nothing. It is `trainer.profiler` if the Trainer has none."""
+    """Profiler that records nothing: `trainer.profiler` of a Trainer without one."""
 
     enabled = False
 
@@ -136,9 +128,9 @@ class PassThroughProfiler(Profiler):
 PROFILERS: Registry[type[Profiler]] = Registry(
     "profiler",
     {
-        "advanced": "trainwright.profilers.advanced:AdvancedProfiler",
+        "advanced": "trainwright.profilers.actions:AdvancedProfiler",
         "pytorch": "trainwright.profilers.pytorch:PyTorchProfiler",
-        "simple": "trainwright.profilers.simple:SimpleProfiler",
+        "simple": "trainwright.profilers.actions:SimpleProfiler",
     },
 )
 
@@ -149,10 +141,8 @@ def resolve_profiler(value: object) -> Profiler:
     Raises:
         ConfigurationError: The name is unknown, or the object is of another class.
     """
-    if value is None:
-        return PassThroughProfiler()
-    if isinstance(value, Profiler):
-        return value
+    if value is None or isinstance(value, Profiler):
+        return PassThroughProfiler() if value is None else value
     if isinstance(value, str):
         return PROFILERS.get(value)()
     check_owner(value)

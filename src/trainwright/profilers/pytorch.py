@@ -1,26 +1,141 @@
-"""PyTorchProfiler: the operators and kernels of chosen steps, by `torch.profiler`."""
+"""Profiles by `torch.profiler`: PyTorchProfiler for a Trainer, and `ProfileKwargs` for user-written training loops."""
 
 from __future__ import annotations
 
+import gzip
 import inspect
 import json
+import re
+import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerAction, record_function
+from torch.profiler import ProfilerAction, ProfilerActivity, record_function
 
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
-from trainwright.profilers.profile_kwargs import CycleProfile, make_schedule
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest, unknown
+from trainwright.core.names.kwargs_handler import KwargsHandler
 from trainwright.profilers.profiler import Profiler
 
+_RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+_ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
+_SEARCHED_STEPS = 10_000
 _TIMES = ("cpu_time", "device_time", "cpu_time_total", "device_time_total", "self_cpu_time_total")
 _MEMORY = ("cpu_memory_usage", "device_memory_usage", "self_cpu_memory_usage", "self_device_memory_usage")
 _COLUMNS = (*_TIMES, "self_device_time_total", *_MEMORY, "count", "flops")
 _DEFAULT_SCHEDULE = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
+
+Schedule = Callable[[int], ProfilerAction]
+
+
+def make_schedule(given: Mapping[str, int] | Schedule | None) -> Schedule | None:
+    """Return a function of the step, from one or from arguments of `torch.profiler.schedule`. `active` is required;
+    `wait` and `warmup` default to 0. Return None for None.
+
+    Raises:
+        ConfigurationError: A key is unknown, `active` is missing, or a value is out of its range.
+    """
+    if given is None or callable(given):
+        return given
+    known = list(inspect.signature(torch.profiler.schedule).parameters)
+    for key in given:
+        if key not in known:
+            raise ConfigurationError(f"a schedule has no key {key!r}.{nearest(key, known)} Known: {', '.join(known)}.")
+    if "active" not in given:
+        raise ConfigurationError(f"schedule={dict(given)} has no active: the number of steps to record in a cycle.")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # it was requested
+            schedule: Schedule = torch.profiler.schedule(**{"wait": 0, "warmup": 0, **given})
+    except (AssertionError, TypeError) as error:
+        raise ConfigurationError(
+            f"schedule={dict(given)}: expected whole numbers, at least 1 for active and at least 0 for the others."
+        ) from error
+    return schedule
+
+
+class CycleProfile(torch.profiler.profile):
+    """torch's profiler, which can export each cycle several times and counts the recorded steps.
+
+    Args:
+        schedule: See `make_schedule`. None records everything.
+        handlers, on_trace_ready: Called in this order, with this profiler, after each cycle in which a step ended.
+        options: Further arguments of `torch.profiler.profile`.
+
+    Raises:
+        ConfigurationError: torch cannot record an activity on this machine.
+    """
+
+    def __init__(
+        self,
+        schedule: Mapping[str, int] | Schedule | None,
+        *handlers: Callable[..., Any],
+        on_trace_ready: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        held = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch has no types here
+        supported = {activity: name for name, activity in _ACTIVITIES.items() if activity in held}
+        for activity in options.get("activities") or ():
+            if activity not in supported:
+                raise ConfigurationError(
+                    f"the activity {str(activity).rpartition('.')[2].lower()!r} cannot be recorded on this machine. "
+                    f"Supported: {', '.join(supported.values())}."
+                )
+        super().__init__(schedule=make_schedule(schedule), on_trace_ready=CycleProfile._call_handlers, **options)
+        self.num_recorded = self.num_exported = 0  # steps, and those of earlier cycles
+        self.handlers = [*handlers, *([] if on_trace_ready is None else [on_trace_ready])]
+        self._first = ""  # the first file of this cycle
+
+    @property
+    def is_recording(self) -> bool:
+        """True if the schedule records the current step."""
+        return self.current_action in _RECORDING
+
+    def step(self) -> None:
+        """End a step."""
+        self.num_recorded += self.is_recording
+        with warnings.catch_warnings():  # they were exported
+            warnings.filterwarnings("ignore", ".*Profiler clears events at the end of each cycle")
+            super().step()
+
+    def _call_handlers(self) -> None:
+        if self.step_num and self.num_recorded == self.num_exported:
+            return
+        handlers, self._first = self.handlers, ""
+        self.handlers = []  # after a failed export, torch crashes in another one
+        for handler in handlers:
+            handler(self)
+        self.handlers, self.num_exported = handlers, self.num_recorded
+
+    def export_chrome_trace(self, path: str, *args: Any, **options: Any) -> None:
+        """Write the trace of a cycle. torch can do so once, so that further files are copies of the first one."""
+        if not self._first:
+            self._first = str(path)
+            super().export_chrome_trace(self._first, *args, **options)
+            return
+        with _opener(self._first)(self._first, "rb") as source, _opener(path)(path, "wb") as target:
+            shutil.copyfileobj(source, target)
+
+    def warn_if_empty(self) -> None:
+        """Warn if the schedule recorded no step."""
+        if self.num_recorded or not self.record_steps:
+            return
+        reason = "the loop did not call step() of the profiler: call it after each step."
+        if self.step_num:
+            first = next((step for step in range(_SEARCHED_STEPS) if self.schedule(step) in _RECORDING), None)
+            reason = (
+                f"the loop ran {self.step_num} steps, and the schedule becomes active "
+                f"{'never' if first is None else f'after {first} steps'}. Decrease wait, warmup or skip_first."
+            )
+        warnings.warn(f"the profiler recorded no step: {reason}", TrainwrightWarning, stacklevel=3)
+
+
+def _opener(path: str) -> Callable[..., Any]:
+    return gzip.open if str(path).endswith(".gz") else open
 
 
 class PyTorchProfiler(Profiler):
@@ -30,21 +145,18 @@ class PyTorchProfiler(Profiler):
     Args:
         dirpath, filename: see `Profiler`.
         group_by_input_shapes: List operators with different input shapes separately in the table. Default: False.
-        emit_nvtx: Mark operators for NVIDIA's tools instead of recording them; see
-            `torch.autograd.profiler.emit_nvtx`. Default: False.
+        emit_nvtx: Only mark operators for NVIDIA's tools, by `torch.autograd.profiler.emit_nvtx`. Default: False.
         export_to_chrome: Write the traces. Default: True.
         row_limit: Rows of the table; -1: all. Default: 20.
-        sort_by_key: Column that the table is sorted by, for example `cpu_time_total`. Default: None, which
-            is the total time on the device.
+        sort_by_key: Column that sorts the table, such as `cpu_time_total`. Default: None, the total time on the device.
         record_module_names: Mark the forward of each module with its name. Default: True.
         table_kwargs: Further arguments of torch's `table`. Default: None.
-        schedule: The steps to record: `wait`, `warmup`, `active`, `repeat` and `skip_first`, or a function of
-            the step. Default: None, which is `wait=1, warmup=1, active=3, repeat=1`.
+        schedule: The steps to record: `wait`, `warmup`, `active`, `repeat` and `skip_first`, or a function of the step.
+            Default: None, which is `wait=1, warmup=1, active=3, repeat=1`.
         memory_timeline: Write `{stage}-{filename}-{rank}-memory.json` with the memory by its use. Default: False.
         memory_snapshot: On CUDA, write `{stage}-{filename}-{rank}-memory.pickle` for pytorch.org/memory_viz. Default:
             False.
-        peak_flops: Peak of one device in FLOP/s, for comparison with the FLOPs of a step (`with_flops=True`). Default:
-            None.
+        peak_flops: Peak of a device in FLOP/s, to compare FLOPs of a step with (`with_flops=True`). Default: None.
         **profiler_kwargs: Arguments of `torch.profiler.profile`.
 
     Raises:
@@ -75,34 +187,24 @@ class PyTorchProfiler(Profiler):
             if name not in known:
                 raise ConfigurationError(f"PyTorchProfiler has no argument {name!r}.{nearest(name, known)}")
         # torch treats the columns of all kinds of devices as the same ones.
-        column = (sort_by_key or "count").replace("cuda", "device").replace("xpu", "device")
-        if column.replace("privateuse1", "device") not in _COLUMNS:
-            raise ConfigurationError(
-                f"PyTorchProfiler(sort_by_key={sort_by_key!r}) is unknown.{nearest(column, _COLUMNS)} Known: "
-                f"{', '.join(_COLUMNS)}."
-            )
+        if re.sub("cuda|xpu|privateuse1", "device", sort_by_key or "count") not in _COLUMNS:
+            raise unknown("sort_by_key", sort_by_key, _COLUMNS)
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.row_limit, self.sort_by_key = export_to_chrome, row_limit, sort_by_key
         self.record_module_names, self.table_kwargs = record_module_names, dict(table_kwargs or {})
         self.memory_timeline, self.memory_snapshot, self.peak_flops = memory_timeline, memory_snapshot, peak_flops
         self.schedule = _DEFAULT_SCHEDULE if schedule is None else schedule
         make_schedule(self.schedule)  # an error before the stage
-        needs = ("record_shapes", "profile_memory", "with_stack") if memory_timeline else ()
-        needs = ("record_shapes", *needs) if group_by_input_shapes else needs
+        needs = ["record_shapes"] if group_by_input_shapes or memory_timeline else []
+        needs += ["profile_memory", "with_stack"] if memory_timeline else []
         self.profiler_kwargs = {**profiler_kwargs, **dict.fromkeys(needs, True)}
         self.profiler: CycleProfile | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._open = []
-        self._traces: list[Path] = []
-        self._num_cycles = self._num_exported = 0  # cycles, and steps in them
-        self._text, self._flops, self._seconds = "", 0, 0.0
-        self._resources = ExitStack()
+        self._text = ""
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
         super().setup(stage, rank, world_size, root)
-        self._forget()
+        self._open, self._text, self._resources = [], "", ExitStack()
+        self._cycles: list[str] = []  # part of the names of the files of each cycle
         for path in (self.path(".json"), *self.path("").parent.glob(f"{self.path('').name}-*.json")):
             path.unlink(missing_ok=True)  # of an earlier run; it must not be merged with this one
         if self.emit_nvtx:
@@ -110,8 +212,7 @@ class PyTorchProfiler(Profiler):
                 raise ConfigurationError("PyTorchProfiler(emit_nvtx=True) needs an NVIDIA GPU. Leave it out.")
             self._resources.enter_context(torch.autograd.profiler.emit_nvtx())  # type: ignore[no-untyped-call]  # torch's
             return
-        options = {"on_trace_ready": None, **self.profiler_kwargs}
-        profiler = CycleProfile(self.schedule, self._receive, options.pop("on_trace_ready"), **options)
+        profiler = CycleProfile(self.schedule, self._receive, **self.profiler_kwargs)
         if self.memory_snapshot and torch.cuda.is_available():
             torch.cuda.memory._record_memory_history()
             self._resources.callback(self._write_snapshot)
@@ -147,26 +248,24 @@ class PyTorchProfiler(Profiler):
 
     def _receive(self, profiler: CycleProfile) -> None:
         """Export a finished cycle of the schedule, and write the text of the summary."""
+        cycle, of = "", ""
+        if self._cycles:
+            cycle, of = f"-{len(self._cycles)}", f", in the last of {len(self._cycles) + 1} cycles"
         averages = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
         key = self.sort_by_key or f"{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
         table = averages.table(**{"sort_by": key, "row_limit": self.row_limit, **self.table_kwargs})
-        self._num_cycles += 1
-        of = f", in the last of {self._num_cycles} cycles" if self._num_cycles > 1 else ""
-        steps, self._num_exported = profiler.num_recorded - self._num_exported, profiler.num_recorded
+        steps = profiler.num_recorded - profiler.num_exported
         self._text = f"Profile of {self.stage} on rank {self.rank}: {steps} steps recorded{of}\n{table}"
-        self._flops += sum(each.flops for each in averages)
-        self._seconds += sum(each.cpu_time_total for each in averages if each.key.startswith("ProfilerStep")) / 1e6
-        if self._flops and self._num_exported:
-            each_step = self._flops / self._num_exported
-            self._text += f"\nFLOPs of a step: {each_step:.6g} (matrix products and convolutions)"
-            if self.peak_flops is not None and self._seconds:
-                share = self._flops / self._seconds / self.peak_flops
-                self._text += f"\nShare of the device's peak: {100 * share:.2f} %"
-        cycle = f"-{self._num_cycles - 1}" if self._num_cycles > 1 else ""
+        flops = sum(each.flops for each in averages)
+        seconds = sum(each.cpu_time_total for each in averages if each.key.startswith("ProfilerStep")) / 1e6
+        if flops and steps:
+            self._text += f"\nFLOPs of a step: {flops / steps:.6g} (matrix products and convolutions)"
+            if self.peak_flops is not None and seconds:
+                self._text += f"\nShare of the device's peak: {100 * flops / seconds / self.peak_flops:.2f} %"
         self.path("").parent.mkdir(parents=True, exist_ok=True)
         if self.export_to_chrome:
-            self._traces.append(self.path(f"{cycle}.json"))
-            profiler.export_chrome_trace(str(self._traces[-1]))
+            profiler.export_chrome_trace(str(self.path(f"{cycle}.json")))
+        self._cycles.append(cycle)
         if self.memory_timeline:
             device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
             with warnings.catch_warnings():
@@ -190,44 +289,108 @@ class PyTorchProfiler(Profiler):
         return self._text
 
     def teardown(self, stage: str) -> None:
-        """Merge the traces of all ranks on rank 0."""
-        if self.rank or not self._traces:
+        """On rank 0, merge the traces of all ranks. Each rank has separate lanes."""
+        if self.rank or not self.export_to_chrome or not self._cycles:
             return
-        endings = [".json", *(f"-{cycle}.json" for cycle in range(1, len(self._traces)))]
-        paths = [(rank, self.path(ending, rank)) for rank in range(self.world_size) for ending in endings]
-        merge_traces([(rank, path) for rank, path in paths if path.exists()], self.path(".json", "merged"))
+        paths = [(i, self.path(f"{cycle}.json", i)) for i in range(self.world_size) for cycle in self._cycles]
+        traces = [(rank, json.loads(path.read_text(encoding="utf-8"))) for rank, path in paths if path.exists()]
+        first = min((trace.get("baseTimeNanoseconds", 0) for _, trace in traces), default=0)
+        events: list[dict[str, Any]] = []
+        lanes: dict[tuple[int, Any], int] = {}
+        for rank, trace in traces:
+            shift = (trace.get("baseTimeNanoseconds", 0) - first) / 1000  # times of events are microseconds
+            for event in trace["traceEvents"]:
+                event["pid"] = lane = lanes.setdefault((rank, event.get("pid")), len(lanes))
+                if event.get("ph") != "M" and "ts" in event:
+                    event["ts"] += shift
+                if "id" in event:
+                    event["id"] = f"{rank}-{event['id']}"
+                if event.get("name") == "process_name":
+                    event["args"] = {"name": f"rank {rank}: {event['args'].get('name', '')}"}
+                elif event.get("name") == "process_sort_index":
+                    event["args"] = {"sort_index": lane}
+                events.append(event)
+        merged = {"schemaVersion": 1, "baseTimeNanoseconds": first, "displayTimeUnit": "ms", "traceEvents": events}
+        self.path(".json", "merged").write_text(json.dumps(merged), encoding="utf-8")
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit the open profiler: a copy in another process starts its own."""
-        return {**vars(self), "profiler": None, "_open": [], "_resources": ExitStack()}
+        return {**vars(self), "profiler": None, "_open": [], "_resources": None}
 
 
-def merge_traces(paths: Iterable[tuple[int, Path]], target: Path) -> None:
-    """Write one chrome trace with the events of all ranks, in which each rank has separate lanes.
+@dataclass(frozen=True)
+class ProfileKwargs(KwargsHandler):
+    """Options of `accelerator.profile`; see `torch.profiler.profile`.
 
-    Args:
-        paths: Pairs of a rank and a file that `torch.profiler` exported on it.
-        target: The file to write.
+    Attributes:
+        activities: `"cpu"`, `"cuda"`, `"xpu"`, … Default: None, which is all that the machine has.
+        schedule_option: The steps to record: `wait`, `warmup`, `active`, `repeat` and `skip_first`. The loop calls
+            `step()` of the profiler. Default: None, which records everything.
+        on_trace_ready: Called with the profiler after each cycle of the schedule. Default: None.
+        record_shapes: Record the shapes of inputs. Default: False.
+        profile_memory: Record allocations. Default: False.
+        with_stack: Record the lines of Python. Default: False.
+        with_flops: Estimate the FLOPs of matrix products and convolutions. Default: False.
+        with_modules: Record the modules of TorchScript models. Default: False.
+        output_trace_dir: Folder in which each process writes `profile_{process_index}.json`; further cycles and
+            contexts write `profile_{process_index}-1.json` and so on. Default: None.
+
+    Raises:
+        ConfigurationError: An activity or a key of `schedule_option` is unknown.
     """
-    events: list[dict[str, Any]] = []
-    first: int | None = None
-    lanes: dict[tuple[int, Any], int] = {}
-    for rank, path in paths:
-        trace = json.loads(path.read_text(encoding="utf-8"))
-        base = int(trace.get("baseTimeNanoseconds", 0))
-        first = base if first is None else first
-        shift = (base - first) / 1000  # times of events are microseconds since the base
-        for event in trace["traceEvents"]:
-            lane = lanes.setdefault((rank, event.get("pid")), len(lanes))
-            event["pid"] = lane
-            if event.get("ph") != "M" and "ts" in event:
-                event["ts"] += shift
-            if "id" in event:
-                event["id"] = f"{rank}-{event['id']}"
-            if event.get("name") == "process_name":
-                event["args"] = {"name": f"rank {rank}: {event['args'].get('name', '')}"}
-            elif event.get("name") == "process_sort_index":
-                event["args"] = {"sort_index": lane}
-            events.append(event)
-    merged = {"schemaVersion": 1, "baseTimeNanoseconds": first or 0, "displayTimeUnit": "ms", "traceEvents": events}
-    target.write_text(json.dumps(merged), encoding="utf-8")
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.activities or ():
+            if name not in _ACTIVITIES:
+                raise unknown("activities", name, _ACTIVITIES)
+        make_schedule(self.schedule_option)
+
+    def build(self) -> CycleProfile:
+        """Return a profiler of torch with these options.
+
+        Raises:
+            ConfigurationError: This machine does not have an activity.
+        """
+        options = self.to_dict()
+        del options["output_trace_dir"]
+        options["activities"] = self.activities and [_ACTIVITIES[name] for name in self.activities]
+        return CycleProfile(options.pop("schedule_option"), **options)
+
+
+@contextmanager
+def profiled(
+    options: ProfileKwargs, process_index: int, wait: Callable[[], None], written: list[str]
+) -> Iterator[torch.profiler.profile]:
+    """Yield a profiler that records the `with` block; see `Accelerator.profile`. Its traces are appended to `written`,
+    and `wait` is called after they are written.
+    """
+    if not isinstance(options, ProfileKwargs):
+        raise ConfigurationError(f"accelerator.profile({options!r}): expected ProfileKwargs(…).")
+    folder = None if options.output_trace_dir is None else Path(options.output_trace_dir)
+
+    def export(profiler: torch.profiler.profile) -> None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            number = sum(Path(path).parent == folder for path in written)
+            written.append(str(folder / f"profile_{process_index}{f'-{number}' if number else ''}.json"))
+            profiler.export_chrome_trace(written[-1])
+
+    profiler = options.build()
+    profiler.handlers.insert(0, export)
+    with profiler:
+        yield profiler
+    if process_index == 0:
+        profiler.warn_if_empty()
+    if folder is not None:
+        wait()

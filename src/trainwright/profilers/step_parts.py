@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainwright.profilers.simple import SimpleProfiler
+from trainwright.profilers.actions import SimpleProfiler
 
 PARTS = ("data wait", "host to device", "forward", "backward", "communication", "optimizer", "callbacks", "validation")
 OTHER = "other"
@@ -32,8 +32,7 @@ def part_of(name: str) -> str | None:
 
 
 class StepPartsProfiler(SimpleProfiler):
-    """Sums the own seconds of each part over some steps. A step lasts from the end of the previous step to its own
-    end.
+    """Sums the own seconds of each part over some steps. A step begins when the one before it ends.
 
     Args:
         steps: number of steps to measure.
@@ -73,7 +72,7 @@ class StepPartsProfiler(SimpleProfiler):
         self._done += 1
         _wait_for_gpu()
         if self._done <= self.warmup:
-            self._records, self._mark = {}, perf_counter()
+            self.totals, self._mark = {}, perf_counter()
         elif self._done <= self.warmup + self.steps:
             self._measured, self._wall = self._done - self.warmup, perf_counter() - self._mark
             self._own = {name: own for name, (_, _, own) in self.totals.items()}
@@ -89,8 +88,6 @@ class StepPartsProfiler(SimpleProfiler):
         if self._trace is None:
             return
         trace, self._trace = self._trace, None
-        while self._regions:
-            self._regions.pop().__exit__(None, None, None)
         trace.__exit__(None, None, None)
         events = ((event.name, event.time_range) for event in trace.events())
         self._shares = communication_shares((name, time.start, time.end) for name, time in events)
@@ -102,14 +99,14 @@ class StepPartsProfiler(SimpleProfiler):
     def result(self) -> dict[str, Any]:
         """Return the milliseconds of a step and of each of its parts, and of each callback."""
         self.close()
-        steps, parts, callbacks = max(self._measured, 1), dict.fromkeys((*PARTS, OTHER), 0.0), dict[str, float]()
+        steps, parts = max(self._measured, 1), dict.fromkeys((*PARTS, OTHER), 0.0)
+        callbacks = defaultdict[str, float](float)
         for name, own in self._own.items():
             part, ms = part_of(name) or OTHER, 1000 * own / steps
             parts[part] += ms
             if part == "callbacks":
                 kind, _, hook = name.partition("]")
-                owner = hook if kind == "[TaskModule" else hook.partition(".")[0]
-                callbacks[owner] = callbacks.get(owner, 0.0) + ms
+                callbacks[hook if kind == "[TaskModule" else hook.partition(".")[0]] += ms
         step = 1000 * self._wall / steps
         parts[OTHER] = step - sum(parts.values())
         for part, share in self._shares.items():

@@ -14,7 +14,7 @@ from trainwright.core.names.constants import RNGType as RNGType
 from trainwright.core.names.constants import SageMakerDistributedType as SageMakerDistributedType
 from trainwright.core.names.kwargs_handler import KwargsHandler as KwargsHandler
 from trainwright.processes.devices import DistributedType as DistributedType
-from trainwright.profilers.profile_kwargs import ProfileKwargs as ProfileKwargs
+from trainwright.profilers.pytorch import ProfileKwargs as ProfileKwargs
 from trainwright.strategies.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin

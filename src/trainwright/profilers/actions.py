@@ -1,4 +1,4 @@
-"""AdvancedProfiler: the functions that each action calls, by Python's cProfile."""
+"""SimpleProfiler and AdvancedProfiler: the time of each action, and the functions that it calls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,62 @@ import io
 import pstats
 import re
 from pathlib import Path
+from time import perf_counter
 
 from trainwright.profilers.profiler import Profiler
+
+_TOP = 20  # actions in the short form
+
+
+class SimpleProfiler(Profiler):
+    """Records the duration of each action, with and without the actions inside of it.
+
+    On a GPU, kernels run after the calls that start them: use `PyTorchProfiler` for the time of kernels.
+
+    Args:
+        dirpath, filename: see `Profiler`.
+        extended: Print all actions. False prints the 20 longest. Default: True.
+
+    Attributes:
+        totals: Action → number of calls, seconds with the actions inside of it, seconds without them.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
+        super().__init__(dirpath, filename)
+        self.extended = extended
+        self.totals: dict[str, tuple[int, float, float]] = {}
+        self._since = perf_counter()
+
+    def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
+        super().setup(stage, rank, world_size, root)
+        self.totals, self._open, self._since = {}, [], perf_counter()
+
+    def start(self, name: str) -> None:
+        self._open.append([name, perf_counter(), 0.0])  # the last: seconds in actions inside of it
+
+    def stop(self, name: str) -> None:
+        now, at = perf_counter(), self._innermost(name)
+        _, since, inside = self._open.pop(at)
+        passed = now - since
+        if at:
+            self._open[at - 1][2] += passed
+        calls, total, own = self.totals.get(name, (0, 0.0, 0.0))
+        self.totals[name] = calls + 1, total + passed, own + max(passed - inside, 0.0)
+
+    def summary(self) -> str:
+        """Return a table of the actions, the longest first."""
+        whole = max(perf_counter() - self._since, 1e-9)
+        rows = sorted(self.totals.items(), key=lambda row: -row[1][1])[: None if self.extended else _TOP]
+        if not rows:
+            return ""
+        width = max(len("Action"), *(len(name) for name, _ in rows))
+        lines = [f"{'Action':<{width}}  {'Calls':>8}  {'Mean (s)':>12}  {'Total (s)':>12}  {'Own (s)':>12}  {'%':>6}"]
+        for name, (calls, total, own) in rows:
+            numbers = f"{total / calls:>12.6g}  {total:>12.6g}  {own:>12.6g}  {100 * total / whole:>6.2f}"
+            lines.append(f"{name:<{width}}  {calls:>8}  {numbers}")
+        rule = "-" * len(lines[0])
+        title = f"Profile of {self.stage} on rank {self.rank}: {whole:.6g} s"
+        return "\n".join([title, rule, lines[0], rule, *lines[1:], rule])
 
 
 class AdvancedProfiler(Profiler):
@@ -56,9 +110,7 @@ class AdvancedProfiler(Profiler):
         if self._open:
             self._open[-1][1].disable()
             self._open = []
-        if not self.dump_stats:
-            return
-        for name, profile in self._profiles.items():
+        for name, profile in self._profiles.items() if self.dump_stats else ():
             action = re.sub(r"[^\w.]", "_", name)
             path = self.path(f"-{action}.prof")
             path.parent.mkdir(parents=True, exist_ok=True)
