@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from trainwright.core.errors import ConfigurationError, TaskError, nearest
 from trainwright.core.state import StepResult
 from trainwright.core.tree import batch_size as find_batch_size
-from trainwright.loggers.epoch_state import fill_slot, make_slot, slot_states
 from trainwright.loggers.metric_slot import (
     FOLD_EVERY,
     MetricSettings,
@@ -26,20 +25,22 @@ from trainwright.loggers.metric_slot import (
     Reduction,
     is_metric_object,
     parse_reduction,
+    restored_slot,
     same_function,
+    slot_states,
     to_number,
 )
 from trainwright.loggers.metric_values import (
     Entry,
     Exchange,
     Flushed,
-    NewValues,
     entry_of,
     epoch_entries,
     gather_entries,
-    path_in,
+    new_of_epoch,
     put_combined,
     put_objects,
+    read_steps,
     read_values,
     step_values,
 )
@@ -98,14 +99,11 @@ class MetricBuffer:
         self._stage: EpochStage | None = None
         self._stages: dict[EpochStage, _StageMetrics] = {stage: _StageMetrics() for stage in _STAGES}
         self._by_name: dict[str, MetricSlot] = {}
-        self._device = torch.device("cpu")
         self._closed = ""  # the hook in which nothing can be logged
-        self._new = NewValues()
-        self._unclaimed: dict[str, Mapping[str, Any]] = {}  # of a resumed epoch, until the key is logged again
 
     def state_dict(self) -> dict[str, Any]:
         """Return the aggregates of the current training epoch so far, by key; waits for the device. Metric objects are
-        not included: see `epoch_state.objects_state`.
+        not included: see `objects_state`.
         """
         slots = self._stages["train"].slots.values()
         return slot_states(slot for slot in slots if slot.has_epoch_values or slot.last is not None)
@@ -117,16 +115,9 @@ class MetricBuffer:
             states: the result of `state_dict`.
             device: this rank's device.
         """
-        metrics, self._device = self._stages["train"], device
+        metrics = self._stages["train"]
         metrics.by_name.clear()  # on_train_start may have logged
-        for key, state in states.items():
-            slot = make_slot(state)
-            if slot is None:
-                self._unclaimed[key] = state
-                continue
-            fill_slot(slot, state, device)
-            slot.is_free = True  # the code may have changed since
-            metrics.slots[key] = slot
+        metrics.slots.update({key: restored_slot(state, device) for key, state in states.items()})
 
     @property
     def stage(self) -> EpochStage | None:
@@ -146,11 +137,8 @@ class MetricBuffer:
         metrics = self._stages[stage]
         metrics.num_dataloaders = num_dataloaders
         metrics.by_name.clear()
-        self._new.close_epoch(metrics.slots.values())
         for slot in metrics.slots.values():
             slot.begin_epoch()
-        if stage == "train":
-            self._unclaimed.clear()
 
     def switch(self, stage: EpochStage) -> None:
         """Make `stage` the current one and change nothing else, for example when training continues after a validation.
@@ -302,15 +290,15 @@ class MetricBuffer:
         if apart and is_metric_object(value):
             self._refuse_shared_metric(name, suffix, value)
         slot = metrics.slots.get(name + suffix)
-        if slot is not None and same_function(slot.settings.reduction, settings.reduction):
-            settings = settings._replace(reduction=slot.settings.reduction)
         if slot is None:
             slot = metrics.slots[name + suffix] = MetricSlot(name, suffix, settings)
-            slot.loader = index if metrics.num_dataloaders > 1 else None
-            if self._stage == "train" and slot.key in self._unclaimed and slot.kind == "custom":
-                fill_slot(slot, self._unclaimed.pop(slot.key), self._device)
-        elif slot.is_free:
-            if slot.settings.reduction != settings.reduction:
+            slot.is_free = True
+        before = slot.settings.reduction
+        if same_function(before, settings.reduction):
+            settings = settings._replace(reduction=before)
+        if slot.is_free:
+            # The state in a checkpoint has no function: its values belong to the one that is passed now.
+            if before != settings.reduction and (before is not None or isinstance(settings.reduction, str)):
                 slot.clear_epoch()
             slot.configure(settings)
             slot.loader = index if metrics.num_dataloaders > 1 else None
@@ -366,8 +354,8 @@ class MetricBuffer:
                     "add_dataloader_idx=False to aggregate over all of them."
                 )
 
-    def _by_slots(self) -> Iterator[MetricSlot]:
-        return iter(self._stages[self._stage].slots.values() if self._stage is not None else ())
+    def _by_slots(self) -> list[MetricSlot]:
+        return [] if self._stage is None else list(self._stages[self._stage].slots.values())
 
     def peek(self) -> Flushed:
         """Return this rank's own step values that are pending for `flush_step`; they stay pending, and are no longer
@@ -375,18 +363,19 @@ class MetricBuffer:
 
         Waits for the device. Not collective.
         """
-        return self._new.all_steps(list(self._by_slots()))
+        return read_steps(self._by_slots())
 
     def peek_new(self) -> Flushed:
         """Return this rank's own values that have not been read: of steps, and outside of steps of the epoch so far.
         They stay pending. Waits for the device if there are any. Not collective.
         """
-        own = list(self._by_slots())
+        own = self._by_slots()
         logged = {slot.key for slot in own}  # in an evaluation, its values replace older ones of training
         train = [] if self._stage == "train" else self._stages["train"].slots.values()
-        flushed = self._new.of_steps([*(slot for slot in train if slot.key not in logged), *own])
+        held = [*(slot for slot in train if slot.key not in logged), *own]
+        flushed = read_steps(slot for slot in held if slot.seen_step is not slot.last)
         if not self.in_step:
-            of_epoch = self._new.of_epoch(self._by_slots())
+            of_epoch = new_of_epoch(own)
             flushed.callback.update(of_epoch.callback)
             flushed.prog_bar.update(of_epoch.prog_bar)
         return flushed
@@ -405,11 +394,10 @@ class MetricBuffer:
         for slot in self._by_slots():
             if slot.last is not None:
                 waiting += [((slot, entry), value) for entry, value in step_values(slot)]
-                slot.last = None
-            self._new.steps.pop(slot, None)
+                slot.last = slot.seen_step = None
         flushed = Flushed()
         shared: dict[str, Entry] = {}
-        reductions: dict[str, Reduction] = {}
+        reductions: dict[str, Reduction | None] = {}
         if last is not None:
             facts = {"loss": last.loss, "grad_norm": last.grad_norm}
             waiting += [(name, value) for name, value in facts.items() if value is not None]
@@ -456,10 +444,11 @@ class MetricBuffer:
         reductions = {slot.key: slot.settings.reduction for slot in slots}
         stay_here = {slot.key for slot in slots if slot.settings.sync_dist is False}
         alone = {key for key, entry in entries.items() if key in stay_here and not entry.main_only}
+        paths = {} if owner is None else {id(module): path for path, module in owner.named_modules()}
         payload = {
             "metrics": {key: tuple(entry) for key, entry in entries.items() if key not in alone},
             "objects": {
-                key: (path_in(owner, slot.metric), tuple(entry_of(slot)))
+                key: (paths.get(id(slot.metric)), tuple(entry_of(slot)))
                 for key, slot in objects.items()
                 if slot.on_epoch and slot.settings.sync_dist is not False
             },
@@ -470,9 +459,9 @@ class MetricBuffer:
         put_combined(flushed, gather_entries(gathered), reductions, "epoch")
         put_objects(flushed, objects, gathered, owner)
         if keep:
-            self._new.of_epoch(slots)  # this rank's own aggregates are not new: those of all ranks were returned
+            for slot in slots:  # this rank's own aggregates are not new: those of all ranks were returned
+                slot.seen_epoch = slot.epoch_count
             return flushed
-        self._new.close_epoch(slots)
         for slot in slots:
             slot.clear_epoch()
         for slot in objects.values():  # after all are computed: one object may be logged under two names
