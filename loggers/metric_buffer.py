@@ -15,11 +15,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.errors import ConfigurationError, TaskError, nearest
+from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.state import StepResult
 from trainwright.core.tree import batch_size as find_batch_size
 from trainwright.loggers.metric_slot import (
     FOLD_EVERY,
+    HostReads,
     MetricSettings,
     MetricSlot,
     Reduction,
@@ -41,7 +42,6 @@ from trainwright.loggers.metric_values import (
     put_combined,
     put_objects,
     read_steps,
-    read_values,
     step_values,
 )
 
@@ -59,21 +59,23 @@ class _StageMetrics:
 
 
 class DivertedCall(NamedTuple):
-    """A call of `log` that was only recorded; `options` are its keyword arguments in order."""
+    """A call of `log` that was only recorded: its arguments."""
 
     name: str
     value: object
-    options: tuple[Any, ...]
+    batch_size: int | None
+    prog_bar: bool
+    logger: bool
+    on_step: bool | None
+    on_epoch: bool | None
+    reduce_fx: Reduction
+    sync_dist: bool | None
+    add_dataloader_idx: bool
+    rank_zero_only: bool
 
     def repeat(self, buffer: MetricBuffer) -> None:
         """Log the value now."""
-        buffer.log(self.name, self.value, **dict(zip(_OPTIONS, self.options, strict=True)))
-
-
-_OPTIONS = (
-    *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "sync_dist", "add_dataloader_idx"),
-    *("batch_size", "rank_zero_only"),
-)
+        buffer.log(**self._asdict())
 
 
 class MetricBuffer:
@@ -141,13 +143,7 @@ class MetricBuffer:
             slot.begin_epoch()
 
     def switch(self, stage: EpochStage) -> None:
-        """Make `stage` the current one and change nothing else, for example when training continues after a validation.
-
-        Raises:
-            ConfigurationError: no such stage.
-        """
-        if stage not in self._stages:
-            raise ConfigurationError(f"unknown stage {stage!r}.{nearest(stage, _STAGES)} Known: {', '.join(_STAGES)}.")
+        """Make `stage` the current one and change nothing else, as when training continues after a validation."""
         self._stage, self._closed = stage, ""
         self._by_name = self._stages[stage].by_name
 
@@ -209,23 +205,12 @@ class MetricBuffer:
             TaskError: the value is not a single number, or no epoch has begun.
             ConfigurationError: options that contradict each other or an earlier call in the same epoch.
         """
+        given = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
         if self.diverted is not None:
-            given = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, batch_size)
             kept_value = value.detach().clone() if isinstance(value, Tensor) else value
-            self.diverted.append(DivertedCall(name, kept_value, (*given, rank_zero_only)))
+            self.diverted.append(DivertedCall(name, kept_value, batch_size, *given))
             return
-        options = (
-            prog_bar,
-            logger,
-            on_step,
-            on_epoch,
-            reduce_fx,
-            sync_dist,
-            add_dataloader_idx,
-            rank_zero_only,
-            self.in_step,
-            self.dataloader_idx,
-        )
+        options = (*given, self.in_step, self.dataloader_idx)
         slot = self._by_name.get(name) if isinstance(name, str) else None
         if slot is None or slot.options != options:
             slot = self._open(name, value, options)
@@ -260,8 +245,11 @@ class MetricBuffer:
 
     def _open(self, name: str, value: object, options: tuple[Any, ...]) -> MetricSlot:
         """Find or create the slot for `name`, and check `options` against each other and against earlier calls."""
-        prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_index, main_only, in_step, index = options
-        _check_name(name)
+        *_, add_index, _, _, index = options
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise ConfigurationError(f"log got the name {name!r}, which no file can hold; remove its lone surrogates.")
         if self._closed:
             raise TaskError(
                 f"log({name!r}) in {self._closed}: values are not read there. Call it in a *_step or in a hook of an "
@@ -272,18 +260,7 @@ class MetricBuffer:
             raise TaskError(f"log({name!r}): no epoch has begun. Call it in a *_step or in a hook of an epoch.")
         if isinstance(value, Tensor):
             to_number(name, value)  # a dtype that cannot be logged is refused here, not at every call
-        on_step, on_epoch = self._when(name, on_step, on_epoch, in_step)
-        if sync_dist not in (None, True, False):
-            raise ConfigurationError(f"log({name!r}, sync_dist={sync_dist!r}): expected None, True or False.")
-        settings = MetricSettings(
-            on_step,
-            on_epoch,
-            bool(prog_bar),
-            bool(logger),
-            parse_reduction(name, reduce_fx),
-            sync_dist,
-            bool(main_only),
-        )
+        settings = self._settings(name, options)
         metrics = self._stages[self._stage]
         apart = add_index and index is not None and metrics.num_dataloaders > 1
         suffix = f"/dataloader_idx_{index}" if apart else ""
@@ -312,24 +289,19 @@ class MetricBuffer:
                 f"log({name!r}) was called with other options in the same {self._stage} epoch: {'; '.join(changed)} "
                 "(unset options follow from where it is called). Use the same options, or another name."
             )
-        else:
-            self._claim(slot, value, index)
+        elif slot.loader is not None and index is not None and index != slot.loader:
+            if not is_metric_object(value):
+                raise ConfigurationError(
+                    f"log({name!r}, add_dataloader_idx=False) was called for dataloaders {slot.loader} and {index}, "
+                    "whose values would mix. Give each loader's metric its own name, or remove add_dataloader_idx."
+                )
+            slot.loader = None  # one metric object is for all of them
         slot.options = options
         metrics.by_name[name] = slot
         return slot
 
-    def _claim(self, slot: MetricSlot, value: object, index: int | None) -> None:
-        """Record that one more of several loaders logs a key: an error, unless one metric object is for all of them."""
-        if slot.loader is None or index is None or index == slot.loader:
-            return
-        if not is_metric_object(value):
-            raise ConfigurationError(
-                f"log({slot.name!r}, add_dataloader_idx=False) was called for dataloaders {slot.loader} and {index}, "
-                "whose values would mix. Give each loader's metric its own name, or remove add_dataloader_idx."
-            )
-        slot.loader = None
-
-    def _when(self, name: str, on_step: bool | None, on_epoch: bool | None, in_step: bool) -> tuple[bool, bool]:
+    def _settings(self, name: str, options: tuple[Any, ...]) -> MetricSettings:
+        prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, _, main_only, in_step, _ = options
         training_step = self._stage == "train" and in_step
         step = training_step if on_step is None else bool(on_step)
         epoch = not training_step if on_epoch is None else bool(on_epoch)
@@ -343,7 +315,8 @@ class MetricBuffer:
                 f"log({name!r}, on_step=True) was called outside a step, where there is no step to log it for. Remove "
                 "on_step, or call it in a *_step or a hook of a batch."
             )
-        return step, epoch
+        reduction, sync = parse_reduction(name, reduce_fx), None if sync_dist is None else bool(sync_dist)
+        return MetricSettings(step, epoch, bool(prog_bar), bool(logger), reduction, sync, bool(main_only))
 
     def _refuse_shared_metric(self, name: str, suffix: str, metric: object) -> None:
         for other in self._by_slots():
@@ -390,22 +363,17 @@ class MetricBuffer:
                 nothing was logged. None: one process. Default: None.
             last: result of the last step, to read with the values. Default: None.
         """
-        waiting: list[tuple[tuple[MetricSlot, Entry] | str, float | Tensor]] = []
+        reads, shared, reductions = HostReads(), dict[str, Entry](), dict[str, Reduction | None]()
+        facts = {} if last is None else {"loss": last.loss, "grad_norm": last.grad_norm}
+        of_last = {name: reads.add(value) for name, value in facts.items() if value is not None}
+        waiting: list[tuple[MetricSlot, Entry, list[float]]] = []
         for slot in self._by_slots():
             if slot.last is not None:
-                waiting += [((slot, entry), value) for entry, value in step_values(slot)]
-                slot.last = slot.seen_step = None
-        flushed = Flushed()
-        shared: dict[str, Entry] = {}
-        reductions: dict[str, Reduction | None] = {}
-        if last is not None:
-            facts = {"loss": last.loss, "grad_norm": last.grad_norm}
-            waiting += [(name, value) for name, value in facts.items() if value is not None]
-        for key, value in read_values(waiting):
-            if isinstance(key, str):
-                flushed.last_step[key] = value
-                continue
-            slot, entry = key
+                waiting += [(slot, entry, reads.add(value)) for entry, value in step_values(slot)]
+            slot.last = slot.seen_step = None
+        reads.read()
+        flushed = Flushed(last_step={name: value for name, (value,) in of_last.items()})
+        for slot, entry, (value,) in waiting:
             if exchange is not None and (slot.settings.sync_dist is True or entry.main_only):
                 name = entry.name + entry.suffix
                 weight = slot.last_weight if entry.kind == "mean" else 1.0
@@ -468,10 +436,3 @@ class MetricBuffer:
             slot.metric.reset()
             slot.metric = None
         return flushed
-
-
-def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name:
-        raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
-    if any("\ud800" <= letter <= "\udfff" for letter in name):
-        raise ConfigurationError(f"log got the name {name!r}, which no file can hold; remove its lone surrogates.")

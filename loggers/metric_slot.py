@@ -246,10 +246,14 @@ class HostReads:
     def __init__(self) -> None:
         self._tensors: list[tuple[Tensor, list[float]]] = []
 
-    def add(self, tensor: Tensor) -> list[float]:
-        """Request a tensor (any shape). `read` extends the returned list by its values, flattened."""
+    def add(self, value: float | Tensor) -> list[float]:
+        """Request a number, or a tensor of any shape. The returned list holds the number, or after `read` the values of
+        the tensor, flattened.
+        """
+        if not isinstance(value, Tensor):
+            return [float(value)]
         found: list[float] = []
-        self._tensors.append((tensor, found))
+        self._tensors.append((value, found))
         return found
 
     def read(self) -> None:

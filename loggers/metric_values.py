@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,7 +144,7 @@ def new_of_epoch(slots: Iterable[MetricSlot]) -> Flushed:
     put_combined(flushed, {key: [entry] for key, entry in epoch_entries(copies).items()}, reductions, "epoch")
     for slot in new:
         if slot.metric is not None:
-            read_into(flushed, list(named_values(entry_of(slot), compute_alone(slot.metric))), "epoch")
+            read_into(flushed, named_values(entry_of(slot), compute_alone(slot.metric)), "epoch")
     return flushed
 
 
@@ -154,22 +154,17 @@ def read_steps(slots: Iterable[MetricSlot]) -> Flushed:
     own = [slot for slot in slots if slot.last is not None]
     for slot in own:
         slot.seen_step = None if is_metric_object(slot.last) else slot.last
-    read_into(flushed, [pair for slot in own for pair in step_values(slot)], "step")
+    read_into(flushed, (pair for slot in own for pair in step_values(slot)), "step")
     return flushed
 
 
-def read_into(flushed: Flushed, values: list[tuple[Entry, float | Tensor]], when: Literal["step", "epoch"]) -> None:
+def read_into(flushed: Flushed, values: Iterable[tuple[Entry, float | Tensor]], when: Literal["step", "epoch"]) -> None:
     """Read values from their devices, with one copy each, and add them."""
-    for entry, value in read_values(values):
-        flushed.put(entry, value, when)
-
-
-def read_values(values: list[tuple[Key, float | Tensor]]) -> list[tuple[Key, float]]:
-    """Read values from their devices, with one copy for each device."""
     reads = HostReads()
-    waiting = [(key, reads.add(value) if isinstance(value, Tensor) else [float(value)]) for key, value in values]
+    waiting = [(entry, reads.add(value)) for entry, value in values]
     reads.read()
-    return [(key, read[0]) for key, read in waiting]
+    for entry, (value,) in waiting:
+        flushed.put(entry, value, when)
 
 
 def _copy(slot: MetricSlot) -> MetricSlot:
@@ -179,7 +174,6 @@ def _copy(slot: MetricSlot) -> MetricSlot:
     return copied
 
 
-Key = TypeVar("Key")
 Exchange = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Hands this rank's dict to every rank and returns all of them in the order of the ranks. Collective."""
 
