@@ -1,9 +1,9 @@
 """The buffer that `log` fills: values stay on their device until the loop flushes them.
 
-`log` copies a value and appends it. It never waits for a device and never communicates. The loop calls `flush_step`
-every few steps for the latest values, and `flush_epoch` at the end of an epoch for the aggregates. Only these two read
-values, with one copy for each device, and communicate, in one collective that every rank joins even if it has logged
-nothing. Memory does not grow with the number of steps.
+`log` never waits for a device and never communicates. The loop calls `flush_step` every few steps for the latest
+values, and `flush_epoch` at the end of an epoch for the aggregates. Each reads with one copy for each device, and
+communicates in one collective that every rank joins even if it has logged nothing. Memory does not grow with the number
+of steps.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ class DivertedCall(NamedTuple):
 
 
 class MetricBuffer:
-    """Buffer of the values that tasks and callbacks log, without waiting and without communication.
-
-    The loop sets plain attributes:
+    """Buffer of the values that tasks and callbacks log. The loop sets its attributes.
 
     Attributes:
         in_step: True during a training or evaluation step (or a hook of one batch).
@@ -104,19 +102,12 @@ class MetricBuffer:
         self._closed = ""  # the hook in which nothing can be logged
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the aggregates of the current training epoch so far, by key; waits for the device. Metric objects are
-        not included: see `objects_state`.
-        """
+        """Return the aggregates of the training epoch so far, except those of metric objects. Waits for the device."""
         slots = self._stages["train"].slots.values()
         return slot_states(slot for slot in slots if slot.has_epoch_values or slot.last is not None)
 
     def load_state_dict(self, states: Mapping[str, Any], device: torch.device) -> None:
-        """Restore the aggregates of a training epoch; called after `begin`.
-
-        Args:
-            states: the result of `state_dict`.
-            device: this rank's device.
-        """
+        """Restore the result of `state_dict` onto this rank's device; called after `begin`."""
         metrics = self._stages["train"]
         metrics.by_name.clear()  # on_train_start may have logged
         metrics.slots.update({key: restored_slot(state, device) for key, state in states.items()})
@@ -128,8 +119,7 @@ class MetricBuffer:
 
     def begin(self, stage: EpochStage, *, num_dataloaders: int = 1) -> None:
         """Start an epoch of `stage` and make it the current one. Values of an earlier, unfinished epoch of this stage
-        are discarded; pending step values and everything of the other stages are kept. After a validation inside a
-        training epoch go back with `switch`.
+        are discarded; pending step values and everything of the other stages are kept.
 
         Args:
             stage: `"train"`, `"validate"`, `"test"` or `"predict"`.
@@ -184,7 +174,8 @@ class MetricBuffer:
             value: a number, a tensor with one element (copied, without its graph), or a torchmetrics Metric or
                 MetricCollection, which is computed at the epoch's flush and then reset. A collection's results, and
                 others that are a dict, are named `name/key`.
-            prog_bar: also pass it to the progress bar. logger: pass it to the loggers. Default: False.
+            prog_bar: pass it to the progress bar. Default: False.
+            logger: pass it to the loggers. Default: True.
             on_step: keep the latest value for `flush_step`. Default: in a training step.
             on_epoch: aggregate over the epoch for `flush_epoch`. Default: outside a training step and in evaluation.
                 With both, names end in `_step` and `_epoch`.
@@ -198,8 +189,7 @@ class MetricBuffer:
                 Default: True.
             batch_size: the value's weight in a mean; None: the length of the current batch. Default: None.
             rank_zero_only: the value that rank 0 logs is the value on every rank. Default: False.
-            metric_attribute: accepted for compatibility; metric objects do not need the name of an attribute.
-                Default: None.
+            metric_attribute: accepted for compatibility and not needed. Default: None.
 
         Raises:
             TaskError: the value is not a single number, or no epoch has begun.
@@ -331,10 +321,8 @@ class MetricBuffer:
         return [] if self._stage is None else list(self._stages[self._stage].slots.values())
 
     def peek(self) -> Flushed:
-        """Return this rank's own step values that are pending for `flush_step`; they stay pending, and are no longer
-        new.
-
-        Waits for the device. Not collective.
+        """Return this rank's own step values, which stay pending and are no longer new. Waits for the device. Not
+        collective.
         """
         return read_steps(self._by_slots())
 
@@ -354,9 +342,8 @@ class MetricBuffer:
         return flushed
 
     def flush_step(self, exchange: Exchange | None = None, last: StepResult | None = None) -> Flushed:
-        """Return the latest value of everything that was logged on_step since the last flush.
-
-        Waits for each device once. Collective when `exchange` is given: every rank calls it at the same step.
+        """Return the latest value of everything that was logged on_step since the last flush. Waits for each device
+        once. Collective when `exchange` is given: every rank calls it at the same step.
 
         Args:
             exchange: all-gather of a small picklable dict, in the order of the ranks; called exactly once, even if
@@ -396,10 +383,10 @@ class MetricBuffer:
     ) -> Flushed:
         """Return the aggregates of the current stage's epoch and reset them.
 
-        Waits for each device once, and once more when metric objects were logged, whose states other ranks may have
-        to see first. Collective when `exchange` is given: every rank calls it at the same point. Metric objects reduce
-        over ranks by themselves, in an order that the exchange has determined. One that only some ranks have logged, as
-        others had no batch, must be a module of `owner`; else it is computed without the others, with a warning.
+        Waits for each device once, and once more when metric objects were logged. Collective when `exchange` is given.
+        Metric objects reduce over ranks by themselves, in an order that the exchange determines. One that only some
+        ranks have logged, as others had no batch, must be a module of `owner`; else it is computed without the others,
+        with a warning.
 
         Args:
             exchange: as for `flush_step`; keys that only some ranks have logged appear on all of them. Default: None.

@@ -263,11 +263,10 @@ def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | No
         reduction: the user's own function for the kind `"custom"`; None on a rank that never logged the key.
 
     Returns:
-        The number (NaN when any value is NaN, and for a mean over no weight), or None when this rank lacks the
-        function.
+        The number, or None when this rank lacks the function. NaN when any value is NaN, and for a mean over no weight.
 
     Raises:
-        ConfigurationError: the ranks reduce the key differently; raised alike on every rank.
+        ConfigurationError: the ranks reduce the key differently. Raised on every rank.
     """
     kind = entries[0].kind
     if any(entry.kind != kind for entry in entries):
