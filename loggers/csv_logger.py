@@ -23,10 +23,7 @@ class CSVLogger(VersionedLogger):
     reader nor a crash loses a row.
 
     Args:
-        save_dir: parent folder; None: the run's root folder. Default: None.
-        name: sub-folder for the experiment. Default: `"trainwright_logs"`.
-        version: an int N for `version_N`, or text for a folder of that name; None: a new one. Default: None.
-        prefix: put before the name of each metric, with a dash. Default: `""`.
+        save_dir, name, version, prefix: see `VersionedLogger`.
         flush_logs_every_n_steps: write rows to the disk when the step has advanced by this number, and at the end.
             Default: 100.
     """
@@ -76,8 +73,7 @@ class CSVLogger(VersionedLogger):
         row = self.columns(metrics, "step")
         self.advance(step, row)
         self._rows.append({"step": step, **row})
-        if self._flushed_at is None:
-            self._flushed_at = step
+        self._flushed_at = step if self._flushed_at is None else self._flushed_at
         if step - self._flushed_at >= self.flush_logs_every_n_steps:
             self.flush()
             self._flushed_at = step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -23,24 +22,11 @@ class JSONLinesLogger(VersionedLogger):
     Each call adds the line `{"step": …, "time": <seconds since 1970>, "<name>": …, …}`, complete when the call returns.
     The file is valid JSON throughout: NaN and infinities are the text "NaN", "Infinity" and "-Infinity".
 
-    Args:
-        save_dir: parent folder; None: the run's root folder. Default: None.
-        name: sub-folder for the experiment. Default: `"trainwright_logs"`.
-        version: an int N for `version_N`, or text for a folder of that name; None: a new one. Default: None.
-        prefix: put before the name of each metric, with a dash. Default: `""`.
+    The arguments are those of `VersionedLogger`.
     """
 
     _OPEN = ("_file",)
-
-    def __init__(
-        self,
-        save_dir: str | os.PathLike[str] | None = None,
-        name: str | None = "trainwright_logs",
-        version: int | str | None = None,
-        prefix: str = "",
-    ) -> None:
-        super().__init__(save_dir, name, version, prefix)
-        self._file: TextIO | None = None
+    _file: TextIO | None = None
 
     @property
     def metrics_file(self) -> Path:

@@ -35,9 +35,7 @@ class RunInfo:
 
 
 class Silence:
-    """Object that accepts every call and attribute and does nothing: `Logger.experiment` on ranks other than the main
-    one.
-    """
+    """Object that accepts every call and does nothing: `Logger.experiment` on other ranks than the main one."""
 
     def __getattr__(self, name: str) -> Silence:
         if name.startswith("__"):
@@ -63,15 +61,13 @@ class Silence:
 class Logger(ABC):
     """Base class of loggers.
 
-    The Trainer calls `start` once for each stage, then the others in any order, then `finish`; after `finish` the
-    logger may be started again and continues its log. All of it happens on the main rank only, and never inside a step.
-    A method that raises is reported once, and the logger is disabled for the rest of the run: see `LoggerGroup`. Used
-    before any Trainer, a logger starts itself, on the main rank of a launcher's processes.
+    The Trainer calls `start` once for each stage, then the others in any order, then `finish`, all on the main rank and
+    never inside a step. A finished logger may be started again and continues its log. `LoggerGroup` handles errors.
+    Used before any Trainer, a logger starts itself, on the main rank of a launcher's processes.
 
     A sub-class defines the two abstract methods, and `start` (calling `super().start(run)`), `flush` and `finish` if it
-    has something to open, to buffer or to close; the others have defaults. A logger written for Lightning, with `save`
-    and `finalize` instead, can be used unchanged. It must be picklable before it is started, because it is sent to the
-    processes that the Trainer starts.
+    has something to open, to buffer or to close. A logger written for Lightning, with `save` and `finalize` instead,
+    can be used unchanged. Before its start it must be picklable: it is sent to the processes that the Trainer starts.
 
     Attributes:
         muted: this is not the main rank: nothing is started or written.
@@ -91,10 +87,8 @@ class Logger(ABC):
             elif name.startswith("log_"):
                 setattr(cls, name, _on_main_rank(method, starts=name != "log_checkpoint"))
 
-    JOINER: ClassVar[str] = "-"
-    """Separator of `prefix` and a metric's name."""
     LOGGER_JOIN_CHAR: ClassVar[str] = "-"
-    """The same, by Lightning's name."""
+    """Separator of `prefix` and a metric's name."""
 
     # Defaults for a sub-class whose `__init__` does not call this one.
     prefix: str = ""
@@ -113,10 +107,7 @@ class Logger(ABC):
         Args:
             root_dir: the folder.
             project: the name of the project or of the run. Default: None, which is the logger's own.
-            options: options of the backend.
-
-        Raises:
-            ConfigurationError: there is no such option.
+            options: options of the backend; one that it does not have raises ConfigurationError.
         """
         if options:
             raise ConfigurationError(f"{cls.__name__} has no options, and got {', '.join(options)}.")
@@ -125,11 +116,7 @@ class Logger(ABC):
     # Opening and closing
 
     def start(self, run: RunInfo) -> None:
-        """Open files or connections. Called again while open, it does nothing.
-
-        Raises:
-            MissingPackageError: the backend's package is not installed.
-        """
+        """Open files or connections. Called again while open, it does nothing. A missing package raises an error."""
         self._run = run
 
     def flush(self) -> None:
@@ -200,21 +187,16 @@ class Logger(ABC):
         _cannot_log(self, "graphs")
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
-        """Record a published checkpoint folder, for backends that store files. Default: nothing.
-
-        Args:
-            path: the checkpoint's folder.
-            aliases: names for it, such as `"best"` and `"last"`. Default: `()`.
-        """
+        """Record a published checkpoint folder, with names such as `"best"` and `"last"`. Default: nothing."""
         return None
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Record a checkpoint of a ModelCheckpoint; Lightning's form of `log_checkpoint`. Default: nothing."""
+        """Record a checkpoint of a ModelCheckpoint: Lightning's form of `log_checkpoint`. Default: nothing."""
         return None
 
     @property
     def group_separator(self) -> str:
-        """Separator between the parts of a metric's name: `"/"`."""
+        """Separator between the parts of a metric's name."""
         return "/"
 
     @property
@@ -285,9 +267,8 @@ class Logger(ABC):
 
     def prefixed(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return `metrics` with `prefix` before each name."""
-        if not self.prefix:
-            return dict(metrics)
-        return {f"{self.prefix}{self.JOINER}{name}": value for name, value in metrics.items()}
+        start = self.prefix and f"{self.prefix}{self.LOGGER_JOIN_CHAR}"
+        return {f"{start}{name}": value for name, value in metrics.items()}
 
     def warn_once(self, message: str) -> None:
         """Issue a TrainwrightWarning, the same one only once for each logger."""

@@ -21,11 +21,10 @@ _ESSENTIAL = ("start", "log_metrics", "flush", "finish")
 class LoggerGroup:
     """Group of loggers: calls each logger in turn, on the main rank only.
 
-    A logger whose backend raises is reported, with a TrainwrightWarning that names it, the method and the error: a full
-    disk or a lost connection never ends a training. A logger that cannot start, log metrics or flush is disabled until
-    the group is started again; if something else fails, such as a graph or a checkpoint, only that is missing.
-    Configuration errors, such as a package that is not installed, are raised by `start`. There is no communication
-    between ranks.
+    A logger whose backend raises is reported, with a TrainwrightWarning that names it, the method and the error. A
+    logger that cannot start, log metrics or flush is disabled until the group is started again; if something else
+    fails, such as a graph or a checkpoint, only that is missing. Configuration errors, such as a package that is not
+    installed, are raised by `start`. There is no communication between ranks.
 
     Args:
         loggers: in the order in which they are called. Default: `()`.
@@ -76,15 +75,12 @@ class LoggerGroup:
             if isinstance(logger, VersionedLogger) and logger.is_started and logger.version is not None:
                 claimed.setdefault(logger.root_dir, logger.version)  # it was used before the Trainer
         for logger in self.active:
-            if isinstance(logger, VersionedLogger):
-                base = logger.root_dir or str(run.root_dir / logger.name)
-                if base in claimed:
-                    logger.share_version(claimed[base])
-                self._call(logger, "start", run, strict=True)
-                if logger.version is not None:
-                    claimed.setdefault(base, logger.version)
-            else:
-                self._call(logger, "start", run, strict=True)
+            base = (logger.root_dir or str(run.root_dir / logger.name)) if isinstance(logger, VersionedLogger) else None
+            if isinstance(logger, VersionedLogger) and base in claimed:
+                logger.share_version(claimed[base])
+            self._call(logger, "start", run, strict=True)
+            if base is not None and logger.version is not None:
+                claimed.setdefault(base, logger.version)
         own = (logger.log_dir for logger in self.active if isinstance(logger, VersionedLogger))
         folder = next((found for found in own if found is not None), None)
         self.record = None if folder is None else RunRecord(Path(folder))
@@ -127,10 +123,8 @@ class LoggerGroup:
         return [{"logger": type(logger).__name__, **logger.state_dict()} for logger in self.loggers]
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Load into each logger the next state of its class. Call it before `start` if possible.
-
-        Call it only to resume training, not for an evaluation: loggers remove all values that were logged later.
-        Loggers may have been added or removed since the states were saved.
+        """Load into each logger the next state of its class, to resume training: loggers remove all values that were
+        logged later. Call it before `start` if possible. Loggers may have been added or removed since.
         """
         left = list(states)
         for logger in self.loggers:

@@ -1,9 +1,9 @@
 """The buffer that `log` fills: values stay on their device until the loop flushes them.
 
-`log` copies a value and appends it. It never waits for a device and never communicates. The loop calls `flush_step`
-every few steps for the latest values, and `flush_epoch` at the end of an epoch for the aggregates. Only these two read
-values, with one copy for each device, and communicate, in one collective that every rank joins even if it has logged
-nothing. Memory does not grow with the number of steps.
+`log` never waits for a device and never communicates. The loop calls `flush_step` every few steps for the latest
+values, and `flush_epoch` at the end of an epoch for the aggregates. Each reads with one copy for each device, and
+communicates in one collective that every rank joins even if it has logged nothing. Memory does not grow with the number
+of steps.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.errors import ConfigurationError, TaskError, nearest
+from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.state import StepResult
 from trainwright.core.tree import batch_size as find_batch_size
-from trainwright.loggers.epoch_state import fill_slot, make_slot, slot_states
 from trainwright.loggers.metric_slot import (
     FOLD_EVERY,
+    HostReads,
     MetricSettings,
     MetricSlot,
     Reduction,
     is_metric_object,
     parse_reduction,
+    restored_slot,
     same_function,
+    slot_states,
     to_number,
 )
 from trainwright.loggers.metric_values import (
     Entry,
     Exchange,
     Flushed,
-    NewValues,
     entry_of,
     epoch_entries,
     gather_entries,
-    path_in,
+    new_of_epoch,
     put_combined,
     put_objects,
-    read_values,
+    read_steps,
     step_values,
 )
 
@@ -58,27 +59,27 @@ class _StageMetrics:
 
 
 class DivertedCall(NamedTuple):
-    """A call of `log` that was only recorded; `options` are its keyword arguments in order."""
+    """A call of `log` that was only recorded: its arguments."""
 
     name: str
     value: object
-    options: tuple[Any, ...]
+    batch_size: int | None
+    prog_bar: bool
+    logger: bool
+    on_step: bool | None
+    on_epoch: bool | None
+    reduce_fx: Reduction
+    sync_dist: bool | None
+    add_dataloader_idx: bool
+    rank_zero_only: bool
 
     def repeat(self, buffer: MetricBuffer) -> None:
         """Log the value now."""
-        buffer.log(self.name, self.value, **dict(zip(_OPTIONS, self.options, strict=True)))
-
-
-_OPTIONS = (
-    *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "sync_dist", "add_dataloader_idx"),
-    *("batch_size", "rank_zero_only"),
-)
+        buffer.log(**self._asdict())
 
 
 class MetricBuffer:
-    """Buffer of the values that tasks and callbacks log, without waiting and without communication.
-
-    The loop sets plain attributes:
+    """Buffer of the values that tasks and callbacks log. The loop sets its attributes.
 
     Attributes:
         in_step: True during a training or evaluation step (or a hook of one batch).
@@ -98,35 +99,18 @@ class MetricBuffer:
         self._stage: EpochStage | None = None
         self._stages: dict[EpochStage, _StageMetrics] = {stage: _StageMetrics() for stage in _STAGES}
         self._by_name: dict[str, MetricSlot] = {}
-        self._device = torch.device("cpu")
         self._closed = ""  # the hook in which nothing can be logged
-        self._new = NewValues()
-        self._unclaimed: dict[str, Mapping[str, Any]] = {}  # of a resumed epoch, until the key is logged again
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the aggregates of the current training epoch so far, by key; waits for the device. Metric objects are
-        not included: see `epoch_state.objects_state`.
-        """
+        """Return the aggregates of the training epoch so far, except those of metric objects. Waits for the device."""
         slots = self._stages["train"].slots.values()
         return slot_states(slot for slot in slots if slot.has_epoch_values or slot.last is not None)
 
     def load_state_dict(self, states: Mapping[str, Any], device: torch.device) -> None:
-        """Restore the aggregates of a training epoch; called after `begin`.
-
-        Args:
-            states: the result of `state_dict`.
-            device: this rank's device.
-        """
-        metrics, self._device = self._stages["train"], device
+        """Restore the result of `state_dict` onto this rank's device; called after `begin`."""
+        metrics = self._stages["train"]
         metrics.by_name.clear()  # on_train_start may have logged
-        for key, state in states.items():
-            slot = make_slot(state)
-            if slot is None:
-                self._unclaimed[key] = state
-                continue
-            fill_slot(slot, state, device)
-            slot.is_free = True  # the code may have changed since
-            metrics.slots[key] = slot
+        metrics.slots.update({key: restored_slot(state, device) for key, state in states.items()})
 
     @property
     def stage(self) -> EpochStage | None:
@@ -135,8 +119,7 @@ class MetricBuffer:
 
     def begin(self, stage: EpochStage, *, num_dataloaders: int = 1) -> None:
         """Start an epoch of `stage` and make it the current one. Values of an earlier, unfinished epoch of this stage
-        are discarded; pending step values and everything of the other stages are kept. After a validation inside a
-        training epoch go back with `switch`.
+        are discarded; pending step values and everything of the other stages are kept.
 
         Args:
             stage: `"train"`, `"validate"`, `"test"` or `"predict"`.
@@ -146,20 +129,11 @@ class MetricBuffer:
         metrics = self._stages[stage]
         metrics.num_dataloaders = num_dataloaders
         metrics.by_name.clear()
-        self._new.close_epoch(metrics.slots.values())
         for slot in metrics.slots.values():
             slot.begin_epoch()
-        if stage == "train":
-            self._unclaimed.clear()
 
     def switch(self, stage: EpochStage) -> None:
-        """Make `stage` the current one and change nothing else, for example when training continues after a validation.
-
-        Raises:
-            ConfigurationError: no such stage.
-        """
-        if stage not in self._stages:
-            raise ConfigurationError(f"unknown stage {stage!r}.{nearest(stage, _STAGES)} Known: {', '.join(_STAGES)}.")
+        """Make `stage` the current one and change nothing else, as when training continues after a validation."""
         self._stage, self._closed = stage, ""
         self._by_name = self._stages[stage].by_name
 
@@ -200,7 +174,8 @@ class MetricBuffer:
             value: a number, a tensor with one element (copied, without its graph), or a torchmetrics Metric or
                 MetricCollection, which is computed at the epoch's flush and then reset. A collection's results, and
                 others that are a dict, are named `name/key`.
-            prog_bar: also pass it to the progress bar. logger: pass it to the loggers. Default: False.
+            prog_bar: pass it to the progress bar. Default: False.
+            logger: pass it to the loggers. Default: True.
             on_step: keep the latest value for `flush_step`. Default: in a training step.
             on_epoch: aggregate over the epoch for `flush_epoch`. Default: outside a training step and in evaluation.
                 With both, names end in `_step` and `_epoch`.
@@ -214,30 +189,18 @@ class MetricBuffer:
                 Default: True.
             batch_size: the value's weight in a mean; None: the length of the current batch. Default: None.
             rank_zero_only: the value that rank 0 logs is the value on every rank. Default: False.
-            metric_attribute: accepted for compatibility; metric objects do not need the name of an attribute.
-                Default: None.
+            metric_attribute: accepted for compatibility and not needed. Default: None.
 
         Raises:
             TaskError: the value is not a single number, or no epoch has begun.
             ConfigurationError: options that contradict each other or an earlier call in the same epoch.
         """
+        given = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
         if self.diverted is not None:
-            given = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, batch_size)
             kept_value = value.detach().clone() if isinstance(value, Tensor) else value
-            self.diverted.append(DivertedCall(name, kept_value, (*given, rank_zero_only)))
+            self.diverted.append(DivertedCall(name, kept_value, batch_size, *given))
             return
-        options = (
-            prog_bar,
-            logger,
-            on_step,
-            on_epoch,
-            reduce_fx,
-            sync_dist,
-            add_dataloader_idx,
-            rank_zero_only,
-            self.in_step,
-            self.dataloader_idx,
-        )
+        options = (*given, self.in_step, self.dataloader_idx)
         slot = self._by_name.get(name) if isinstance(name, str) else None
         if slot is None or slot.options != options:
             slot = self._open(name, value, options)
@@ -272,8 +235,11 @@ class MetricBuffer:
 
     def _open(self, name: str, value: object, options: tuple[Any, ...]) -> MetricSlot:
         """Find or create the slot for `name`, and check `options` against each other and against earlier calls."""
-        prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_index, main_only, in_step, index = options
-        _check_name(name)
+        *_, add_index, _, _, index = options
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise ConfigurationError(f"log got the name {name!r}, which no file can hold; remove its lone surrogates.")
         if self._closed:
             raise TaskError(
                 f"log({name!r}) in {self._closed}: values are not read there. Call it in a *_step or in a hook of an "
@@ -284,33 +250,22 @@ class MetricBuffer:
             raise TaskError(f"log({name!r}): no epoch has begun. Call it in a *_step or in a hook of an epoch.")
         if isinstance(value, Tensor):
             to_number(name, value)  # a dtype that cannot be logged is refused here, not at every call
-        on_step, on_epoch = self._when(name, on_step, on_epoch, in_step)
-        if sync_dist not in (None, True, False):
-            raise ConfigurationError(f"log({name!r}, sync_dist={sync_dist!r}): expected None, True or False.")
-        settings = MetricSettings(
-            on_step,
-            on_epoch,
-            bool(prog_bar),
-            bool(logger),
-            parse_reduction(name, reduce_fx),
-            sync_dist,
-            bool(main_only),
-        )
+        settings = self._settings(name, options)
         metrics = self._stages[self._stage]
         apart = add_index and index is not None and metrics.num_dataloaders > 1
         suffix = f"/dataloader_idx_{index}" if apart else ""
         if apart and is_metric_object(value):
             self._refuse_shared_metric(name, suffix, value)
         slot = metrics.slots.get(name + suffix)
-        if slot is not None and same_function(slot.settings.reduction, settings.reduction):
-            settings = settings._replace(reduction=slot.settings.reduction)
         if slot is None:
             slot = metrics.slots[name + suffix] = MetricSlot(name, suffix, settings)
-            slot.loader = index if metrics.num_dataloaders > 1 else None
-            if self._stage == "train" and slot.key in self._unclaimed and slot.kind == "custom":
-                fill_slot(slot, self._unclaimed.pop(slot.key), self._device)
-        elif slot.is_free:
-            if slot.settings.reduction != settings.reduction:
+            slot.is_free = True
+        before = slot.settings.reduction
+        if same_function(before, settings.reduction):
+            settings = settings._replace(reduction=before)
+        if slot.is_free:
+            # The state in a checkpoint has no function: its values belong to the one that is passed now.
+            if before != settings.reduction and (before is not None or isinstance(settings.reduction, str)):
                 slot.clear_epoch()
             slot.configure(settings)
             slot.loader = index if metrics.num_dataloaders > 1 else None
@@ -324,24 +279,19 @@ class MetricBuffer:
                 f"log({name!r}) was called with other options in the same {self._stage} epoch: {'; '.join(changed)} "
                 "(unset options follow from where it is called). Use the same options, or another name."
             )
-        else:
-            self._claim(slot, value, index)
+        elif slot.loader is not None and index is not None and index != slot.loader:
+            if not is_metric_object(value):
+                raise ConfigurationError(
+                    f"log({name!r}, add_dataloader_idx=False) was called for dataloaders {slot.loader} and {index}, "
+                    "whose values would mix. Give each loader's metric its own name, or remove add_dataloader_idx."
+                )
+            slot.loader = None  # one metric object is for all of them
         slot.options = options
         metrics.by_name[name] = slot
         return slot
 
-    def _claim(self, slot: MetricSlot, value: object, index: int | None) -> None:
-        """Record that one more of several loaders logs a key: an error, unless one metric object is for all of them."""
-        if slot.loader is None or index is None or index == slot.loader:
-            return
-        if not is_metric_object(value):
-            raise ConfigurationError(
-                f"log({slot.name!r}, add_dataloader_idx=False) was called for dataloaders {slot.loader} and {index}, "
-                "whose values would mix. Give each loader's metric its own name, or remove add_dataloader_idx."
-            )
-        slot.loader = None
-
-    def _when(self, name: str, on_step: bool | None, on_epoch: bool | None, in_step: bool) -> tuple[bool, bool]:
+    def _settings(self, name: str, options: tuple[Any, ...]) -> MetricSettings:
+        prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, _, main_only, in_step, _ = options
         training_step = self._stage == "train" and in_step
         step = training_step if on_step is None else bool(on_step)
         epoch = not training_step if on_epoch is None else bool(on_epoch)
@@ -355,7 +305,8 @@ class MetricBuffer:
                 f"log({name!r}, on_step=True) was called outside a step, where there is no step to log it for. Remove "
                 "on_step, or call it in a *_step or a hook of a batch."
             )
-        return step, epoch
+        reduction, sync = parse_reduction(name, reduce_fx), None if sync_dist is None else bool(sync_dist)
+        return MetricSettings(step, epoch, bool(prog_bar), bool(logger), reduction, sync, bool(main_only))
 
     def _refuse_shared_metric(self, name: str, suffix: str, metric: object) -> None:
         for other in self._by_slots():
@@ -366,58 +317,50 @@ class MetricBuffer:
                     "add_dataloader_idx=False to aggregate over all of them."
                 )
 
-    def _by_slots(self) -> Iterator[MetricSlot]:
-        return iter(self._stages[self._stage].slots.values() if self._stage is not None else ())
+    def _by_slots(self) -> list[MetricSlot]:
+        return [] if self._stage is None else list(self._stages[self._stage].slots.values())
 
     def peek(self) -> Flushed:
-        """Return this rank's own step values that are pending for `flush_step`; they stay pending, and are no longer
-        new.
-
-        Waits for the device. Not collective.
+        """Return this rank's own step values, which stay pending and are no longer new. Waits for the device. Not
+        collective.
         """
-        return self._new.all_steps(list(self._by_slots()))
+        return read_steps(self._by_slots())
 
     def peek_new(self) -> Flushed:
         """Return this rank's own values that have not been read: of steps, and outside of steps of the epoch so far.
         They stay pending. Waits for the device if there are any. Not collective.
         """
-        own = list(self._by_slots())
+        own = self._by_slots()
         logged = {slot.key for slot in own}  # in an evaluation, its values replace older ones of training
         train = [] if self._stage == "train" else self._stages["train"].slots.values()
-        flushed = self._new.of_steps([*(slot for slot in train if slot.key not in logged), *own])
+        held = [*(slot for slot in train if slot.key not in logged), *own]
+        flushed = read_steps(slot for slot in held if slot.seen_step is not slot.last)
         if not self.in_step:
-            of_epoch = self._new.of_epoch(self._by_slots())
+            of_epoch = new_of_epoch(own)
             flushed.callback.update(of_epoch.callback)
             flushed.prog_bar.update(of_epoch.prog_bar)
         return flushed
 
     def flush_step(self, exchange: Exchange | None = None, last: StepResult | None = None) -> Flushed:
-        """Return the latest value of everything that was logged on_step since the last flush.
-
-        Waits for each device once. Collective when `exchange` is given: every rank calls it at the same step.
+        """Return the latest value of everything that was logged on_step since the last flush. Waits for each device
+        once. Collective when `exchange` is given: every rank calls it at the same step.
 
         Args:
             exchange: all-gather of a small picklable dict, in the order of the ranks; called exactly once, even if
                 nothing was logged. None: one process. Default: None.
             last: result of the last step, to read with the values. Default: None.
         """
-        waiting: list[tuple[tuple[MetricSlot, Entry] | str, float | Tensor]] = []
+        reads, shared, reductions = HostReads(), dict[str, Entry](), dict[str, Reduction | None]()
+        facts = {} if last is None else {"loss": last.loss, "grad_norm": last.grad_norm}
+        of_last = {name: reads.add(value) for name, value in facts.items() if value is not None}
+        waiting: list[tuple[MetricSlot, Entry, list[float]]] = []
         for slot in self._by_slots():
             if slot.last is not None:
-                waiting += [((slot, entry), value) for entry, value in step_values(slot)]
-                slot.last = None
-            self._new.steps.pop(slot, None)
-        flushed = Flushed()
-        shared: dict[str, Entry] = {}
-        reductions: dict[str, Reduction] = {}
-        if last is not None:
-            facts = {"loss": last.loss, "grad_norm": last.grad_norm}
-            waiting += [(name, value) for name, value in facts.items() if value is not None]
-        for key, value in read_values(waiting):
-            if isinstance(key, str):
-                flushed.last_step[key] = value
-                continue
-            slot, entry = key
+                waiting += [(slot, entry, reads.add(value)) for entry, value in step_values(slot)]
+            slot.last = slot.seen_step = None
+        reads.read()
+        flushed = Flushed(last_step={name: value for name, (value,) in of_last.items()})
+        for slot, entry, (value,) in waiting:
             if exchange is not None and (slot.settings.sync_dist is True or entry.main_only):
                 name = entry.name + entry.suffix
                 weight = slot.last_weight if entry.kind == "mean" else 1.0
@@ -440,10 +383,10 @@ class MetricBuffer:
     ) -> Flushed:
         """Return the aggregates of the current stage's epoch and reset them.
 
-        Waits for each device once, and once more when metric objects were logged, whose states other ranks may have
-        to see first. Collective when `exchange` is given: every rank calls it at the same point. Metric objects reduce
-        over ranks by themselves, in an order that the exchange has determined. One that only some ranks have logged, as
-        others had no batch, must be a module of `owner`; else it is computed without the others, with a warning.
+        Waits for each device once, and once more when metric objects were logged. Collective when `exchange` is given.
+        Metric objects reduce over ranks by themselves, in an order that the exchange determines. One that only some
+        ranks have logged, as others had no batch, must be a module of `owner`; else it is computed without the others,
+        with a warning.
 
         Args:
             exchange: as for `flush_step`; keys that only some ranks have logged appear on all of them. Default: None.
@@ -456,10 +399,11 @@ class MetricBuffer:
         reductions = {slot.key: slot.settings.reduction for slot in slots}
         stay_here = {slot.key for slot in slots if slot.settings.sync_dist is False}
         alone = {key for key, entry in entries.items() if key in stay_here and not entry.main_only}
+        paths = {} if owner is None else {id(module): path for path, module in owner.named_modules()}
         payload = {
             "metrics": {key: tuple(entry) for key, entry in entries.items() if key not in alone},
             "objects": {
-                key: (path_in(owner, slot.metric), tuple(entry_of(slot)))
+                key: (paths.get(id(slot.metric)), tuple(entry_of(slot)))
                 for key, slot in objects.items()
                 if slot.on_epoch and slot.settings.sync_dist is not False
             },
@@ -470,19 +414,12 @@ class MetricBuffer:
         put_combined(flushed, gather_entries(gathered), reductions, "epoch")
         put_objects(flushed, objects, gathered, owner)
         if keep:
-            self._new.of_epoch(slots)  # this rank's own aggregates are not new: those of all ranks were returned
+            for slot in slots:  # this rank's own aggregates are not new: those of all ranks were returned
+                slot.seen_epoch = slot.epoch_count
             return flushed
-        self._new.close_epoch(slots)
         for slot in slots:
             slot.clear_epoch()
         for slot in objects.values():  # after all are computed: one object may be logged under two names
             slot.metric.reset()
             slot.metric = None
         return flushed
-
-
-def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name:
-        raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
-    if any("\ud800" <= letter <= "\udfff" for letter in name):
-        raise ConfigurationError(f"log got the name {name!r}, which no file can hold; remove its lone surrogates.")

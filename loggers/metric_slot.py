@@ -1,11 +1,12 @@
-"""A logged metric between two flushes: its options, the latest value of a step, the running aggregate of an epoch.
-Nothing here waits for a device. Values stay on their device; the host reads them in `HostReads.read`, once per flush.
+"""A logged metric between two flushes: its options, the latest value of a step, the running aggregate of an epoch, and
+the state of both for a checkpoint. Values stay on their device; only `HostReads.read` waits for it.
 """
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ class MetricSettings(NamedTuple):
     on_epoch: bool
     prog_bar: bool
     logger: bool
-    reduction: Reduction
+    reduction: Reduction | None  # None: a custom one of an earlier process, before the next `log`
     sync_dist: bool | None
     main_only: bool
 
@@ -51,7 +52,7 @@ def parse_reduction(name: str, reduce_fx: Reduction) -> Reduction:
     )
 
 
-def same_function(first: Reduction, second: Reduction) -> bool:
+def same_function(first: Reduction | None, second: Reduction | None) -> bool:
     """Return whether two reductions are made from the same code, like a lambda written in the call to `log`."""
     code = getattr(first, "__code__", None)
     return code is not None and code is getattr(second, "__code__", None)
@@ -115,7 +116,7 @@ class MetricSlot:
     __slots__ = (
         *("name", "suffix", "settings", "options", "metric", "loader", "on_step", "on_epoch", "is_free"),
         *("values", "weights", "last", "last_weight", "weight", "weigh", "weigh_step"),
-        *("chunks", "totals", "host_total", "host_extreme"),
+        *("chunks", "totals", "host_total", "host_extreme", "seen_step", "seen_epoch"),
     )
 
     def __init__(self, name: str, suffix: str, settings: MetricSettings) -> None:
@@ -124,6 +125,7 @@ class MetricSlot:
         self.options: tuple[Any, ...] | None = None  # as the latest `log` was called, with which the next is compared
         self.last: Any = None  # the latest value of a step since the last flush; with metric objects also a dict
         self.last_weight: float = 1.0  # in a mean over ranks
+        self.seen_step: Any = None  # the `last` that was read before a flush
         self.values: list[float | Tensor] = []  # pending ones of the epoch, at most FOLD_EVERY
         self.weights: list[float] = []
         self.metric: Any = None  # the torchmetrics object, when that is what was logged
@@ -162,6 +164,7 @@ class MetricSlot:
         self.host_extreme: float | None = None
         self.totals: dict[torch.device, Tensor] = {}
         self.chunks: list[Tensor | list[float]] = []
+        self.seen_epoch: tuple[float, int, int] | None = None  # the `epoch_count` up to which the aggregate was read
 
     def observe(self, metric: object) -> None:
         """Store a torchmetrics object. Its value in this step is the last result of its `forward`."""
@@ -189,10 +192,17 @@ class MetricSlot:
         """True if anything was logged for the epoch's aggregate."""
         return bool(self.values or self.totals or self.chunks or self.host_extreme is not None)
 
+    @property
+    def epoch_count(self) -> tuple[float, int, int]:
+        """The amount of what was logged for the epoch's aggregate; each new value changes it."""
+        return self.weight, len(self.values), getattr(self.metric, "_update_count", 0)
+
     def fold(self) -> None:
         """Fold the pending values into the aggregate: one stack for each device and dtype, no wait."""
-        if self.kind == "custom":
-            self._fold_custom()
+        if self.kind == "custom":  # in their order
+            for kind, run in itertools.groupby(self.values, _place_and_dtype):
+                values: list[Any] = list(run)
+                self.chunks.append(values if kind is None else torch.stack(values))
         else:
             groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[float]]] = {}
             host = [] if self.host_extreme is None else [self.host_extreme]
@@ -214,13 +224,9 @@ class MetricSlot:
     def _fold_device(self, device: torch.device, tensors: list[Tensor], weights: list[float]) -> None:
         stacked = torch.stack(tensors).to(accumulator_dtype(device))
         before = self.totals.get(device)
-        if self.kind == "min":
-            folded = stacked.amin()
-            self.totals[device] = folded if before is None else torch.minimum(before, folded)
-            return
-        if self.kind == "max":
-            folded = stacked.amax()
-            self.totals[device] = folded if before is None else torch.maximum(before, folded)
+        if self.kind in ("min", "max"):
+            known = stacked if before is None else torch.cat([before.reshape(1), stacked])
+            self.totals[device] = known.amin() if self.kind == "min" else known.amax()
             return
         if weights.count(weights[0]) == len(weights):
             folded = stacked.sum() * weights[0]
@@ -229,50 +235,113 @@ class MetricSlot:
             folded = torch.stack(torch._foreach_mul(stacked.unbind(), weights)).sum()
         self.totals[device] = folded if before is None else before + folded
 
-    def _fold_custom(self) -> None:
-        run: list[Any] = []
 
-        def close() -> None:
-            if run:
-                self.chunks.append(list(run) if isinstance(run[0], float) else torch.stack(run))
-                run.clear()
-
-        for value in self.values:
-            if run and not _alike(run[0], value):
-                close()
-            run.append(value)
-        close()
-
-
-def _alike(first: float | Tensor, second: float | Tensor) -> bool:
-    if isinstance(first, float) or isinstance(second, float):
-        return isinstance(first, float) and isinstance(second, float)
-    return first.device == second.device and first.dtype == second.dtype
+def _place_and_dtype(value: float | Tensor) -> tuple[torch.device, torch.dtype] | None:
+    return None if isinstance(value, float) else (value.device, value.dtype)
 
 
 class HostReads:
     """Tensors whose values a flush needs on the host: one stack and one copy for each device."""
 
     def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
+        self._tensors: list[tuple[Tensor, list[float]]] = []
 
-    def add(self, tensor: Tensor) -> int:
-        """Request a tensor (any shape) and return the index of its values in the result of `read`."""
-        self._tensors.append(tensor)
-        return len(self._tensors) - 1
-
-    def read(self) -> list[list[float]]:
-        """Return the values of every requested tensor, flattened, in order. Waits for the devices, once each."""
-        found: list[list[float]] = [[] for _ in self._tensors]
-        by_device: dict[torch.device, list[int]] = {}
-        for index, tensor in enumerate(self._tensors):
-            by_device.setdefault(tensor.device, []).append(index)
-        for device, indices in by_device.items():
-            dtype = accumulator_dtype(device)
-            flat = [self._tensors[index].detach().reshape(-1).to(dtype) for index in indices]
-            values = torch.cat(flat).tolist()
-            start = 0
-            for index, piece in zip(indices, flat, strict=True):
-                found[index] = values[start : start + piece.numel()]
-                start += piece.numel()
+    def add(self, value: float | Tensor) -> list[float]:
+        """Request a number, or a tensor of any shape. The returned list holds the number, or after `read` the values of
+        the tensor, flattened.
+        """
+        if not isinstance(value, Tensor):
+            return [float(value)]
+        found: list[float] = []
+        self._tensors.append((value, found))
         return found
+
+    def read(self) -> None:
+        """Read every requested tensor. Waits for the devices, once each."""
+        by_device: dict[torch.device, list[tuple[Tensor, list[float]]]] = {}
+        for tensor, found in self._tensors:
+            by_device.setdefault(tensor.device, []).append((tensor, found))
+        for device, pairs in by_device.items():
+            dtype = accumulator_dtype(device)
+            flat = torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor, _ in pairs])
+            values = iter(flat.tolist())
+            for tensor, found in pairs:
+                found.extend(itertools.islice(values, tensor.numel()))
+
+
+State = dict[str, Any]
+Numbers = dict[int, list[float]]  # of tensors, by their ids
+_PLAIN = ("name", "suffix", "weight", "host_total", "host_extreme", "last_weight")
+
+
+def slot_states(slots: Iterable[MetricSlot]) -> dict[str, State]:
+    """Return the states of slots, by their keys, as trees of plain values; waits for each device once.
+
+    Pending values stay pending, so that a resumed run adds them up in the same order, to the last bit.
+    """
+    asked, reads, numbers = list(slots), HostReads(), Numbers()
+    for slot in asked:
+        for value in (*slot.values, *slot.totals.values(), *slot.chunks, slot.last):
+            if isinstance(value, Tensor) and id(value) not in numbers:
+                numbers[id(value)] = reads.add(value)
+    reads.read()
+    return {slot.key: _slot_state(slot, numbers) for slot in asked}
+
+
+def _slot_state(slot: MetricSlot, numbers: Numbers) -> State:
+    reduction = slot.settings.reduction if isinstance(slot.settings.reduction, str) else None
+    return {
+        "settings": {**slot.settings._asdict(), "reduction": reduction},
+        **{field: getattr(slot, field) for field in _PLAIN},
+        "values": pack(slot.values, numbers),
+        "weights": list(slot.weights),
+        "totals": {device.type: float(numbers[id(total)][0]) for device, total in slot.totals.items()},
+        "chunks": [pack(chunk if isinstance(chunk, list) else [chunk], numbers) for chunk in slot.chunks],
+        "last": pack([slot.last], numbers) if isinstance(slot.last, (float, Tensor)) else None,
+    }
+
+
+def restored_slot(state: Mapping[str, Any], device: torch.device) -> MetricSlot:
+    """Return a slot with a state from `slot_states`; device values are put on `device`."""
+    slot = MetricSlot(state["name"], state["suffix"], MetricSettings(**state["settings"]))
+    slot.values, slot.weights = _unpack(state["values"], device), list(state["weights"])
+    slot.weight, slot.host_total, slot.host_extreme = state["weight"], state["host_total"], state["host_extreme"]
+    for name, total in state["totals"].items():
+        place = _place(name, device)
+        slot.totals[place] = torch.tensor(total, dtype=accumulator_dtype(place), device=place)
+    for chunk in state["chunks"]:
+        values = _unpack(chunk, device)
+        slot.chunks.append(torch.stack(values) if values and isinstance(values[0], Tensor) else values)
+    if state["last"] is not None:
+        slot.last, slot.last_weight = _unpack(state["last"], device)[0], state["last_weight"]
+    slot.is_free = True  # the code may have changed since
+    return slot
+
+
+def pack(values: Iterable[float | Tensor], read: Numbers) -> State:
+    """Return values as lists of numbers, one for each kind: the host, or a device type and dtype."""
+    kinds: list[str] = []
+    numbers: dict[str, list[float]] = {}
+    for value in values:
+        if isinstance(value, float):
+            kind, found = "", [value]
+        else:
+            kind = f"{value.device.type}/{str(value.dtype).removeprefix('torch.')}"
+            found = read[id(value)]
+        kinds += [kind] * len(found)
+        numbers.setdefault(kind, []).extend(found)
+    return {"kinds": kinds, "numbers": numbers}
+
+
+def _unpack(packed: Mapping[str, Any], device: torch.device) -> list[Any]:
+    found: dict[str, Iterator[Any]] = {"": iter(packed["numbers"].get("", ()))}
+    for kind in packed["numbers"].keys() - {""}:
+        place, _, dtype = kind.partition("/")
+        values = torch.tensor(packed["numbers"][kind], dtype=getattr(torch, dtype), device=_place(place, device))
+        found[kind] = iter(values.unbind())
+    return [next(found[kind]) for kind in packed["kinds"]]
+
+
+def _place(name: str, device: torch.device) -> torch.device:
+    """Return the device for a value that was on the device `name`; the host stays the host."""
+    return torch.device("cpu") if name == "cpu" else device

@@ -1,21 +1,34 @@
-"""Values of slots: those of a step, the aggregates of an epoch, the results of metric objects."""
+"""Values of slots: those of a step, the aggregates of an epoch, the results of metric objects; and the state of metric
+objects for a checkpoint.
+"""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.metric_value import MetricValue
-from trainwright.loggers.metric_slot import HostReads, MetricSlot, Reduction, is_metric_object, pick, to_number
+from trainwright.core.tree import map_tensors
+from trainwright.loggers.metric_slot import (
+    HostReads,
+    MetricSlot,
+    Reduction,
+    State,
+    is_metric_object,
+    pack,
+    pick,
+    restored_slot,
+    to_number,
+)
 
 
 def step_values(slot: MetricSlot) -> Iterator[tuple[Entry, float | Tensor]]:
@@ -44,20 +57,6 @@ def named_values(entry: Entry, result: object) -> Iterator[tuple[Entry, float | 
         yield entry, to_number(entry.name, result)
 
 
-def path_in(owner: torch.nn.Module | None, metric: object) -> str | None:
-    """Return the name of a metric object among the modules of a task; None if it is not one of them."""
-    return None if owner is None else next((path for path, found in owner.named_modules() if found is metric), None)
-
-
-def compute_without_values(metric: Any) -> Any:
-    """Compute a metric object that other ranks have updated, and reset it; collective."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchmetrics expects an update
-        result = metric.compute()
-    metric.reset()  # its result would else be used again
-    return result
-
-
 def compute_alone(metric: Any) -> Any:
     """Compute a metric object without other ranks, and without caching the result."""
     with without_ranks(metric):
@@ -72,53 +71,59 @@ def without_ranks(metric: torch.nn.Module) -> Iterator[None]:
     try:
         for part in parts:
             changed.append((part, part.distributed_available_fn, part.compute_with_cache))
-            part.distributed_available_fn, part.compute_with_cache = _no_ranks, False
+            part.distributed_available_fn, part.compute_with_cache = lambda: False, False
         yield
     finally:
         for part, available, cached in changed:
             part.distributed_available_fn, part.compute_with_cache = available, cached
 
 
-def _no_ranks() -> bool:
-    return False
-
-
-def epoch_entries(slots: list[MetricSlot]) -> dict[str, Entry]:
+def epoch_entries(slots: Iterable[MetricSlot]) -> dict[str, Entry]:
     """Return key → this rank's aggregate, read from the devices with one copy each."""
     reads = HostReads()
-    waiting: list[tuple[MetricSlot, list[int | list[float]]]] = []
+    waiting: list[tuple[MetricSlot, list[list[float]]]] = []
     for slot in slots:
-        if not slot.has_epoch_values:
-            continue
-        slot.fold()
-        parts: list[int | list[float]]
-        if slot.kind == "custom":
-            parts = [reads.add(chunk) if isinstance(chunk, Tensor) else chunk for chunk in slot.chunks]
-        else:
-            parts = [reads.add(total) for total in slot.totals.values()]
-        waiting.append((slot, parts))
-    read = reads.read()
+        if slot.has_epoch_values:
+            slot.fold()
+            parts = slot.chunks if slot.kind == "custom" else slot.totals.values()
+            waiting.append((slot, [reads.add(part) if isinstance(part, Tensor) else part for part in parts]))
+    reads.read()
     found: dict[str, Entry] = {}
-    for slot, parts in waiting:
-        values = [value for part in parts for value in (read[part] if isinstance(part, int) else part)]
-        entry = entry_of(slot)
+    for slot, read in waiting:
+        values = [value for part in read for value in part]
         if slot.kind == "custom":
-            found[slot.key] = entry._replace(values=values)
+            facts: dict[str, Any] = {"values": values}
+        elif slot.kind in ("mean", "sum"):
+            facts = {"total": slot.host_total + sum(values), "weight": slot.weight}
         else:
-            found[slot.key] = entry._replace(total=_total(slot, values), weight=slot.weight)
+            host = [] if slot.host_extreme is None else [slot.host_extreme]
+            facts = {"total": pick([*host, *values], slot.kind), "weight": slot.weight}
+        found[slot.key] = entry_of(slot)._replace(**facts)
     return found
 
 
-def _total(slot: MetricSlot, device_values: list[float]) -> float:
-    if slot.kind in ("mean", "sum"):
-        return slot.host_total + sum(device_values)
-    return pick(device_values if slot.host_extreme is None else [slot.host_extreme, *device_values], slot.kind)
+def merge(states: Sequence[Mapping[str, Any]]) -> State:
+    """Return the combined state of several ranks' aggregates; each is from `slot_states`."""
+    slots = [restored_slot(state, torch.device("cpu")) for state in states]
+    entries = [entry for slot in slots for entry in epoch_entries([slot]).values()]
+    totals, values = [entry.total for entry in entries], [value for entry in entries for value in entry.values]
+    return {
+        **states[0],
+        "values": pack([], {}),
+        "weights": [],
+        "totals": {},
+        "last": None,
+        "chunks": [pack(values, {})] if values else [],
+        "weight": sum(entry.weight for entry in entries),
+        "host_total": sum(totals),
+        "host_extreme": pick(totals, slots[0].kind) if totals and not values else None,
+    }
 
 
 def put_combined(
     flushed: Flushed,
     entries: dict[str, list[Entry]],
-    reductions: dict[str, Reduction],
+    reductions: Mapping[str, Reduction | None],
     when: Literal["step", "epoch"],
 ) -> None:
     """Add the reduction of each key's entries, one for each rank that has it."""
@@ -128,68 +133,38 @@ def put_combined(
             flushed.put(found[0], value, when)
 
 
-class NewValues:
-    """Values of this rank that have not been read yet: each is read from its device once, and stays pending."""
-
-    def __init__(self) -> None:
-        self.steps: dict[MetricSlot, Any] = {}  # the value of a step that was looked at last; a flush empties it
-        self._epochs: dict[MetricSlot, Any] = {}
-
-    def of_steps(self, slots: Iterable[MetricSlot]) -> Flushed:
-        """Return the latest values of steps that were logged since the last read. Waits for the device if there are
-        any.
-        """
-        new = [slot for slot in slots if slot.last is not None and self.steps.get(slot) is not slot.last]
-        self.steps.update((slot, slot.last) for slot in new if not is_metric_object(slot.last))
-        return read_steps(new)
-
-    def all_steps(self, slots: list[MetricSlot]) -> Flushed:
-        """Return the latest values of steps, including those that were read before."""
-        self.steps.update((slot, slot.last) for slot in slots if not is_metric_object(slot.last))
-        return read_steps(slots)
-
-    def close_epoch(self, slots: Iterable[MetricSlot]) -> None:
-        """Forget what was read of the aggregates of an epoch that ends: those of the next one are new."""
-        for slot in slots:
-            self._epochs.pop(slot, None)
-
-    def of_epoch(self, slots: Iterable[MetricSlot]) -> Flushed:
-        """Return the aggregates of the epoch so far, on this rank alone, that have changed since the last read."""
-        flushed = Flushed()
-        new: list[MetricSlot] = []
-        for slot in slots:
-            token = (slot.weight, len(slot.values), getattr(slot.metric, "_update_count", 0))
-            if slot.on_epoch and any(token) and self._epochs.get(slot) != token:
-                self._epochs[slot] = token
-                new.append(slot)
-        copies = [_copy(slot) for slot in new if slot.metric is None]  # a fold would change the order of the sum
-        reductions = {slot.key: slot.settings.reduction for slot in copies}
-        put_combined(flushed, {key: [entry] for key, entry in epoch_entries(copies).items()}, reductions, "epoch")
-        for slot in new:
-            if slot.metric is not None:
-                read_into(flushed, list(named_values(entry_of(slot), compute_alone(slot.metric))), "epoch")
-        return flushed
+def new_of_epoch(slots: Iterable[MetricSlot]) -> Flushed:
+    """Return the aggregates of the epoch so far, on this rank alone, that have changed since the last read."""
+    flushed = Flushed()
+    new = [slot for slot in slots if slot.on_epoch and any(slot.epoch_count) and slot.seen_epoch != slot.epoch_count]
+    for slot in new:
+        slot.seen_epoch = slot.epoch_count
+    copies = [_copy(slot) for slot in new if slot.metric is None]  # a fold would change the order of the sum
+    reductions = {slot.key: slot.settings.reduction for slot in copies}
+    put_combined(flushed, {key: [entry] for key, entry in epoch_entries(copies).items()}, reductions, "epoch")
+    for slot in new:
+        if slot.metric is not None:
+            read_into(flushed, named_values(entry_of(slot), compute_alone(slot.metric)), "epoch")
+    return flushed
 
 
 def read_steps(slots: Iterable[MetricSlot]) -> Flushed:
     """Return this rank's own latest values of steps; they stay pending. Waits for each device once."""
     flushed = Flushed()
-    read_into(flushed, [pair for slot in slots if slot.last is not None for pair in step_values(slot)], "step")
+    own = [slot for slot in slots if slot.last is not None]
+    for slot in own:
+        slot.seen_step = None if is_metric_object(slot.last) else slot.last
+    read_into(flushed, (pair for slot in own for pair in step_values(slot)), "step")
     return flushed
 
 
-def read_into(flushed: Flushed, values: list[tuple[Entry, float | Tensor]], when: Literal["step", "epoch"]) -> None:
+def read_into(flushed: Flushed, values: Iterable[tuple[Entry, float | Tensor]], when: Literal["step", "epoch"]) -> None:
     """Read values from their devices, with one copy each, and add them."""
-    for entry, value in read_values(values):
-        flushed.put(entry, value, when)
-
-
-def read_values(values: list[tuple[Key, float | Tensor]]) -> list[tuple[Key, float]]:
-    """Read values from their devices, with one copy for each device."""
     reads = HostReads()
-    waiting = [(key, reads.add(value) if isinstance(value, Tensor) else float(value)) for key, value in values]
-    read = reads.read()
-    return [(key, at if isinstance(at, float) else read[at][0]) for key, at in waiting]
+    waiting = [(entry, reads.add(value)) for entry, value in values]
+    reads.read()
+    for entry, (value,) in waiting:
+        flushed.put(entry, value, when)
 
 
 def _copy(slot: MetricSlot) -> MetricSlot:
@@ -199,7 +174,6 @@ def _copy(slot: MetricSlot) -> MetricSlot:
     return copied
 
 
-Key = TypeVar("Key")
 Exchange = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Hands this rank's dict to every rank and returns all of them in the order of the ranks. Collective."""
 
@@ -289,11 +263,10 @@ def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | No
         reduction: the user's own function for the kind `"custom"`; None on a rank that never logged the key.
 
     Returns:
-        The number (NaN when any value is NaN, and for a mean over no weight), or None when this rank lacks the
-        function.
+        The number, or None when this rank lacks the function. NaN when any value is NaN, and for a mean over no weight.
 
     Raises:
-        ConfigurationError: the ranks reduce the key differently; raised alike on every rank.
+        ConfigurationError: the ranks reduce the key differently. Raised on every rank.
     """
     kind = entries[0].kind
     if any(entry.kind != kind for entry in entries):
@@ -301,25 +274,20 @@ def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | No
         raise ConfigurationError(
             f"log({entries[0].name!r}): the ranks reduce it differently ({', '.join(kinds)}). Use one reduce_fx."
         )
-    if kind == "custom":
-        return apply(reduction, entries[0].name, [value for entry in entries for value in entry.values])
     if kind == "mean":
         weight = sum(entry.weight for entry in entries)
         return sum(entry.total for entry in entries) / weight if weight else float("nan")
     if kind == "sum":
         return sum(entry.total for entry in entries)
-    return pick([entry.total for entry in entries], kind)
-
-
-def apply(reduction: Reduction | None, name: str, values: Sequence[float]) -> float | None:
-    """Call the user's own reduction on a 1-D float64 host tensor of `values`; None when there is no function."""
+    if kind != "custom":
+        return pick([entry.total for entry in entries], kind)
     if reduction is None or isinstance(reduction, str):
         return None
-    result = reduction(torch.tensor(values, dtype=torch.float64))
+    result = reduction(torch.tensor([value for entry in entries for value in entry.values], dtype=torch.float64))
     try:
         return float(result)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TaskError(f"log({name!r}): reduce_fx returned {result!r}; expected one number.") from error
+        raise TaskError(f"log({entries[0].name!r}): reduce_fx returned {result!r}; expected one number.") from error
 
 
 def gather_entries(gathered: Sequence[dict[str, Any]]) -> dict[str, list[Entry]]:
@@ -347,7 +315,11 @@ def put_objects(
         if counts[key] == len(gathered) or (path is not None and metric is not None):
             result = metric.compute()
         elif path is not None and owner is not None:  # this rank had no batch
-            result = compute_without_values(owner.get_submodule(path))
+            other: Any = owner.get_submodule(path)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torchmetrics expects an update
+                result = other.compute()
+            other.reset()  # its result would else be used again
         elif metric is not None:
             warnings.warn(
                 f"the metric object {key!r} was logged on {counts[key]} of {len(gathered)} ranks only, and is not "
@@ -363,3 +335,43 @@ def put_objects(
         if slot.on_epoch and key not in counts:
             waiting += named_values(entry_of(slot), compute_alone(slot.metric))
     read_into(flushed, waiting, "epoch")
+
+
+def objects_state(module: torch.nn.Module) -> State:
+    """Return the states of the torchmetrics objects in a module that have been updated, by their names in it.
+
+    Their states are in no state dict unless a user asks for it (`persistent`).
+    """
+    return {
+        name: {
+            "update_count": part.update_count,
+            "state": map_tensors(torch.Tensor.cpu, part.metric_state),
+        }
+        for name, part in _metric_parts(module)
+        if part.update_called
+    }
+
+
+def load_objects_state(module: torch.nn.Module, states: Mapping[str, Any], device: torch.device) -> list[str]:
+    """Restore the states of metric objects; return the names of those that the module does not have."""
+    parts = dict(_metric_parts(module))
+    for name, saved in states.items():
+        part = parts.get(name)
+        if part is None:
+            continue
+        for key, value in saved["state"].items():
+            setattr(part, key, map_tensors(lambda tensor: tensor.to(device), value))
+        # torchmetrics has no public way to mark a metric as updated.
+        part._update_count, part._computed = saved["update_count"], None
+    return [name for name in states if name not in parts]
+
+
+def _metric_parts(module: torch.nn.Module) -> Iterable[tuple[str, Any]]:
+    """Yield the Metrics in a module, those in collections one by one."""
+    for name, part in module.named_modules():
+        if not is_metric_object(part):
+            continue
+        if isinstance(part, torch.nn.ModuleDict):
+            part.values(copy_state=False)  # type: ignore[call-arg]  # links the metrics that share a state
+        elif hasattr(part, "update_called"):
+            yield name, part

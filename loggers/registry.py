@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.foreign_names import check_owner, foreign_object
+from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.registry import Registry
 from trainwright.loggers.logger import Logger
 
@@ -43,28 +43,17 @@ def resolve_loggers(
     Raises:
         ConfigurationError: an unknown name, or an object that is not a logger.
     """
-    root = Path(default_root_dir)
     if spec is None or spec is True:
         spec = "tensorboard" if importlib.util.find_spec("tensorboard") is not None else "csv"
     if spec is False:
         return []
-    if isinstance(spec, str):
-        return [LOGGERS.get(spec).in_folder(root)]
-    if isinstance(spec, Logger):
-        return [spec]
-    if isinstance(spec, Iterable):
-        return [logger for item in spec for logger in _resolve_one(item, root)]
-    raise ConfigurationError(
-        foreign_object(spec)
-        or f"logger={spec!r}: expected True, False, a name ({', '.join(LOGGERS)}), a Logger, or a list of these."
-    )
-
-
-def _resolve_one(item: object, root: Path) -> list[Logger]:
-    if isinstance(item, (str, Logger)):
-        return resolve_loggers(item, root)
-    check_owner(item)
-    raise ConfigurationError(
-        f"logger=[…, {item!r}]: expected a name ({', '.join(LOGGERS)}) or a Logger in the list, not "
-        f"{type(item).__name__}."
-    )
+    items: Iterable[object] = spec if isinstance(spec, Iterable) and not isinstance(spec, str) else [spec]
+    found: list[Logger] = []
+    for item in items:
+        if not isinstance(item, (str, Logger)):
+            check_owner(item)
+            raise ConfigurationError(
+                f"logger={spec!r}: expected True, False, a name ({', '.join(LOGGERS)}), a Logger, or a list of these."
+            )
+        found.append(LOGGERS.get(item).in_folder(Path(default_root_dir)) if isinstance(item, str) else item)
+    return found

@@ -29,10 +29,7 @@ class RunRecord:
     """The file `run.jsonl`, to which a run appends one JSON object per event.
 
     Each line is `{"event": …, "step": …, "time": <seconds since 1970>, …}` and is complete when `add` returns. An error
-    of the disk disables the record, with a warning; it never ends a training.
-
-    Args:
-        folder: folder of the file. A record that exists there is continued.
+    of the disk is a warning and never ends a training. A record that exists in the folder is continued.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,13 +38,7 @@ class RunRecord:
         self._file: TextIO | None = None
 
     def add(self, event: str, step: int, facts: Mapping[str, Any]) -> None:
-        """Append an event.
-
-        Args:
-            event: name of the event.
-            step: completed optimizer steps.
-            facts: further values, of kinds that JSON has. Other kinds are written as text.
-        """
+        """Append an event after `step` completed optimizer steps. Of `facts`, kinds that JSON lacks become text."""
         line = {"event": event, "step": step, "time": time.time(), **json_safe(plain(facts))}
         try:
             if self._file is None:

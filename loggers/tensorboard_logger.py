@@ -31,14 +31,10 @@ class TensorBoardLogger(VersionedLogger):
     all values that were logged at this step or later.
 
     Args:
-        save_dir: parent folder; None: the run's root folder. Default: None.
-        name: sub-folder for the experiment. Default: `"trainwright_logs"`.
-        version: an int N for `version_N`, or text for a folder of that name; None: a new one. Default: None.
+        save_dir, name, version, prefix, sub_dir: see `VersionedLogger`. Event files are in `sub_dir`.
         log_graph: log the task's graph (it needs `example_input_array`). Default: False.
         default_hp_metric: log the metric `hp_metric` with the hyper-parameters, so that TensorBoard lists the run in
             its table of hyper-parameters even if `log_hyperparams` receives no metrics. Default: True.
-        prefix: put before the name of each metric, with a dash. Default: `""`.
-        sub_dir: a folder inside the version's folder for the event files. Default: None.
         writer_options: passed to `torch.utils.tensorboard.SummaryWriter`, for example `flush_secs=10`.
     """
 
@@ -79,11 +75,7 @@ class TensorBoardLogger(VersionedLogger):
         return self._hyperparams
 
     def start(self, run: RunInfo) -> None:
-        """Claim the folder; the event file is created by the first entry.
-
-        Raises:
-            MissingPackageError: tensorboard is not installed.
-        """
+        """Claim the folder; the event file is created by the first entry."""
         require_package("tensorboard", purpose="TensorBoardLogger")
         super().start(run)
 
@@ -116,7 +108,7 @@ class TensorBoardLogger(VersionedLogger):
 
         Args:
             params: may be nested; the table shows `optimizer/lr`.
-            metrics: metrics of the run in the table; None: `hp_metric` with `default_hp_metric`. Default: None.
+            metrics: those in the table; None: `hp_metric` with `default_hp_metric`. Default: None.
             step: the step at which `metrics` are logged. Default: 0.
         """
         self.write_hyperparams(params)
@@ -156,8 +148,7 @@ class TensorBoardLogger(VersionedLogger):
         Raises:
             ConfigurationError: there is no input to trace with.
         """
-        if example_input is None:
-            example_input = getattr(task, "example_input_array", None)
+        example_input = getattr(task, "example_input_array", None) if example_input is None else example_input
         if example_input is None:
             raise ConfigurationError(
                 "TensorBoardLogger(log_graph=True) needs an input: set self.example_input_array in the task."

@@ -38,9 +38,6 @@ class VersionedLogger(Logger):
         version: an int N for `version_N`, or text for a folder of that name; None: a new one. Default: None.
         prefix: put before the name of each metric, with a dash. Default: `""`.
         sub_dir: a sub-folder of the version's folder for log files. Default: None.
-
-    Raises:
-        ConfigurationError: `name`, `version` or `sub_dir` point outside of their parent folder.
     """
 
     def __init__(
@@ -53,10 +50,9 @@ class VersionedLogger(Logger):
         sub_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(prefix=prefix)
-        owner = type(self).__name__
         for argument, value in (("name", name), ("version", version), ("sub_dir", sub_dir)):
             if value is not None and not isinstance(value, int):
-                check_below(os.fspath(value), f"{owner}({argument}={os.fspath(value)!r})")
+                check_below(os.fspath(value), f"{type(self).__name__}({argument}={os.fspath(value)!r})")
         self._save_dir = Path(save_dir) if save_dir is not None else None
         self._name = name or ""
         self._version = version
@@ -103,10 +99,9 @@ class VersionedLogger(Logger):
     @property
     def version_dir(self) -> str | None:
         """The folder of this version; None until it is known."""
-        version = self.version
-        if self.root_dir is None or version is None:
-            return None
-        return str(Path(self.root_dir, f"version_{version}" if isinstance(version, int) else version))
+        version, root = self.version, self.root_dir
+        folder = f"version_{version}" if isinstance(version, int) else version
+        return None if root is None or folder is None else str(Path(root, folder))
 
     @property
     def log_dir(self) -> str | None:
@@ -208,9 +203,8 @@ class VersionedLogger(Logger):
         return {"version": self._version, "last_step": self._last_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the version that `state` came from (unless another one was requested) from its last step on. What
-        was logged there later belongs to a branch that the resumed run replaces, and is removed when the run first
-        logs. A folder that this logger has claimed and not used is deleted.
+        """Continue the version that `state` came from (unless another one was requested) from its last step on. Later
+        entries are removed when the run first logs. A folder that this logger has claimed and not used is deleted.
         """
         version = state.get("version")
         ours = self._version

@@ -34,19 +34,15 @@ class WandbLogger(RemoteLogger):
         offline: write files only, for `wandb sync`. Default: False.
         id: the same as `version`. Default: None.
         project: the project; None: W&B's own setting or `"uncategorized"`. Default: None.
-        log_model: upload checkpoints as artifacts: `"all"`: each; True: the last one, at the end; False: none.
-            Default: False.
+        log_model: see `RemoteLogger`. Checkpoints are artifacts.
         experiment: an existing run; it is used and not finished. Default: None.
-        prefix: put before the name of each metric, with a dash. Default: `""`.
+        prefix: see `RemoteLogger`.
         dir: the same as `save_dir`. Default: None.
         anonymous: let W&B log without an account; None: its own setting. Default: None.
         checkpoint_name: name of the artifacts of checkpoints. Default: `"model-"` and the run's id.
         add_file_policy: `"mutable"`: W&B copies a checkpoint before it uploads it; `"immutable"`: it does not.
             Default: `"mutable"`.
         init_options: handed to `wandb.init`, for example `entity`, `group`, `tags`, `config`.
-
-    Raises:
-        ConfigurationError: `offline` with `log_model`, which needs a connection, or `id` and `version` that differ.
     """
 
     _folder_argument = ("save_dir", "")
@@ -106,9 +102,6 @@ class WandbLogger(RemoteLogger):
     def start(self, run: RunInfo) -> None:
         """Open the W&B run. Blocks until its service has started, and online until the server has answered. A server
         that does not answer within 10 s is a warning, and the run is recorded offline.
-
-        Raises:
-            MissingPackageError: wandb is not installed.
         """
         if self._run is not None:
             return
@@ -123,13 +116,8 @@ class WandbLogger(RemoteLogger):
         elif is_new:
             self._dir.mkdir(parents=True, exist_ok=True)
             options: dict[str, Any] = {"mode": "offline"} if self._offline else {}
-            options |= {
-                "name": self._name if self._name is not None else run.run_name,
-                "project": self._project,
-                "dir": str(self._dir),
-                "id": self._id,
-                "resume": "allow",
-            }
+            options |= {"name": run.run_name if self._name is None else self._name, "project": self._project}
+            options |= {"dir": str(self._dir), "id": self._id, "resume": "allow"}
             self._experiment, self._is_ours = self._init(wandb, {**options, **self._init_options}), True
         super().start(run)
         experiment = self._experiment
@@ -191,10 +179,8 @@ class WandbLogger(RemoteLogger):
                 f"WandbLogger.log_{kind.lower()}({key!r}): pass a list, and options as lists of the same length."
             )
         make = getattr(_wandb(), kind)
-        made = [
-            make(value, **{name: given[index] for name, given in options.items()}) for index, value in enumerate(values)
-        ]
-        self._log({key: made}, step)
+        each = [{name: given[index] for name, given in options.items()} for index in range(len(values))]
+        self._log({key: [make(value, **own) for value, own in zip(values, each, strict=True)]}, step)
 
     def download_artifact(
         self,
@@ -256,9 +242,8 @@ class WandbLogger(RemoteLogger):
 
     def _put_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
         wandb = _wandb()
-        artifact = wandb.Artifact(
-            self._checkpoint_name or f"model-{self._id}", type="model", metadata={"checkpoint": path.name}
-        )
+        name = self._checkpoint_name or f"model-{self._id}"
+        artifact = wandb.Artifact(name, type="model", metadata={"checkpoint": path.name})
         add = artifact.add_dir if path.is_dir() else artifact.add_file
         add(str(path), **({} if self._add_file_policy == "mutable" else {"policy": self._add_file_policy}))
         self._experiment.log_artifact(artifact, aliases=["latest", path.name, *aliases])

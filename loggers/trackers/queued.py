@@ -27,11 +27,10 @@ Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 class QueuedLogger(RemoteLogger):
     """Logger that never waits for its backend while training runs.
 
-    A daemon thread opens the run and writes in order what is logged. `start` waits at most `start_patience` seconds for
-    the run, and raises an error that occurs until then; a run that is not open yet is a warning. Each later call
-    converts its values, puts them onto a bounded queue and returns. A full queue drops the new call, with one warning;
-    `finish` reports how many were dropped. After an error of the backend nothing more is written, and every later call
-    raises the error until `finish`. `finish` waits for the queue.
+    A daemon thread opens the run and writes in order what is logged. Each call converts its values, puts them onto a
+    bounded queue and returns. A full queue drops the new call, with one warning; `finish` reports how many were
+    dropped. After an error of the backend nothing more is written, and every later call raises the error until
+    `finish`.
 
     A sub-class defines the abstract methods, and those of the following that its backend supports:
     `_write_image(key, pixels, step)` with pixels H×W×C of 1, 3 or 4 channels, `_write_text(key, text, step)`,
@@ -82,11 +81,8 @@ class QueuedLogger(RemoteLogger):
         return {}
 
     def start(self, run: RunInfo) -> None:
-        """Open the run in the thread, and wait for it at most `start_patience` seconds.
-
-        Raises:
-            MissingPackageError: the backend's package is not installed.
-            Exception: the backend's own, if it fails within the time.
+        """Open the run in the thread, and wait for it at most `start_patience` seconds. An error of the backend until
+        then is raised; a run that is not open then is a warning.
         """
         if self._worker is not None and self._worker.error is not None:
             self._finish_at_exit()
@@ -233,9 +229,8 @@ def _upload(logger: QueuedLogger, path: Path, aliases: tuple[str, ...]) -> None:
 
 
 class _Worker(threading.Thread):
-    """A daemon thread that opens a run, makes queued calls until the first error, and closes the run.
-
-    The last entry of the queue is the status of the run.
+    """A daemon thread that opens a run, makes queued calls until the first error, and closes the run with its status,
+    which is the last entry of the queue.
     """
 
     def __init__(self, logger: QueuedLogger, info: RunInfo) -> None:

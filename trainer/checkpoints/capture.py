@@ -11,7 +11,7 @@ from trainwright.checkpoint import Snapshot
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.rng import rng_state
-from trainwright.loggers.epoch_state import objects_state
+from trainwright.loggers.metric_values import objects_state
 from trainwright.trainer.checkpoints.shown import ShownCheckpoint
 from trainwright.trainer.run import StageRun
 

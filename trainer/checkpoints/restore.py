@@ -19,7 +19,7 @@ from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.rng import set_rng_state
 from trainwright.core.state import TrainState
-from trainwright.loggers.epoch_state import load_objects_state, merge
+from trainwright.loggers.metric_values import load_objects_state, merge
 from trainwright.trainer.checkpoints import remote_saves
 from trainwright.trainer.checkpoints.capture import frozen_names
 from trainwright.trainer.checkpoints.load_request import (

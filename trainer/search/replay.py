@@ -17,9 +17,9 @@ from torch import nn
 
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import Batch, map_tensors
-from trainwright.loggers.epoch_state import load_objects_state, objects_state
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_slot import is_metric_object
+from trainwright.loggers.metric_values import load_objects_state, objects_state
 from trainwright.trainer.run import StageRun
 
 

@@ -84,12 +84,10 @@ class LoggerTracker(GeneralTracker):
         return self.logger.experiment
 
     def start(self) -> None:
-        """Open the run, on the first process."""
         if not self.logger.muted:
             self.logger.start(RunInfo(self._folder, self.run_name))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the hyper-parameters of the run."""
         self.logger.log_hyperparams(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
@@ -138,7 +136,6 @@ class LoggerTracker(GeneralTracker):
         self.logger.log_table(table_name, columns, data, dataframe, at)
 
     def finish(self) -> None:
-        """Write everything and close the run."""
         self.logger.finish("success")
 
 
@@ -235,27 +232,18 @@ def _reason_against(kind: LoggerType, folder: str | None) -> Exception | None:
 
 
 class LoopTrackers:
-    """The trackers of an Accelerator. A tracker that fails raises a warning and is not used any more.
-
-    Args:
-        kinds: see `read_trackers`.
-        folder: the project's folder, or None.
+    """The trackers of an Accelerator, as `read_trackers` returns them. A tracker that fails raises a warning and is not
+    used any more.
     """
 
     def __init__(self, kinds: Sequence[LoggerType | GeneralTracker], folder: str | None) -> None:
-        self._kinds = kinds
-        self._folder = folder
+        self._kinds, self._folder = kinds, folder
         self.started: list[GeneralTracker] = []
         self._all: list[GeneralTracker] = []
         self._unopened: list[GeneralTracker] = []  # they failed at their start
 
     def start(self, project: str, config: dict[str, Any] | None, options: Mapping[str, Mapping[str, Any]]) -> None:
-        """Open a run of each tracker.
-
-        Args:
-            project: name of the project.
-            config: the hyper-parameters, or None.
-            options: options of trackers, by their names.
+        """Open a run of each tracker. `config` are its hyper-parameters; `options` are by the names of trackers.
 
         Raises:
             ConfigurationError: `options` names another tracker, or an option is wrong. Nothing has been opened.
