@@ -194,7 +194,9 @@ class ModelPruning(Callback):
         amount = self._amount(epoch) if callable(self._amount) else self._amount
         if not amount or not (self._apply(epoch) if callable(self._apply) else self._apply):
             return
-        seed = int(run.all_gather(torch.randint(2**31, (1,))).flatten()[0])
+        seed = int(torch.randint(2**31, (1,)))
+        if run.world_size > 1:
+            seed = int(run.all_gather(torch.tensor(seed)).flatten()[0])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # random methods choose the same weights on every rank
             self.apply_pruning(amount)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -97,6 +98,8 @@ def test_a_large_file_is_open_at_once_and_needs_no_memory(tmp_path: Path) -> Non
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
     assert seconds < 0.1  # 10 ms without tracing and beside nothing
+    sample = pickle.loads(pickle.dumps(data))[7]["input_ids"]  # as for a spawned worker
+    assert torch.equal(sample, data[7]["input_ids"])
 
 
 # Samples

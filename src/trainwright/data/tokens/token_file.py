@@ -74,6 +74,9 @@ class TokenFile:
         self.tokens = np.memmap(data, self.dtype, "r", shape=(end // size,)) if end else np.zeros(0, self.dtype)
         self.facts: dict[str, Any] = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
 
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[Path]]:
+        return TokenFile, (self.path,)  # spawned workers map the file themselves
+
     def __len__(self) -> int:
         return int(self.num_documents)
 
