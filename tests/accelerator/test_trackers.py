@@ -196,12 +196,12 @@ def test_wrong_calls_are_errors(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
     with pytest.raises(ConfigurationError, match=r"init_trackers\('project'\) first"):
         accelerator.log({"loss": 1.0})
-    with pytest.raises(ConfigurationError, match=r"init_kwargs names 'tensorbord'.*Did you mean 'tensorboard'"):
+    with pytest.raises(ConfigurationError, match=r"init_kwargs='tensorbord'.*Did you mean 'tensorboard'"):
         accelerator.init_trackers("project", init_kwargs={"tensorbord": {}})
     accelerator.init_trackers("project")
     with pytest.raises(ConfigurationError, match=r"log_kwargs=.* is not supported"):
         accelerator.log({"loss": 1.0}, log_kwargs={"tensorboard": {"commit": True}})
-    with pytest.raises(ConfigurationError, match="get_tracker names 'wandb'"):
+    with pytest.raises(ConfigurationError, match="get_tracker='wandb'"):
         accelerator.get_tracker("wandb")
     accelerator.end_training()
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainwright.core.errors import ConfigurationError, MissingPackageError, TrainwrightWarning, nearest, unknown
+from trainwright.core.errors import ConfigurationError, MissingPackageError, TrainwrightWarning, unknown
 from trainwright.core.names.constants import LoggerType
 from trainwright.core.names.foreign_names import check_owner
 from trainwright.loggers.logger import Logger, RunInfo, Silence
@@ -342,7 +342,4 @@ class LoopTrackers:
 def _check_names(argument: str, given: Iterable[str], names: Sequence[str]) -> None:
     for name in given:
         if name not in names:
-            raise ConfigurationError(
-                f"{argument} names {name!r}, which is not among the trackers: {', '.join(names) or 'none'}."
-                f"{nearest(name, names)}"
-            )
+            raise unknown(argument, name, names)
