@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import flatten
 from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger
@@ -44,12 +45,13 @@ class ClearMLLogger(QueuedLogger):
         log_model: Literal["all"] | bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(options, prefix=prefix, log_model=log_model, project=project_name, id=task_id)
+        super().__init__(prefix=prefix, log_model=log_model, project=project_name, id=task_id)
         self._task_name = task_name
         self._offline = offline
+        self._options = options
 
     def _open(self, run: RunInfo) -> None:
-        clearml = self._module()
+        clearml = require_package("clearml", purpose="ClearMLLogger")
         # By default ClearML forks a reporting process. The fork may hang because torch has threads, and `close` waits.
         clearml.Task._report_subprocess_enabled = False
         if clearml.Task.is_offline() != self._offline:

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any, Literal
 
+from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import flatten
 from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
@@ -51,12 +52,13 @@ class CometLogger(QueuedLogger):
         log_model: Literal["all"] | bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(options, prefix=prefix or "", log_model=log_model, project=project, id=experiment_key)
+        super().__init__(prefix=prefix or "", log_model=log_model, project=project, id=experiment_key)
         self._started = {"api_key": api_key, "workspace": workspace, "project": project, "online": online}
         self._mode = mode
+        self._options = options
 
     def _open(self, run: RunInfo) -> None:
-        comet = self._module()
+        comet = require_package("comet_ml", purpose="CometLogger", install="comet-ml")
         config = comet.ExperimentConfig(**{**_QUIET, "name": run.run_name, **self._options})
         mode = "get" if self._exists else self._mode
         self._experiment = comet.start(**self._started, experiment_key=self._id, mode=mode, experiment_config=config)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from trainwright.core.errors import require_package
 from trainwright.loggers.logger import Logger, RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
 
@@ -34,7 +35,8 @@ class DVCLiveLogger(QueuedLogger):
         log_model: Literal["all"] | bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(options, prefix=prefix, log_model=log_model, dir=dir)
+        super().__init__(prefix=prefix, log_model=log_model, dir=dir)
+        self._options = options
 
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
@@ -42,10 +44,11 @@ class DVCLiveLogger(QueuedLogger):
         return cls(**{"dir": root_dir / "dvclive" / (project or ""), **options})
 
     def _open(self, run: RunInfo) -> None:
+        dvclive = require_package("dvclive", purpose="DVCLiveLogger")
         self._dir = self._dir or run.root_dir / "dvclive"
         self._id = self._dir.name
         options = {"save_dvc_exp": False, "dvcyaml": None, "resume": self._exists, **self._options}
-        self._experiment = self._module().Live(dir=str(self._dir), **options)
+        self._experiment = dvclive.Live(dir=str(self._dir), **options)
 
     def _last_steps(self) -> Mapping[str, int]:
         folder = Path(self.log_dir or ".", "plots", "metrics")

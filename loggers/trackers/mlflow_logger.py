@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import flatten
 from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger
@@ -69,7 +70,9 @@ class MLFlowLogger(QueuedLogger):
     experiment_id, run_id = name, QueuedLogger.version
 
     def _open(self, run: RunInfo) -> None:
-        self._uri = self._uri or self._module("mlflow.environment_variables").MLFLOW_TRACKING_URI.get()
+        tracking = require_package("mlflow.tracking", purpose="MLFlowLogger")
+        variables = require_package("mlflow.environment_variables", purpose="MLFlowLogger")
+        self._uri = self._uri or variables.MLFLOW_TRACKING_URI.get()
         uri, location = self._uri, self._artifact_location
         if uri is not None:
             self._dir = None
@@ -78,7 +81,7 @@ class MLFlowLogger(QueuedLogger):
             folder.mkdir(parents=True, exist_ok=True)
             uri = f"sqlite:///{folder / 'mlflow.db'}"
             location = location or (folder / "artifacts").as_uri()
-        client = self._module().MlflowClient(uri)
+        client = tracking.MlflowClient(uri)
         if self._id is not None:
             self._experiment_id = client.get_run(self._id).info.experiment_id
             client.update_run(self._id, status="RUNNING")
@@ -96,12 +99,12 @@ class MLFlowLogger(QueuedLogger):
         return {name: max(one.step for one in client.get_metric_history(run_id, name)) for name in names}
 
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
-        metric = self._module("mlflow.entities").Metric
+        metric = require_package("mlflow.entities", purpose="MLFlowLogger").Metric
         values = [metric(_name(key), value, int(seconds * 1000), step) for key, value in metrics.items()]
         self._experiment.log_batch(self._id, metrics=values)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        param = self._module("mlflow.entities").Param
+        param = require_package("mlflow.entities", purpose="MLFlowLogger").Param
         values = {_name(key): str(value)[:_LONGEST] for key, value in flatten(params).items()}
         known = self._experiment.get_run(self._id).data.params
         new = [param(key, value) for key, value in values.items() if key not in known]

@@ -46,7 +46,7 @@ class QueuedLogger(RemoteLogger):
     capacity: int = 10_000
     start_patience: float = 10.0
     patience: float = 60.0
-    _package: ClassVar[str | None] = None
+    _package: ClassVar[str | None] = None  # `start` imports it in the caller, which may take longer than the patience
     _closes_in_caller: ClassVar[bool] = False
     _write_image: Any = None
     _write_text: Any = None
@@ -56,16 +56,6 @@ class QueuedLogger(RemoteLogger):
     _worker: _Worker | None = None
     _exists: bool = False  # True if this logger, or the one in the checkpoint, has opened the run before
     _resumes: bool = False  # True if `_id` is from a checkpoint
-
-    def __init__(self, options: Mapping[str, Any] | None = None, **remote: Any) -> None:
-        super().__init__(**remote)
-        self._options = options or {}  # for the backend
-
-    def _module(self, name: str | None = None) -> Any:
-        """Return the backend's package, or another module of it."""
-        name = name or self._package
-        assert name is not None
-        return require_package(name, purpose=type(self).__name__, install=name.partition(".")[0].replace("_", "-"))
 
     @abstractmethod
     def _open(self, run: RunInfo) -> None:
@@ -99,7 +89,8 @@ class QueuedLogger(RemoteLogger):
         if self._run is not None:
             return
         if self._package is not None:
-            self._module()  # in the caller, as an import may take longer than the patience
+            pip = self._package.partition(".")[0].replace("_", "-")
+            require_package(self._package, purpose=type(self).__name__, install=pip)
         self.dropped = 0
         worker = _Worker(self, run)
         has_answered = worker.has_answered.wait(self.start_patience)

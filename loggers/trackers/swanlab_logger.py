@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import flatten
 from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
@@ -40,14 +41,16 @@ class SwanLabLogger(QueuedLogger):
         prefix: str = "",
         **options: Any,
     ) -> None:
-        super().__init__(options, prefix=prefix, project=project, id=id, dir=log_dir)
+        super().__init__(prefix=prefix, project=project, id=id, dir=log_dir)
         self._run_name = name
+        self._options = options
 
     def _open(self, run: RunInfo) -> None:
+        swanlab = require_package("swanlab", purpose="SwanLabLogger")
         self._dir = self._dir or run.root_dir / "swanlog"
         known = {} if self._id is None else {"id": self._id, "resume": "allow"}
         name = self._run_name or run.run_name
-        self._experiment = self._module().init(
+        self._experiment = swanlab.init(
             **{"project": self._project, "name": name, "log_dir": self.log_dir, **known, **self._options}
         )
         self._id = self._experiment.id

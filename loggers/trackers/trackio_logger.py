@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import flatten
 from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
@@ -28,17 +29,19 @@ class TrackioLogger(QueuedLogger):
     def __init__(
         self, project: str = "trainwright_logs", name: str | None = None, prefix: str = "", **options: Any
     ) -> None:
-        super().__init__(options, prefix=prefix, project=project)
+        super().__init__(prefix=prefix, project=project)
         self._run_name = name
+        self._options = options
 
     def _open(self, run: RunInfo) -> None:
+        trackio = require_package("trackio", purpose="TrackioLogger")
         options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False, **self._options}
         name, resume = self._id or self._run_name or run.run_name, "allow" if self._exists else "never"
-        self._experiment = self._module().init(**{"project": self._project, "name": name, "resume": resume, **options})
+        self._experiment = trackio.init(**{"project": self._project, "name": name, "resume": resume, **options})
         self._id = self._experiment.name
 
     def _last_steps(self) -> Mapping[str, int]:
-        storage = self._module("trackio.sqlite_storage").SQLiteStorage
+        storage = require_package("trackio.sqlite_storage", purpose="TrackioLogger").SQLiteStorage
         rows = storage.get_logs(self._project, self._id)  # those of a server are not read
         return {key: row["step"] for row in sorted(rows, key=lambda row: row["step"]) for key in row}
 
@@ -49,13 +52,15 @@ class TrackioLogger(QueuedLogger):
         self._experiment.config.update(flatten(params))
 
     def _write_image(self, key: str, pixels: Pixels, step: int) -> None:
-        self._experiment.log({key: self._module().Image(to_image(pixels))}, step=step)
+        image = require_package("trackio", purpose="TrackioLogger").Image(to_image(pixels))
+        self._experiment.log({key: image}, step=step)
 
     def _write_text(self, key: str, text: str, step: int) -> None:
         self._experiment.log({key: text}, step=step)
 
     def _write_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
-        self._experiment.log({key: self._module().Table(columns=columns, data=rows)}, step=step)
+        table = require_package("trackio", purpose="TrackioLogger").Table(columns=columns, data=rows)
+        self._experiment.log({key: table}, step=step)
 
     def _close(self, status: Status) -> None:
         self._experiment.finish()
