@@ -93,7 +93,8 @@ _T5 = Family(
 # By `model_type` in transformers' configurations.
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
-    "gpt2": _GPT2, "bert": _BERT,
+    "gpt2": _GPT2,
+    "bert": _BERT,
     **dict.fromkeys(("t5", "mt5"), _T5),
 }
 
