@@ -170,11 +170,6 @@ class Sharding:
             ignored_params=set(ignored) or None,
         )
 
-    def prefetch_units(self, units: list[Any]) -> None:
-        """Set up each unit to gather the following ones early."""
-        for i, unit in enumerate(units):
-            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + self.prefetch])
-
 
 def parallelize(
     model: nn.Module,
@@ -218,8 +213,8 @@ def parallelize(
         units = recomputed.wrap(model, units)
         if compile_options is not None:
             check_compilable(units)
-            undo.callback(_remove_compiled, units)
-            compile_blocks(units, compile_options)
+            for unit in compile_blocks(units, compile_options):
+                undo.callback(vars(unit).pop, "_compiled_call_impl", None)
         traces = ShardTraces(nn.ModuleList(roots))
         if layers is not None:
             undo.callback(layers.undo)
@@ -236,7 +231,9 @@ def parallelize(
             if sharding is not None:
                 sharding.apply(part, data_axes(mesh), device, is_root=part in roots, ignored=ignored)
         if sharding is not None:
-            sharding.prefetch_units(units)
+            for i, unit in enumerate(units):
+                after: Any = unit
+                after.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + sharding.prefetch])
             if sharding.precision.fp8_all_gather:
                 gather = Float8Gather(roots[0], units)
                 undo.callback(gather.undo)
@@ -253,11 +250,6 @@ def parallelize(
         return ParallelModel(
             model, roots, units, mesh, ranks, undo.pop_all(), gather, experts, outputs_split=outputs_split
         )
-
-
-def _remove_compiled(units: list[nn.Module]) -> None:
-    for unit in units:
-        vars(unit).pop("_compiled_call_impl", None)
 
 
 class ParallelModel:
