@@ -170,6 +170,11 @@ class Sharding:
             ignored_params=set(ignored) or None,
         )
 
+    def prefetch_units(self, units: list[Any]) -> None:
+        """Set up each unit to gather the following ones early."""
+        for i, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + self.prefetch])
+
 
 def parallelize(
     model: nn.Module,
@@ -231,9 +236,7 @@ def parallelize(
             if sharding is not None:
                 sharding.apply(part, data_axes(mesh), device, is_root=part in roots, ignored=ignored)
         if sharding is not None:
-            for i, unit in enumerate(units):
-                after: Any = unit
-                after.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + sharding.prefetch])
+            sharding.prefetch_units(units)
             if sharding.precision.fp8_all_gather:
                 gather = Float8Gather(roots[0], units)
                 undo.callback(gather.undo)
