@@ -125,8 +125,7 @@ class DDPStrategy(DataParallel):
             )
 
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
-        plain = self.comm_hook.hook in (None, "no") and self.comm_hook.wrapper in (None, "no")
-        return replace(super().outline(task, settings), shards=1, reduces=plain, peak="ddp")
+        return replace(super().outline(task, settings), shards=1, reduces=self.comm_hook.is_plain, peak="ddp")
 
     def engine(self, settings: EngineSettings) -> Engine:
         return DDPEngine(self, settings)
@@ -141,8 +140,7 @@ class DDPEngine(ParallelEngine):
         super().__init__(strategy, settings)
         self.comm_hook, self.ddp_options = strategy.comm_hook, strategy.ddp_options
         self._replica: DistributedDataParallel | None = None
-        self._learns_graph = False
-        # Replicas of user-written loops with a static graph that is not recorded yet.
+        # Replicas with a static graph that torch 2.13 has not recorded yet. Their first backward must synchronize.
         self._unrecorded: WeakSet[DistributedDataParallel] = WeakSet()
         self._bucket_order = BucketOrder()
         self._frozen: list[nn.Parameter] = []
@@ -166,9 +164,7 @@ class DDPEngine(ParallelEngine):
 
     def _wrap(self) -> None:
         """Wrap the training step in DistributedDataParallel. Collective: copies rank 0's weights to all ranks."""
-        self._replica = DistributedDataParallel(StepModule(self.task), **self.ddp_options)
-        self.comm_hook.register(self._replica)
-        self._learns_graph = self.ddp_options["static_graph"]
+        self._replica = self._new_replica(StepModule(self.task))
         if self._reorders_buckets:
             self._bucket_order.record(self._replica, self.task)
         self._wrapped_step = self._replica if self.settings.compile_options is None else self._compile(self._replica)
@@ -200,19 +196,25 @@ class DDPEngine(ParallelEngine):
             return model
         if self.strategy.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch has no types here
-        replica = DistributedDataParallel(model, **self.ddp_options)
+        return self._new_replica(model)
+
+    def _new_replica(self, module: nn.Module) -> DistributedDataParallel:
+        replica = DistributedDataParallel(module, **self.ddp_options)
         self.comm_hook.register(replica)
         if self.ddp_options["static_graph"]:
             self._unrecorded.add(replica)
         return replica
 
+    def _may_skip_sync(self, replica: DistributedDataParallel) -> bool:
+        """Return whether the next backward of a replica may keep its gradients local."""
+        is_recorded = replica not in self._unrecorded
+        self._unrecorded.discard(replica)
+        return is_recorded
+
     def no_sync(self, prepared: Callable[..., Any]) -> AbstractContextManager[Any]:
-        if not isinstance(prepared, DistributedDataParallel):
-            return nullcontext()
-        if prepared in self._unrecorded:  # the first backward must synchronize; see `_synchronize`
-            self._unrecorded.discard(prepared)
-            return nullcontext()
-        return prepared.no_sync()
+        if isinstance(prepared, DistributedDataParallel) and self._may_skip_sync(prepared):
+            return prepared.no_sync()
+        return nullcontext()
 
     @contextmanager
     def sync_next_backward(self, prepared: Callable[..., Any]) -> Iterator[None]:
@@ -276,12 +278,8 @@ class DDPEngine(ParallelEngine):
         return ManualStep(parts, self._average_gradients)
 
     def _synchronize(self, last: bool) -> None:
-        if self._replica is None:
-            return
-        # torch 2.13 records a static graph in the first backward, which must synchronize.
-        if self._learns_graph and not last:
-            self._learns_graph, last = False, True
-        self._replica.require_backward_grad_sync = last
+        if self._replica is not None:
+            self._replica.require_backward_grad_sync = last or not self._may_skip_sync(self._replica)
 
     def explain_error(self, error: BaseException, model: nn.Module) -> Exception | None:
         return unused_parameters(error, model)

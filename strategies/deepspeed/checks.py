@@ -103,26 +103,6 @@ def check_optimizers(
         )
 
 
-class TrainedParameters:
-    """The parameters that an engine trains. They must not be frozen after the engine was created."""
-
-    def __init__(self, task: nn.Module) -> None:
-        self._name = type(task).__name__
-        self._flags = [(name, parameter, parameter.requires_grad) for name, parameter in task.named_parameters()]
-
-    def check(self) -> None:
-        """Check that the same parameters are trained. Not collective."""
-        for name, parameter, trained in self._flags:
-            if parameter.requires_grad is not trained:
-                what = "frozen" if trained else "unfrozen"
-                effect = "keep updating by momentum and weight decay" if trained else "not update"
-                raise TaskError(
-                    f"{self._name}'s {name} was {what} after DeepSpeed's engine was created, which would {effect} it. "
-                    "Set requires_grad in __init__ or configure_model and call fit once for each training phase, or "
-                    "use strategy='ddp' or 'fsdp'."
-                )
-
-
 def keep_groups(optimizer: Optimizer, task: str) -> None:
     """Make `add_param_group` of an engine's optimizer raise a TaskError: the engine would not step the new group."""
 

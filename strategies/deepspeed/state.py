@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -57,12 +57,8 @@ class ZeroState(FullState):
         keeps_float32: bool,
     ) -> None:
         super().__init__(task, optimizers, model.device, is_main=is_main)
-        self._library, self._shards, self._groups, self._dtypes = (
-            model.library,
-            model.shards,
-            model.groups,
-            model.dtypes,
-        )
+        self._library, self._shards = model.library, model.shards
+        self._groups, self._dtypes = model.groups, model.dtypes
         self._writes_shards, self._keeps_float32 = writes_shards, keeps_float32
         self._placeholders: dict[int, tuple[torch.Tensor, SavedShards]] = {}
         self._parameters = {plain_name(name): parameter for name, parameter in task.named_parameters()}
@@ -159,23 +155,22 @@ class ZeroState(FullState):
             found = self._load_sharded(given, strict)
         else:
             found = load_plain_state(self._task, state, strict=strict)
-        for name, parameter in self._parameters_of_state():
+        for name, parameter in self._own_state().items():
             if id(parameter) in self._trained and name in given and self._shards is not None:
                 self._shards.set_value(parameter, given[name])
         if self._shards is not None:
             self._shards.after_loading()
         return found
 
-    def _parameters_of_state(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, value in self._task.state_dict(keep_vars=True).items():
-            if isinstance(value, nn.Parameter):
-                yield plain_name(name), value
+    def _own_state(self) -> dict[str, Any]:
+        """Return all entries of the task's state by plain name, including each name of a tied parameter."""
+        return {plain_name(name): value for name, value in self._task.state_dict(keep_vars=True).items()}
 
     def _load_sharded(self, given: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
-        own = {plain_name(name): value for name, value in self._task.state_dict(keep_vars=True).items()}
+        own = self._own_state()
         missing = [name for name in own if name not in given]
         left_over = [name for name in given if name not in own]
-        parameters = dict(self._parameters_of_state())
+        parameters = {name: value for name, value in own.items() if isinstance(value, nn.Parameter)}
         wrong = [
             f"{name} is {tuple(given[name].shape)} and not {tuple(shape_of(parameter))}"
             for name, parameter in parameters.items()

@@ -26,14 +26,13 @@ class EngineStep(AutomaticStep):
 
     def __init__(self, parts: StepParts, model: ZeroModel, clipping: float | None) -> None:
         super().__init__(parts)
-        self._engine, self._shards, self._trained = model.engine, model.shards, model.trained
+        self._engine, self._shards, self._check_trained = model.engine, model.shards, model.check_trained
         self._clipping = None if clipping is None else GradientClip(clipping)
         self._backward = self._run_backward
         self._zeroed = not self._zero_late  # the engine zeroes gradients; hooks are still called
 
     def _run_backward(self, loss: torch.Tensor) -> None:
-        if self._trained is not None:
-            self._trained.check()
+        self._check_trained()
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def _skip_batches(self, skipped: list[int], group: Group, weights: object, total: object) -> Any:

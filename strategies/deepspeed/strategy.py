@@ -39,7 +39,7 @@ from trainwright.strategies.deepspeed.library import connect, disconnect, load_l
 from trainwright.strategies.deepspeed.options import NAMES, REMOVED, look_up, read_options
 from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
 from trainwright.strategies.deepspeed.step import EngineStep
-from trainwright.strategies.deepspeed.zero_loop import ZeroForward, ZeroGradients, ZeroOptimizer
+from trainwright.strategies.deepspeed.zero_loop import ZeroGradients, ZeroOptimizer
 from trainwright.strategies.deepspeed.zero_model import ZeroModel
 from trainwright.strategies.engine import Description, Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
@@ -47,7 +47,6 @@ from trainwright.strategies.precision import Precision
 from trainwright.strategies.state import FullState, JointState, state_dict_type_name
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import Step, StepParts
-from trainwright.strategies.steps.transfer import move_task
 from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 from trainwright.strategies.units import replace_parameters
 
@@ -207,7 +206,7 @@ class DeepSpeedEngine(ParallelEngine):
         self.resolved_config: dict[str, Any] = {}
         self._library: Any = None
         self._model: ZeroModel | None = None  # of a Trainer
-        self._forwards: list[ZeroForward] = []  # of a user-written loop
+        self._models: list[ZeroModel] = []  # of the Trainer or of a user-written loop
         self._untrained: list[nn.Module] = []
         self._steps: dict[Optimizer, Optimizer] = {}  # the user's optimizer → its ZeroOptimizer
 
@@ -226,30 +225,30 @@ class DeepSpeedEngine(ParallelEngine):
     # Model and optimizers
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
-        self.task = task
         check_task(task, trains=make_optimizers is not None)
-        check_unbuilt(task, self.config)
-        with self.precision.default_dtype(), self._building():
-            task.configure_model()
-        if self.when_built is not None:
-            self.when_built()
-        if self.precision.param_dtype is not None:
-            task.to(self.precision.param_dtype)
-        if self.stage < 3:
-            move_task(task, self.device)
-        self._place_tensors(task)
-        optimizers = make_optimizers() if make_optimizers is not None else []
+        super().prepare(task, make_optimizers, plan)
         if make_optimizers is not None:
-            check_optimizers(optimizers, task, self.config, self.precision)
-            optimizers = [self._start_engine(optimizers[0], plan)]
+            check_optimizers(self.optimizers, task, self.config, self.precision)
+            self.optimizers = [self._start_engine(self.optimizers[0], plan)]
         elif self.stage == 3:
             self._start_engine(None, plan)
         else:
             for parameter in task.parameters():
                 dist.broadcast(parameter.detach(), src=0)
-        self.optimizers = optimizers
-        self._context = self._forward_context()
-        self.state = self._state_of(self._model, self.task, self.optimizers)
+        self.scaler = None  # the engine scales the loss
+        if self.engine is not None and not self.autocasts:
+            self._context = None  # parameters and inputs have the dtype
+        self.state = self._state_of(self._model, task, self.optimizers)
+
+    def _build(self, task: TaskModule) -> None:
+        check_unbuilt(task, self.config)
+        with self._building():
+            super()._build(task)
+
+    def _place(self, task: TaskModule) -> None:
+        if self.stage < 3:
+            super()._place(task)
+        self._place_tensors(task)
 
     def _place_tensors(self, model: nn.Module) -> None:
         """Make parameters contiguous, and copy rank 0's buffers to every device. Collective."""
@@ -282,6 +281,7 @@ class DeepSpeedEngine(ParallelEngine):
         ranks, device = self.data_ranks.size, self.device
         found = ZeroModel(self._library, model, root, optimizer, self.config, plan, device, ranks)
         self.resolved_config = found.resolved_config
+        self._models.append(found)
         return found
 
     def _state_of(self, zero: ZeroModel | None, module: nn.Module, optimizers: list[Optimizer]) -> FullState:
@@ -330,9 +330,8 @@ class DeepSpeedEngine(ParallelEngine):
         if optimizer is not None:
             self.gradients.models.append(found)
             self._steps[optimizer] = ZeroOptimizer(found, self.gradients, self.config.clipping)
-        dtype = self.precision.autocast_dtype if self._casts else None
-        self._forwards.append(ZeroForward(found, self.gradients, dtype))
-        return self._forwards[-1]
+        found.input_dtype = self.precision.autocast_dtype if self._casts else None
+        return found
 
     def _optimizer_of(
         self, model: nn.Module, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
@@ -360,7 +359,7 @@ class DeepSpeedEngine(ParallelEngine):
         """Return the `ZeroOptimizer` of an optimizer, or the optimizer itself if no engine steps it."""
         if optimizer not in self._steps:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for model in (*self._untrained, *(forward.zero.model for forward in self._forwards)):
+            for model in (*self._untrained, *(zero.model for zero in self._models)):
                 if any(id(p) in held for p in model.parameters()):
                     raise ConfigurationError(
                         f"{type(optimizer).__name__} was passed to prepare() after its model, which DeepSpeed has "
@@ -376,17 +375,17 @@ class DeepSpeedEngine(ParallelEngine):
 
     @contextmanager
     def no_sync(self, prepared: Callable[..., Any]) -> Iterator[None]:
-        if not isinstance(prepared, ZeroForward):
+        if not isinstance(prepared, ZeroModel):
             yield
             return
-        prepared.zero.engine.set_gradient_accumulation_boundary(False)
+        prepared.engine.set_gradient_accumulation_boundary(False)
         try:
             yield
         finally:
-            prepared.zero.engine.set_gradient_accumulation_boundary(True)
+            prepared.engine.set_gradient_accumulation_boundary(True)
 
     def owner_of_attributes(self, model: nn.Module, prepared: Callable[..., Any]) -> object:
-        return prepared.zero.engine if isinstance(prepared, ZeroForward) else model
+        return prepared.engine if isinstance(prepared, ZeroModel) else model
 
     def loop_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
@@ -394,7 +393,7 @@ class DeepSpeedEngine(ParallelEngine):
         is_container = type(models) is nn.Module
         parts: list[tuple[str, FullState]] = []
         for name, model in models.named_children() if is_container else [("", models)]:
-            zero = next((forward.zero for forward in self._forwards if forward.zero.model is model), None)
+            zero = next((zero for zero in self._models if zero.model is model), None)
             own = [one.optimizer for one in optimizers if isinstance(one, ZeroOptimizer) and one.zero is zero]
             parts.append((f"{name}." if is_container else "", self._state_of(zero, model, own)))
         others = [one for one in optimizers if not isinstance(one, ZeroOptimizer)]
@@ -412,11 +411,6 @@ class DeepSpeedEngine(ParallelEngine):
         """True if the engine computes with 16-bit copies of float32 parameters."""
         content = self.config.content
         return any(content.get(part, {}).get("enabled") is True for part in ("bf16", "fp16"))
-
-    def _forward_context(self) -> Any | None:
-        if self.engine is not None and not self.autocasts:
-            return None  # parameters and inputs have the dtype
-        return self.precision.forward_context(self.device.type)
 
     def make_step(self, parts: StepParts) -> Step:
         if self._model is None:
@@ -446,12 +440,10 @@ class DeepSpeedEngine(ParallelEngine):
     def _close_models(self) -> None:
         """Destroy the engines, and remove their attributes from the models. Not collective."""
         self._drop_step()
-        model, self._model = self._model, None
-        if model is not None:
+        for model in self._models:
             model.close()
-        for forward in self._forwards:
-            forward.zero.close()
-        self._forwards.clear()
+        self._model = None
+        self._models.clear()
         self._steps.clear()
         self._untrained.clear()
         self.gradients.models.clear()

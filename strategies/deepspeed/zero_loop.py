@@ -1,4 +1,4 @@
-"""Forward, gradients and optimizer steps of user-written training loops with DeepSpeed."""
+"""Gradients and optimizer steps of user-written training loops with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.tree import map_tensors
 from trainwright.strategies.deepspeed.zero_model import ZeroModel
 from trainwright.strategies.deepspeed.zero_shards import FlatShards
 from trainwright.strategies.steps.gradients import (
@@ -37,12 +36,6 @@ class ZeroGradients(Gradients):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.models: list[ZeroModel] = []
-        self._called: list[ZeroModel] = []  # called since the last backward
-
-    def note_forward(self, model: ZeroModel) -> None:
-        """Record that a loss may depend on a model."""
-        if not any(model is one for one in self._called):
-            self._called.append(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """Run backward through the engine of the model that was called last."""
@@ -53,16 +46,15 @@ class ZeroGradients(Gradients):
             raise ConfigurationError(
                 f"backward({next(iter(kwargs))}=…): DeepSpeed accepts only retain_graph. Remove the argument."
             )
-        called = self._called or self.models
+        called = [model for model in self.models if model.was_called] or self.models
         if len(called) != 1:
             raise ConfigurationError(
                 f"backward() after the forwards of {len(called)} models, each with its own DeepSpeed engine. Run "
                 "forward and backward of one model before the next, or prepare one module that holds all models."
             )
         (model,) = called
-        self._called = []
-        if model.trained is not None:
-            model.trained.check()
+        model.was_called = False
+        model.check_trained()
         boundary = bool(model.engine.is_gradient_accumulation_boundary())
         if model.is_complete:
             raise ConfigurationError(
@@ -108,26 +100,9 @@ class ZeroGradients(Gradients):
                 model.shards.discard_gradients()
             model.engine.set_gradient_accumulation_boundary(True)
             model.holds_gradients = model.is_complete = False
-        self._called = []
+        for model in self.models:
+            model.was_called = False
         return had
-
-
-class ZeroForward:
-    """The forward of one model through its engine. Collective at stage 3."""
-
-    def __init__(self, model: ZeroModel, gradients: ZeroGradients, dtype: torch.dtype | None) -> None:
-        self.zero = model
-        self._gradients, self._dtype = gradients, dtype
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        if self._dtype is not None:
-            args, kwargs = map_tensors(self._cast, (args, kwargs))
-        if torch.is_grad_enabled() and self.zero.optimizer is not None:
-            self._gradients.note_forward(self.zero)
-        return self.zero.engine(*args, **kwargs)
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 class ZeroOptimizer(Optimizer):

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.names.hidden_names import plain_name
-from trainwright.strategies.deepspeed.checks import TrainedParameters, keep_groups
+from trainwright.core.tree import map_tensors
+from trainwright.strategies.deepspeed.checks import keep_groups
 from trainwright.strategies.deepspeed.config import EngineConfig, RunFacts, for_engine
 from trainwright.strategies.deepspeed.library import keep_own_adagrad, keep_unaligned_gradients, quiet_imports
 from trainwright.strategies.deepspeed.options import ZeroOptions, look_up
@@ -123,7 +124,8 @@ class ZeroModel:
         shards: Shards of gradients and optimizer states; None if they are not sharded.
         holds_gradients: Backward has run since the last step of a user-written loop.
         is_complete: The last backward has averaged the gradients.
-        trained: Check that the same parameters are trained; None if it is not needed.
+        was_called: In a user-written loop, a loss may depend on a forward since the last backward.
+        input_dtype: Dtype of floating-point inputs in a user-written loop. None: they are not cast.
         resolved_config: The configuration with every `"auto"` filled in.
     """
 
@@ -172,13 +174,36 @@ class ZeroModel:
             keep_groups(self.optimizer, type(model).__name__)
         groups = given if is_own else _groups_of(self.optimizer)
         self.groups = list(zip(groups, members, strict=True))
-        self.holds_gradients = self.is_complete = False
+        self.holds_gradients = self.is_complete = self.was_called = False
+        self.input_dtype: torch.dtype | None = None
         self.shards: ZeroShards | None = None
-        self.trained: TrainedParameters | None = None
+        self._flags: list[tuple[str, nn.Parameter, bool]] = []
         if self.optimizer is not None and self.stage > 0:
-            self.trained = TrainedParameters(model)
+            self._flags = [(name, parameter, parameter.requires_grad) for name, parameter in model.named_parameters()]
             kind = ParameterShards if self.stage == 3 else FlatShards
             self.shards = kind(self.engine.optimizer, device)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Run a forward of a user-written loop through the engine. Collective at stage 3."""
+        if self.input_dtype is not None:
+            args, kwargs = map_tensors(self._cast, (args, kwargs))
+        self.was_called |= torch.is_grad_enabled() and self.optimizer is not None
+        return self.engine(*args, **kwargs)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.input_dtype) if tensor.is_floating_point() else tensor
+
+    def check_trained(self) -> None:
+        """Check that no parameter was frozen or unfrozen since the engine was created. Not collective."""
+        for name, parameter, trained in self._flags:
+            if parameter.requires_grad is not trained:
+                what = "frozen" if trained else "unfrozen"
+                effect = "keep updating by momentum and weight decay" if trained else "not update"
+                raise TaskError(
+                    f"{type(self.model).__name__}'s {name} was {what} after DeepSpeed's engine was created, which "
+                    f"would {effect} it. Set requires_grad in __init__ or configure_model and call fit once for each "
+                    "training phase, or use strategy='ddp' or 'fsdp'."
+                )
 
     def close(self) -> None:
         """Destroy the engine, and remove its attributes and hooks from the model. Not collective."""
@@ -189,7 +214,8 @@ class ZeroModel:
         _destroy(engine)
         del engine
         self._traces.remove()
-        self.shards = self.trained = self.optimizer = None
+        self.shards = self.optimizer = None
+        self._flags = []
 
 
 def connect_schedule(schedule: object, optimizer: Optimizer | None, plan: TrainingPlan, origin: str) -> None:

@@ -218,8 +218,8 @@ def parallelize(
         units = recomputed.wrap(model, units)
         if compile_options is not None:
             check_compilable(units)
-            undo.callback(_remove_compiled, units)
-            compile_blocks(units, compile_options)
+            for unit in compile_blocks(units, compile_options):
+                undo.callback(vars(unit).pop, "_compiled_call_impl", None)
         traces = ShardTraces(nn.ModuleList(roots))
         if layers is not None:
             undo.callback(layers.undo)
@@ -253,11 +253,6 @@ def parallelize(
         return ParallelModel(
             model, roots, units, mesh, ranks, undo.pop_all(), gather, experts, outputs_split=outputs_split
         )
-
-
-def _remove_compiled(units: list[nn.Module]) -> None:
-    for unit in units:
-        vars(unit).pop("_compiled_call_impl", None)
 
 
 class ParallelModel:

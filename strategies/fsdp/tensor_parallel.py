@@ -69,15 +69,12 @@ class TensorParallelStrategy(FSDPStrategy):
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
         world, wanted = settings.num_processes, self.wanted_tp
         if wanted not in (None, world):
+            other = (
+                f", or FSDPStrategy(tp={wanted}) to split data over the others" if world % (wanted or 1) == 0 else ""
+            )
             raise ConfigurationError(
                 f"tp={wanted} with {world} process(es): {type(self).__name__} splits layers over all of them. Use "
-                f"tp={world}"
-                + (
-                    f", or FSDPStrategy(tp={wanted}) to split data over the others"
-                    if world % (wanted or 1) == 0
-                    else ""
-                )
-                + "."
+                f"tp={world}{other}."
             )
         return self._shape(settings, world)
 

@@ -158,8 +158,7 @@ class OffloadEngine(Engine):
             self.strategy.offload_folder,
             pinned=pinned,
         )
-        for (owner, leaf), buffer in list(_buffers(model)):
-            owner._buffers[leaf] = buffer.to(self.device)
+        _move_buffers(model, self.device)
         if not (self.device.type != "cpu" if self.strategy.stream is None else self.strategy.stream):
             if weights.place == "disk":
                 for parameter in model.parameters():
@@ -272,14 +271,11 @@ class OffloadEngine(Engine):
         self._own_steps.clear()
         task = getattr(self, "task", None)
         if task is not None:
-            for (owner, leaf), buffer in list(_buffers(task)):
-                owner._buffers[leaf] = buffer.to("cpu")
+            _move_buffers(task, torch.device("cpu"))
         super().close()
 
 
-def _buffers(task: nn.Module) -> Any:
-    """Yield each buffer with (module, name)."""
-    for module in task.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield (module, name), buffer
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            module._buffers[name] = buffer.to(device)

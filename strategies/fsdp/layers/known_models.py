@@ -6,12 +6,13 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.fsdp.layers.plan import GivenPlan, Plan, SplitLayers, need_divisible, starred, with_stars
@@ -23,12 +24,79 @@ from trainwright.strategies.fsdp.layers.styles import (
     is_conv1d,
 )
 
-# Values of `model_type` in transformers' configurations.
-LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-GPT2_FAMILY = ("gpt2",)
-BERT_FAMILY = ("bert",)
-T5_FAMILY = ("t5", "mt5")
-FAMILIES = (*LLAMA_FAMILY, *GPT2_FAMILY, *BERT_FAMILY, *T5_FAMILY)
+
+@dataclass(frozen=True)
+class Family:
+    """Rules for the models of one family. Names of modules are the last parts of full names.
+
+    Attributes:
+        counts: Values of the configuration that the number of ranks must divide.
+        styles: Name of a module → its style.
+        embeddings: Names of the token embeddings.
+        head: Name of the layer that computes logits.
+        along_sequence: Styles of sequence parallelism, which replace others. None: not supported.
+    """
+
+    counts: tuple[str, ...]
+    styles: dict[str, Any]
+    embeddings: tuple[str, ...]
+    head: str = "lm_head"
+    along_sequence: dict[str, Any] | None = None
+
+
+_LLAMA = Family(
+    counts=("num_attention_heads", "num_key_value_heads"),
+    styles={
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise"),
+        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
+        **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "rowwise"),
+        # Qwen 3 has a norm of each head: (batch, length, heads, width of a head).
+        **dict.fromkeys(("q_norm", "k_norm"), SequenceParallel(sequence_dim=2, use_local_output=True)),
+    },
+    embeddings=("embed_tokens",),
+    along_sequence={
+        "layers.0": "split_sequence",
+        **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), "sequence"),
+        **dict.fromkeys(("self_attn", "mlp"), "gather_sequence"),
+        **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "rowwise_to_sequence"),
+    },
+)
+_GPT2 = Family(
+    counts=("n_head",),
+    styles={
+        "attn": DivideAttributes("split_size", "num_heads"),
+        "attn.c_attn": FusedColwise(3),
+        "mlp.c_fc": "colwise",
+        **dict.fromkeys(("attn.c_proj", "mlp.c_proj"), "rowwise"),
+    },
+    embeddings=("wte",),
+)
+_BERT = Family(
+    counts=("num_attention_heads",),
+    styles={
+        **dict.fromkeys(("self.query", "self.key", "self.value", "intermediate.dense"), "colwise"),
+        "output.dense": "rowwise",
+        "cls.predictions": SplitParameters("bias"),  # tied to the decoder's
+    },
+    embeddings=("word_embeddings",),
+    head="cls.predictions.decoder",
+)
+_T5 = Family(
+    counts=("num_heads",),
+    styles={
+        **dict.fromkeys(("q", "k", "v", "wi", "wi_0", "wi_1", "relative_attention_bias"), "colwise"),
+        **dict.fromkeys(("o", "wo"), "rowwise"),
+        **dict.fromkeys(("SelfAttention", "EncDecAttention"), DivideAttributes("n_heads", "inner_dim")),
+    },
+    embeddings=("shared", "embed_tokens"),  # of the encoder and of the decoder, tied
+)
+# By `model_type` in transformers' configurations.
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+    "gpt2": _GPT2,
+    "bert": _BERT,
+    **dict.fromkeys(("t5", "mt5"), _T5),
+}
 
 
 def ready_plan(
@@ -50,24 +118,46 @@ def ready_plan(
     Raises:
         ConfigurationError: The model is not supported, or its number of heads is not divisible by `tp`.
     """
-    kind = _family(model)
-    if kind in LLAMA_FAMILY:
-        plan = _llama(model, tp, sequence_parallel, loss_parallel)
-    elif kind in FAMILIES:
-        if sequence_parallel:
-            name = "GPT-2" if kind in GPT2_FAMILY else type(model).__name__
-            raise ConfigurationError(
-                f"sequence_parallel=True is not supported for {name}, which applies dropout and positions outside of "
-                "its blocks. Remove it."
-            )
-        make = _gpt2 if kind in GPT2_FAMILY else _bert if kind in BERT_FAMILY else _t5
-        plan = make(model, tp, loss_parallel)
-    else:
+    family = _family(model)
+    if family is None:
         raise ConfigurationError(
             f"no built-in tensor-parallel plan supports {type(model).__name__}. There are plans for the model types "
             f"{', '.join(FAMILIES)}. Define tensor_parallel_plan in the task.{_advice(model)}"
         )
-    return {f"{prefix}.{name}" if prefix else name: style for name, style in plan.items()}
+    config: Any = model.config
+    if sequence_parallel and family.along_sequence is None:
+        name = "GPT-2" if family is _GPT2 else type(model).__name__
+        raise ConfigurationError(
+            f"sequence_parallel=True is not supported for {name}, which applies dropout and positions outside of "
+            "its blocks. Remove it."
+        )
+    if family is _GPT2 and getattr(config, "add_cross_attention", False):
+        raise ConfigurationError(
+            "add_cross_attention=True is not supported by the built-in plan for GPT-2. Define tensor_parallel_plan in "
+            "the task."
+        )
+    need_divisible(tp, **{count: getattr(config, count) for count in family.counts})
+    if loss_parallel and config.vocab_size % tp:
+        raise ConfigurationError(
+            f"vocab_size={config.vocab_size} is not divisible by tp={tp}, which loss_parallel needs. Call "
+            f"model.resize_token_embeddings(pad_to_multiple_of={tp})."
+        )
+    styles, layouts, names = {**family.styles, **dict.fromkeys(family.embeddings, "embedding")}, None, with_stars(model)
+    if sequence_parallel and family.along_sequence is not None:
+        layouts = Shard(1)
+        styles |= family.along_sequence
+        names += [name for name, _ in model.named_modules() if name.endswith("layers.0")]
+    styles[family.head] = (
+        LossParallel(input_layouts=layouts)
+        if loss_parallel
+        else ColwiseParallel(input_layouts=layouts, output_layouts=Replicate())
+    )
+    return {
+        f"{prefix}.{name}" if prefix else name: style
+        for name in names
+        for end, style in styles.items()
+        if f".{name}".endswith(f".{end}")
+    }
 
 
 @runtime_checkable
@@ -112,10 +202,13 @@ def find_ready_plan(task: nn.Module, tp: int, *, sequence_parallel: bool | None 
     found: dict[str, Any] = {}
     inside: list[str] = []
     for name, module in task.named_modules():
-        known = _family(module) in FAMILIES and _is_model(module)
-        if known and not any(name.startswith(f"{outer}.") for outer in inside):
+        family = _family(module)
+        # The blocks of transformers models have a `config` too.
+        if family is None or not hasattr(module, "base_model_prefix"):
+            continue
+        if not any(name.startswith(f"{outer}.") for outer in inside):
             inside.append(name)
-            wanted = _family(module) in LLAMA_FAMILY if sequence_parallel is None else sequence_parallel
+            wanted = family.along_sequence is not None if sequence_parallel is None else sequence_parallel
             found |= ready_plan(module, tp, prefix=name, sequence_parallel=wanted)
     return found or None
 
@@ -158,108 +251,9 @@ def check_plan(task: nn.Module, given: GivenPlan | None, lengths: Mapping[str, i
     SplitLayers(task, plan, mesh["tp"])
 
 
-def _family(module: nn.Module) -> str | None:
+def _family(module: nn.Module) -> Family | None:
     kind = getattr(getattr(module, "config", None), "model_type", None)
-    return kind if isinstance(kind, str) else None
-
-
-def _is_model(module: nn.Module) -> bool:
-    """Return whether a module is a transformers model. Its blocks have a `config` too."""
-    return hasattr(module, "base_model_prefix")
-
-
-def _parts(model: Any, blocks: str) -> tuple[str, str | None]:
-    """Return the prefix of names in the base model, and the name of the layer that computes logits."""
-    base = "" if hasattr(model, blocks) else f"{model.base_model_prefix}."
-    return base, "lm_head" if hasattr(model, "lm_head") else None
-
-
-_NORMS = ("q_norm", "k_norm")
-
-
-def _llama(model: Any, tp: int, sequence_parallel: bool, loss_parallel: bool) -> dict[str, Any]:
-    config = model.config
-    need_divisible(tp, num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads)
-    base, head = _parts(model, "layers")
-    layer = f"{base}layers.*."
-    plan: dict[str, Any] = {
-        **{f"{layer}self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
-        f"{layer}self_attn.o_proj": "rowwise",
-        f"{layer}mlp.gate_proj": "colwise",
-        f"{layer}mlp.up_proj": "colwise",
-        f"{layer}mlp.down_proj": "rowwise",
-    }
-    if config.model_type == "qwen3":  # a norm of each head: (batch, length, heads, width of a head)
-        plan |= {f"{layer}self_attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True) for name in _NORMS}
-    if sequence_parallel:
-        plan |= {
-            f"{base}layers.0": "split_sequence",
-            f"{layer}input_layernorm": "sequence",
-            f"{layer}post_attention_layernorm": "sequence",
-            f"{layer}self_attn": "gather_sequence",
-            f"{layer}mlp": "gather_sequence",
-            f"{layer}self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
-            f"{layer}mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
-            f"{base}norm": "sequence",
-        }
-    return plan | _ends(config, tp, f"{base}embed_tokens", head, sequence_parallel, loss_parallel)
-
-
-def _gpt2(model: Any, tp: int, loss_parallel: bool) -> dict[str, Any]:
-    config = model.config
-    if getattr(config, "add_cross_attention", False):
-        raise ConfigurationError(
-            "add_cross_attention=True is not supported by the built-in plan for GPT-2. Define tensor_parallel_plan in "
-            "the task."
-        )
-    need_divisible(tp, n_head=config.n_head)
-    base, head = _parts(model, "h")
-    block = f"{base}h.*."
-    plan: dict[str, Any] = {
-        f"{block}attn": DivideAttributes("split_size", "num_heads"),
-        f"{block}attn.c_attn": FusedColwise(3),
-        f"{block}attn.c_proj": "rowwise",
-        f"{block}mlp.c_fc": "colwise",
-        f"{block}mlp.c_proj": "rowwise",
-    }
-    return plan | _ends(config, tp, f"{base}wte", head, False, loss_parallel)
-
-
-def _bert(model: Any, tp: int, loss_parallel: bool) -> dict[str, Any]:
-    config, names = model.config, with_stars(model)
-    need_divisible(tp, num_attention_heads=config.num_attention_heads)
-    base = "" if hasattr(model, "encoder") else f"{model.base_model_prefix}."
-    layer = f"{base}encoder.layer.*."
-    plan: dict[str, Any] = {f"{layer}intermediate.dense": "colwise", f"{layer}output.dense": "rowwise"}
-    for attention in ("attention", "crossattention"):
-        if f"{layer}{attention}" in names:
-            plan |= {f"{layer}{attention}.self.{name}": "colwise" for name in ("query", "key", "value")}
-            plan[f"{layer}{attention}.output.dense"] = "rowwise"
-    head = "cls.predictions.decoder" if "cls.predictions.decoder" in names else None
-    ends = _ends(config, tp, f"{base}embeddings.word_embeddings", head, False, loss_parallel)
-    if head in ends:
-        ends["cls.predictions"] = SplitParameters("bias")  # tied to the decoder's
-    return plan | ends
-
-
-_T5_STYLES = {
-    **dict.fromkeys(("q", "k", "v", "wi", "wi_0", "wi_1", "relative_attention_bias"), "colwise"),
-    **dict.fromkeys(("o", "wo"), "rowwise"),
-    **dict.fromkeys(("SelfAttention", "EncDecAttention"), DivideAttributes("n_heads", "inner_dim")),
-}
-
-
-def _t5(model: Any, tp: int, loss_parallel: bool) -> dict[str, Any]:
-    config = model.config
-    need_divisible(tp, num_heads=config.num_heads)
-    names = {name: name.rpartition(".")[2] for name in with_stars(model)}
-    plan: dict[str, Any] = {name: _T5_STYLES[end] for name, end in names.items() if end in _T5_STYLES}
-    head = "lm_head" if hasattr(model, "lm_head") else None
-    ends = _ends(config, tp, "embed_tokens", head, False, loss_parallel)
-    embedding = ends.pop("embed_tokens", None)
-    if embedding is not None:  # of the encoder and of the decoder, tied
-        ends |= {name: embedding for name, end in names.items() if end in ("shared", "embed_tokens")}
-    return plan | ends
+    return FAMILIES.get(kind) if isinstance(kind, str) else None
 
 
 def _advice(model: nn.Module) -> str:
@@ -300,23 +294,3 @@ def propose_plan(model: nn.Module) -> dict[str, str]:
         elif outputs == hidden:
             found[name] = "rowwise"
     return found if len(set(found.values())) > 1 else {}
-
-
-def _ends(
-    config: Any, tp: int, embedding: str, head: str | None, sequence_parallel: bool, loss_parallel: bool
-) -> dict[str, Any]:
-    """Return the plan for the embedding and for the layer that computes logits."""
-    layouts = Shard(1) if sequence_parallel else None
-    if loss_parallel and config.vocab_size % tp:
-        raise ConfigurationError(
-            f"vocab_size={config.vocab_size} is not divisible by tp={tp}, which loss_parallel needs. Call "
-            f"model.resize_token_embeddings(pad_to_multiple_of={tp})."
-        )
-    plan: dict[str, Any] = {embedding: "embedding"}
-    if head is not None and loss_parallel:
-        plan[head] = LossParallel(input_layouts=layouts)
-    elif head is not None:
-        plan[head] = (
-            ColwiseParallel(input_layouts=layouts, output_layouts=Replicate()) if layouts else "colwise_gathered"
-        )
-    return plan

@@ -140,61 +140,36 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     )
 
 
-class _FirstInput(ParallelStyle):
-    """Base class of styles that redistribute a module's first input, or its `hidden_states`.
+class FirstInput(ParallelStyle):
+    """Redistribute a module's first input, `(batch, length, …)`, or its `hidden_states`.
 
     Args:
-        dim: Dimension of the sequence.
+        source: `Replicate()`, or `Shard(1)` for a split sequence.
+        target: The other one of the two. Several layers within the module then read the same redistributed input.
     """
 
-    def __init__(self, *, dim: int = 1) -> None:
+    def __init__(self, source: Placement, target: Placement) -> None:
         super().__init__()
-        self.dim = dim
-
-    def _change(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        raise NotImplementedError
+        self.source, self.target = source, target
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def change(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if args:
-                return (self._change(args[0], device_mesh), *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": self._change(kwargs["hidden_states"], device_mesh)}
+                return (self._redistribute(args[0], device_mesh), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": self._redistribute(kwargs["hidden_states"], device_mesh)}
 
         module.register_forward_pre_hook(change, with_kwargs=True)
         return module
 
-
-class SplitSequence(_FirstInput):
-    """Split a module's first input, `(batch, length, …)`, along the sequence.
-
-    For the first block of a model whose norms have the style `"sequence"`.
-
-    Args:
-        dim: Dimension of the sequence.
-    """
-
-    def _change(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        length, ranks = tensor.shape[self.dim], mesh.size()
-        if length % ranks:
+    def _redistribute(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        length, ranks = tensor.shape[1], mesh.size()
+        if isinstance(self.target, Shard) and length % ranks:
             raise ValueError(
                 f"a sequence of length {length} cannot be split over tp={ranks} ranks. Pad it to "
                 f"{length + ranks - length % ranks}, or disable sequence parallelism."
             )
-        return _redistributed(tensor, mesh, Replicate(), Shard(self.dim))
-
-
-class GatherSequence(_FirstInput):
-    """Gather a module's first input, of which each rank has a shard of the sequence.
-
-    For modules in which several split layers read the same input, so that it is gathered once.
-
-    Args:
-        dim: Dimension of the sequence.
-    """
-
-    def _change(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        # The following layers sum the gradients of the gathered input over the ranks.
-        return _redistributed(tensor, mesh, Shard(self.dim), Replicate())
+        # With a gathered input, the following layers sum its gradients over the ranks.
+        return _redistributed(tensor, mesh, self.source, self.target)
 
 
 class DivideAttributes(ParallelStyle):
@@ -244,8 +219,8 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
         SplitEmbedding() if _is_plain_embedding(module) else RowwiseParallel(input_layouts=Replicate())
     ),
     "sequence": lambda _: SequenceParallel(use_local_output=True),
-    "split_sequence": lambda _: SplitSequence(),
-    "gather_sequence": lambda _: GatherSequence(),
+    "split_sequence": lambda _: FirstInput(Replicate(), Shard(1)),  # for the first block
+    "gather_sequence": lambda _: FirstInput(Shard(1), Replicate()),
     "rowwise_to_sequence": lambda module: (
         Conv1DRowwise(output_layouts=Shard(1)) if is_conv1d(module) else RowwiseParallel(output_layouts=Shard(1))
     ),
