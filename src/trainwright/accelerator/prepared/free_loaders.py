@@ -291,8 +291,7 @@ def prepare_data_loader(
     together = _together(torch_device_mesh)
     world = (state.num_processes if num_processes is None else num_processes) // together
     index = (state.process_index if process_index is None else process_index) // together
-    in_sampler = isinstance(dataloader.sampler, BatchSampler)
-    batches: Any = dataloader.sampler if in_sampler else dataloader.batch_sampler
+    batches: Any = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     if split_batches:
         check_divisible(dataloader.batch_size or getattr(batches, "batch_size", None), world)
     sampler = getattr(batches, "sampler", None)
@@ -318,19 +317,25 @@ def prepare_data_loader(
     if rng_types is not None and generator is None:
         rng_types = [kind for kind in rng_types if str(RNGType(kind)) != "generator"]
     options: dict[str, Any] = {name: getattr(dataloader, name) for name in _KEPT if hasattr(dataloader, name)}
-    if is_iterable:
-        options |= {"batch_size": size, "drop_last": dataloader.drop_last}
-    elif batches is None or in_sampler:
-        options |= {"batch_size": None, "sampler": dataloader.sampler if batches is None else batches}
-    else:
-        options["batch_sampler"] = batches
-    options |= {"_drop_last": dataloader.drop_last, "_non_blocking": non_blocking}
+    options |= _batching(dataloader, batches, size) | {
+        "_drop_last": dataloader.drop_last,
+        "_non_blocking": non_blocking,
+    }
     options["use_stateful_dataloader"] = use_stateful_dataloader
     if dispatches:
         options |= {"slice_fn": slice_fn_for_dispatch, "torch_device_mesh": torch_device_mesh}
         return DataLoaderDispatcher(dataset, split_batches, **options)
     place = device if put_on_device else None
     return DataLoaderShard(dataset, place, rng_types, generator, **options)
+
+
+def _batching(loader: DataLoader[Any], batches: object, size: int | None) -> dict[str, Any]:
+    """Return the arguments of a DataLoader that say which batches it reads."""
+    if isinstance(loader.dataset, IterableDataset):
+        return {"batch_size": size, "drop_last": loader.drop_last}
+    if batches is not None and not isinstance(loader.sampler, BatchSampler):
+        return {"batch_sampler": batches}
+    return {"batch_size": None, "sampler": loader.sampler if batches is None else batches}
 
 
 def _together(mesh: DeviceMesh | None) -> int:
