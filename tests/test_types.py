@@ -75,7 +75,7 @@ FOREIGN_PROBES: dict[str, str] = {
     "accelerator.prepared.free_loaders:num_processes": "a user's batch sampler",
     "accelerator.prepared.free_loaders:split_batches": "a user's batch sampler",
     "accelerator.prepared.accelerated_optimizer:total_steps": "a schedule of torch or the user's",
-    "accelerator.prepared.accelerated_optimizer:optimizer": "a scheduler, torch's or the user's",
+    "accelerator.prepared.prepare:optimizer": "a scheduler, torch's or the user's",
     "processes.process_shares:select": "a data set of the library datasets",
     "strategies.steps.te_layers:autocast": "the package transformer_engine",
     "trainer.checkpoints.restore:optimizer": "a scheduler, torch's or the user's",

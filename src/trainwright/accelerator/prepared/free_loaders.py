@@ -302,8 +302,7 @@ def prepare_data_loader(
     size = dataloader.batch_size
     generator = None
     if world > 1 and not dispatches:
-        from_hub = type(dataset).__module__.startswith("datasets.")
-        if is_iterable and from_hub and getattr(dataset, "n_shards", 0) >= world and not split_batches:
+        if is_iterable and _has_hub_shards(dataset, world) and not split_batches:
             dataset = dataset.shard(num_shards=world, index=index)
         elif is_iterable:
             generator = getattr(dataset, "generator", None)
@@ -317,10 +316,8 @@ def prepare_data_loader(
     if rng_types is not None and generator is None:
         rng_types = [kind for kind in rng_types if str(RNGType(kind)) != "generator"]
     options: dict[str, Any] = {name: getattr(dataloader, name) for name in _KEPT if hasattr(dataloader, name)}
-    options |= _batching(dataloader, batches, size) | {
-        "_drop_last": dataloader.drop_last,
-        "_non_blocking": non_blocking,
-    }
+    options |= _batching(dataloader, batches, size)
+    options["_drop_last"], options["_non_blocking"] = dataloader.drop_last, non_blocking
     options["use_stateful_dataloader"] = use_stateful_dataloader
     if dispatches:
         options |= {"slice_fn": slice_fn_for_dispatch, "torch_device_mesh": torch_device_mesh}
@@ -345,6 +342,11 @@ def _together(mesh: DeviceMesh | None) -> int:
         if mesh is not None and name in (mesh.mesh_dim_names or ()):
             found *= mesh[name].size()
     return found
+
+
+def _has_hub_shards(dataset: object, world: int) -> bool:
+    """Return whether an iterable data set of the library `datasets` has a shard for each process."""
+    return type(dataset).__module__.startswith("datasets.") and getattr(dataset, "n_shards", 0) >= world
 
 
 def _generator_of(sampler: object) -> torch.Generator | None:
