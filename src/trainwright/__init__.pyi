@@ -29,7 +29,7 @@ from trainwright.accelerator.local_sgd_block import LocalSGD as LocalSGD
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader as AcceleratedLoader
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel as AcceleratedModel
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer as AcceleratedOptimizer
-from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler as AcceleratedScheduler
+from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedScheduler as AcceleratedScheduler
 from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
 from trainwright.bigmodels import *
 from trainwright.callbacks.callback import Callback as Callback
@@ -58,10 +58,10 @@ from trainwright.core.rng import seed_everything as seed_everything
 from trainwright.core.state import StepResult as StepResult
 from trainwright.core.state import TrainState as TrainState
 from trainwright.core.task import TaskModule as TaskModule
+from trainwright.data.batch_shards import skip_first_batches as skip_first_batches
 from trainwright.data.combined import CombinedLoader as CombinedLoader
 from trainwright.data.datamodule import DataModule as DataModule
 from trainwright.data.iterable import ShardedIterable as ShardedIterable
-from trainwright.data.skipped_batches import skip_first_batches as skip_first_batches
 from trainwright.launch.notebook import debug_launcher as debug_launcher
 from trainwright.launch.notebook import notebook_launcher as notebook_launcher
 from trainwright.loggers.console_logger import ConsoleLogger as ConsoleLogger

@@ -5,7 +5,7 @@ from trainwright.accelerator.prepared.free_loaders import prepare_data_loader as
 from trainwright.data.batch_shards import BatchSamplerShard as BatchSamplerShard
 from trainwright.data.batch_shards import IterableDatasetShard as IterableDatasetShard
 from trainwright.data.batch_shards import SeedableRandomSampler as SeedableRandomSampler
-from trainwright.data.skipped_batches import SkipBatchSampler as SkipBatchSampler
-from trainwright.data.skipped_batches import SkipDataLoader as SkipDataLoader
-from trainwright.data.skipped_batches import skip_first_batches as skip_first_batches
+from trainwright.data.batch_shards import SkipBatchSampler as SkipBatchSampler
+from trainwright.data.batch_shards import SkipDataLoader as SkipDataLoader
+from trainwright.data.batch_shards import skip_first_batches as skip_first_batches
 from trainwright.processes.random_states import synchronize_rng_states as synchronize_rng_states

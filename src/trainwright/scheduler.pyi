@@ -1,1 +1,1 @@
-from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler as AcceleratedScheduler
+from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedScheduler as AcceleratedScheduler

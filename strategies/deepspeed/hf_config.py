@@ -22,11 +22,8 @@ class HfDeepSpeedConfig:
     exists, `from_pretrained` of transformers builds sharded models. Creating the object with stage 3 connects DeepSpeed
     to the script's process group.
 
-    Args:
-        config_file_or_dict: The configuration, or the path of its JSON file.
-
     Attributes:
-        config: A copy of the configuration.
+        config: A copy of the configuration, which was passed as a dict or the path of its JSON file.
     """
 
     def __init__(self, config_file_or_dict: str | Path | Mapping[str, Any]) -> None:
@@ -51,11 +48,7 @@ class HfDeepSpeedConfig:
         return default if node is None else node.get(last, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Delete a dotted key.
-
-        Raises:
-            ConfigurationError: It does not exist, with `must_exist=True`.
-        """
+        """Delete a dotted key. With `must_exist=True` a missing one is a ConfigurationError."""
         node, last = self.find_config_node(ds_key_long)
         if node is not None and last in node:
             del node[last]

@@ -24,7 +24,7 @@ _HOMES = {
     "accelerator.megatron.megatron_loop": "avg_losses_across_data_parallel_group gather_across_data_parallel_groups",
     "accelerator.megatron.megatron_schedule": "MegatronLMDummyDataLoader MegatronLMDummyScheduler",
     "accelerator.megatron.train_steps": "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep",
-    "accelerator.prepared.scheduler": "DeepSpeedSchedulerWrapper",
+    "accelerator.prepared.accelerated_optimizer": "DeepSpeedSchedulerWrapper",
     "accelerator.sharded_parts": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
     "bigmodels.maps.sizes": "named_module_tensors",
     "core.host.memory": "should_reduce_batch_size",
@@ -45,8 +45,7 @@ _HOMES = {
     "core.names.packages": " ".join(
         re.findall(r"^(?:def )?([a-z]\w+)(?: = _|\()", (PACKAGE / "core/names/packages.py").read_text(), re.MULTILINE)
     ),
-    "data.batch_shards": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler",
-    "data.skipped_batches": "SkipBatchSampler SkipDataLoader",
+    "data.batch_shards": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler SkipDataLoader",
     "processes.collectives": "convert_outputs_to_fp32 convert_to_fp32 listify slice_tensors",
     "core.errors": "DistributedOperationException",
     "processes.launcher": (

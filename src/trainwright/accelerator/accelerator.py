@@ -40,9 +40,8 @@ from trainwright.accelerator.loop_checkpoints import (
 from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.prepared.accelerated_model import unwrapped
-from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from trainwright.accelerator.prepared.prepare import PreparedObjects
-from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler
 from trainwright.accelerator.project import ProjectConfiguration, StateFolders
 from trainwright.accelerator.settings import (
     compare_precision,
@@ -223,7 +222,8 @@ class Accelerator:
         self._trigger, self._joins, self._num_met_clips = False, False, 0  # joins: within join_uneven_inputs
         self._signal: LoopSignal | None = None  # until should_stop is read
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
-        self.state.set_shared(self.mixed_precision, self.fsdp_plugin, self.strategy.distributed_type, settings.megatron)
+        self.state.mixed_precision, self.state._engine_type = self.mixed_precision, self.strategy.distributed_type
+        self.state.fsdp_plugin, self.state.megatron_lm_plugin = self.fsdp_plugin, settings.megatron
 
     def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
         """Create the state of a loop with nothing prepared."""
@@ -231,19 +231,13 @@ class Accelerator:
         self._scale = None if scaler is None else LossScale(scaler)
         context = self._settings.context_maker(self.device.type, cache=self.engine.capabilities.caches_casts)
         self._make_context = context if context is None or self.engine.autocasts else nullcontext
-        plugin = self._settings.accumulation
         megatron = None
         if self._settings.megatron is not None:
             from trainwright.accelerator.megatron.megatron_loop import MegatronLoop  # imports all of FSDP
 
             megatron = MegatronLoop(self._settings.megatron, self.engine, self.forward_backward, num_steps)
-        self._accumulation = Accumulation(
-            num_steps,
-            plugin.short_group,
-            warns=warns,
-            gradients=self.engine.gradients,
-            sync_with_dataloader=plugin.sync_with_dataloader,
-        )
+        plugin = self._settings.accumulation
+        self._accumulation = Accumulation(num_steps, plugin, warns=warns, gradients=self.engine.gradients)
         self._items = ItemCounts(self._accumulation, self.engine, scaled=self._scale is not None)
         self._prepared = PreparedObjects(
             self.state,
@@ -416,7 +410,7 @@ class Accelerator:
     @property
     def gradient_state(self) -> GradientState:
         """The state of gradient accumulation: `sync_gradients`, `end_of_dataloader`, `remainder` and others."""
-        return GradientState(self._accumulation, self._settings.accumulation)
+        return GradientState(self._accumulation)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

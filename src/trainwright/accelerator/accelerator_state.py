@@ -19,30 +19,25 @@ class AcceleratorState(PartialState):
     """The state of the processes (see `PartialState`), and what the script's Accelerators share.
 
     All instances share it. `Accelerator(deepspeed_plugins=…)` stores the plugins, and `end_training` removes them.
+
+    Attributes:
+        mixed_precision: `"no"`, `"fp16"` or `"bf16"`: that of the newest Accelerator; `"no"` without one.
+        fsdp_plugin, megatron_lm_plugin: those of the newest Accelerator; None without one.
+        selected_plugin: the name of the selected DeepSpeed plugin; None without DeepSpeed plugins.
     """
 
-    _precision: str
+    mixed_precision: str = "no"
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    megatron_lm_plugin: MegatronLMPlugin | None = None
+    _engine_type: DistributedType | None = None
+    selected_plugin: str | None = None
     _plugins: dict[str, DeepSpeedPlugin]
-    _selected: str
-    _fsdp_plugin: FullyShardedDataParallelPlugin | None
-    _engine_type: DistributedType | None
-    _megatron_plugin: MegatronLMPlugin | None
 
     @property
     def distributed_type(self) -> DistributedType:  # type: ignore[override]  # it is never set
         """That of the newest Accelerator's engine, or else that of the process group."""
-        found: DistributedType = vars(self).get("_engine_type") or vars(self)["distributed_type"]
+        found: DistributedType = self._engine_type or vars(self)["distributed_type"]
         return found
-
-    @property
-    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """The FSDP plugin of the newest Accelerator; None without one."""
-        return vars(self).get("_fsdp_plugin")
-
-    @property
-    def megatron_lm_plugin(self) -> MegatronLMPlugin | None:
-        """The Megatron-LM plugin of the newest Accelerator; None without one."""
-        return vars(self).get("_megatron_plugin")
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
@@ -51,23 +46,6 @@ class AcceleratorState(PartialState):
             PartialState._reset_state()
         for name in AcceleratorState.__annotations__:
             PartialState._shared_state.pop(name, None)
-
-    @property
-    def mixed_precision(self) -> str:
-        """`"no"`, `"fp16"` or `"bf16"`: that of the newest Accelerator; `"no"` without one."""
-        found: str = vars(self).get("_precision", "no")
-        return found
-
-    def set_shared(
-        self,
-        precision: str,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None,
-        kind: DistributedType | None,
-        megatron_plugin: MegatronLMPlugin | None,
-    ) -> None:
-        """Store the precision, the plugins and the engine's kind of an Accelerator."""
-        self._precision, self._fsdp_plugin, self._engine_type = precision, fsdp_plugin, kind
-        self._megatron_plugin = megatron_plugin
 
     @classmethod
     def shared_plugins(cls) -> dict[str, DeepSpeedPlugin]:
@@ -80,21 +58,12 @@ class AcceleratorState(PartialState):
         return self.shared_plugins()
 
     @property
-    def selected_plugin(self) -> str | None:
-        """The name of the selected plugin; None without DeepSpeed plugins."""
-        return vars(self).get("_selected")
-
-    @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The selected plugin, at first the first one; None without DeepSpeed plugins."""
         return None if self.selected_plugin is None else self._plugins[self.selected_plugin]
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """Return the plugin with a name.
-
-        Raises:
-            ConfigurationError: There is none.
-        """
+        """Return the plugin with a name, or raise a ConfigurationError."""
         found = self.deepspeed_plugins
         if name not in found:
             raise ConfigurationError(
@@ -106,20 +75,13 @@ class AcceleratorState(PartialState):
     def select_deepspeed_plugin(self, name: str) -> None:
         """Use a plugin for the models that the script's Accelerators prepare from now on.
 
-        Not collective, but every process must select the same one.
-
-        Raises:
-            ConfigurationError: There is no plugin with this name.
+        Not collective, but every process must select the same one. An unknown name is a ConfigurationError.
         """
         self.get_deepspeed_plugin(name)
-        self._selected = name
+        self.selected_plugin = name
 
     def share_deepspeed_plugins(self, plugins: Mapping[str, DeepSpeedPlugin]) -> None:
-        """Store the plugins of an Accelerator. The first one is selected, unless these plugins are stored already.
-
-        Raises:
-            ConfigurationError: Another Accelerator has stored other ones.
-        """
+        """Store the plugins of an Accelerator. The first one is selected, unless these plugins are stored already."""
         stored = self.deepspeed_plugins
         if stored and stored != plugins:
             raise ConfigurationError(
@@ -128,23 +90,16 @@ class AcceleratorState(PartialState):
                 "its end_training() first."
             )
         if not stored:
-            self._plugins, self._selected = dict(plugins), next(iter(plugins))
+            self._plugins, self.selected_plugin = dict(plugins), next(iter(plugins))
 
     def remove_deepspeed_plugins(self) -> None:
         """Remove all plugins. Not collective."""
-        for name in ("_plugins", "_selected"):
+        for name in ("_plugins", "selected_plugin"):
             vars(self).pop(name, None)
 
 
 def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
-    """Return the selected DeepSpeed plugin.
-
-    Args:
-        state: `accelerator.state`.
-
-    Raises:
-        ConfigurationError: There are no DeepSpeed plugins.
-    """
+    """Return the selected DeepSpeed plugin of `accelerator.state`, or raise a ConfigurationError."""
     if state.deepspeed_plugin is None:
         raise ConfigurationError("no Accelerator has DeepSpeed plugins. Pass Accelerator(deepspeed_plugins=…).")
     return state.deepspeed_plugin

@@ -31,9 +31,6 @@ class GradientAccumulationPlugin:
         short_group: What `backward(loss)` divides by in the last group of a pass when it has fewer than `num_steps`
             micro-batches: `"steps"`, `num_steps`, as Accelerate does; `"mean"`, the number of micro-batches in the
             group. Default: None, which is `"steps"` with one warning at the first short group.
-
-    Raises:
-        ConfigurationError: A value is not one of these.
     """
 
     num_steps: int | None = None
@@ -58,11 +55,7 @@ class GradientAccumulationPlugin:
 
 
 def check_steps(name: str, value: object) -> int:
-    """Return a number of micro-batches.
-
-    Raises:
-        ConfigurationError: It is not a whole number of at least 1.
-    """
+    """Return a number of micro-batches, which must be a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{name}={value!r}: write a whole number of at least 1.")
     return value
@@ -154,24 +147,17 @@ class Accumulation:
 
     Args:
         num_steps: micro-batches of one optimizer step.
-        short_group: see `GradientAccumulationPlugin`.
-        warns: warn about the first short group if `short_group` is None.
-        gradients: The engine's gradient operations. Default: None, which are those of one process.
-        sync_with_dataloader: See `GradientAccumulationPlugin`. Default: True.
+        plugin: the settings of the loop.
+        warns: warn about the first short group if the plugin's `short_group` is None.
+        gradients: The engine's gradient operations.
     """
 
     def __init__(
-        self,
-        num_steps: int,
-        short_group: Literal["steps", "mean"] | None = "steps",
-        *,
-        warns: bool = False,
-        gradients: Gradients | None = None,
-        sync_with_dataloader: bool = True,
+        self, num_steps: int, plugin: GradientAccumulationPlugin, *, warns: bool, gradients: Gradients
     ) -> None:
         self.num_steps = num_steps
-        self.sync_with_dataloader = sync_with_dataloader
-        self.short_group = short_group
+        self.plugin = plugin
+        self.sync_with_dataloader, self.short_group = plugin.sync_with_dataloader, plugin.short_group
         self.sync_gradients = True
         self.in_micro_batch = False  # within a block of `accumulate`
         self.models: Sequence[nn.Module] = ()  # that the present micro-batch trains; none: all
@@ -181,8 +167,8 @@ class Accumulation:
         self._open: dict[tuple[int, ...], tuple[int, int, int]] = {}  # models → group, position, divisor: no step yet
         self._num_counted = 0
         self._set_before: bool | None = None  # the value before the newest `set_sync_gradients`; None: never called
-        self.warns = warns and short_group is None
-        self.gradients = Gradients(torch.device("cpu")) if gradients is None else gradients
+        self.warns = warns and plugin.short_group is None
+        self.gradients = gradients
 
     @property
     def place(self) -> Place | None:
@@ -278,11 +264,7 @@ class Accumulation:
             self._open.clear()
 
     def refuse_open_group(self) -> None:
-        """Check before a save that no pass ended within a group: its gradients would be lost.
-
-        Raises:
-            ConfigurationError: One did.
-        """
+        """Check before a save that no pass ended within a group: its gradients would be lost."""
         if self._open and not self._passes:
             raise ConfigurationError(
                 "save_state() was called after a pass was left within a group of micro-batches, whose gradients would "
@@ -296,11 +278,7 @@ class Accumulation:
         """Start a micro-batch and determine whether an optimizer step follows.
 
         Gradients of an incomplete group are kept if this micro-batch continues it. Otherwise they are freed, with a
-        warning.
-
-        Args:
-            models: Models that the micro-batch trains; none: all.
-            parameters: Returns their parameters.
+        warning. `models` are those that the micro-batch trains; none: all. `parameters` returns their parameters.
         """
         self.num_micro_batches += 1
         place = self.place
@@ -341,25 +319,20 @@ class Accumulation:
 
 
 class GradientState:
-    """State of gradient accumulation in a loop, under Accelerate's names; always current.
+    """State of gradient accumulation in a loop, under Accelerate's names; always current."""
 
-    Args:
-        accumulation: The state of the loop.
-        plugin: The settings of the loop.
-    """
-
-    def __init__(self, accumulation: Accumulation, plugin: GradientAccumulationPlugin) -> None:
-        self._accumulation, self._plugin = accumulation, plugin
+    def __init__(self, accumulation: Accumulation) -> None:
+        self._accumulation = accumulation
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
         """The fields of the `GradientAccumulationPlugin`."""
-        return asdict(self._plugin)
+        return asdict(self._accumulation.plugin)
 
     @property
     def adjust_scheduler(self) -> bool:
         """The field of the plugin."""
-        return self._plugin.adjust_scheduler
+        return self._accumulation.plugin.adjust_scheduler
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Set whether an optimizer step follows; see `Accumulation.set_sync_gradients`."""

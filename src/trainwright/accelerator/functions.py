@@ -25,10 +25,9 @@ from trainwright.processes.partial_state import PartialState
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """Return the user's model without its wrappers; see `Accelerator.unwrap_model`.
+    """Return the user's model without its wrappers, those of torch included; see `Accelerator.unwrap_model`.
 
     Args:
-        model: What `prepare` returned, or a replica of torch.
         keep_fp32_wrapper: Makes no difference: the model's own forward was never changed. Default: True.
         keep_torch_compile: Return a compiled module if one wraps the model. Default: True.
         recursive: Unwrap the modules within the model too, in place. Default: False.
@@ -61,10 +60,7 @@ def save(
 def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
     """Return what `torch.load` reads from a file, without executing its pickle.
 
-    Args:
-        f: A path or an open file.
-        map_location: See `torch.load`. Default: None.
-        kwargs: Arguments of `torch.load`. `weights_only=False` executes the pickle: use it for files that you trust.
+    The arguments are those of `torch.load`. `weights_only=False` executes the pickle: use it for files that you trust.
     """
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
@@ -94,13 +90,8 @@ def merge_fsdp_weights(
     state = PartialState()
     try:
         if state.is_main_process:
-            merge_weights(
-                Path(checkpoint_dir),
-                Path(output_path),
-                safe=safe_serialization,
-                max_shard_bytes=10 * 10**9,
-                remove_source=remove_checkpoint_dir,
-            )
+            options: dict[str, Any] = {"max_shard_bytes": 10 * 10**9, "remove_source": remove_checkpoint_dir}
+            merge_weights(Path(checkpoint_dir), Path(output_path), safe=safe_serialization, **options)
     finally:
         state.wait_for_everyone()
 
@@ -108,12 +99,7 @@ def merge_fsdp_weights(
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Return the context of a forward in mixed precision, or one that does nothing.
-
-    Args:
-        native_amp: Autocast in the precision of the process's Accelerator. Default: False.
-        autocast_kwargs: Further options. Default: None.
-    """
+    """Return the context of a forward: with `native_amp` autocast in the precision of the process's Accelerator."""
     state = AcceleratorState()
     dtypes = {PrecisionType.FP16: torch.float16, PrecisionType.BF16: torch.bfloat16}
     dtype = dtypes.get(PrecisionType(state.mixed_precision))
@@ -133,10 +119,7 @@ def get_parameters_from_modules(
 ) -> set[nn.Parameter]:
     """Return the parameters of some modules of a model, after moving these to a device.
 
-    Args:
-        modules: The modules, or a regular expression for their full names; None or empty selects none.
-        model: Contains them.
-        device: Receives them.
+    `modules` is a regular expression for their full names, or the modules; None or empty selects none.
     """
     if not modules:
         return set()

@@ -37,7 +37,6 @@ def gather_real(tree: object, is_padding: bool, processes: Processes, operation:
     Args:
         tree: the same on every rank but for the number of rows; a tensor without dimensions has one row.
         is_padding: this rank's rows are none of the data.
-        processes: processes of the run.
         operation: the name that errors call it by.
 
     Raises:

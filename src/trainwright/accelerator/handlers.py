@@ -32,9 +32,6 @@ class DataLoaderConfiguration:
         non_blocking: always on: batches are copied to the device without waiting. Default: False.
         use_stateful_dataloader: always on: prepared loaders have `state_dict` and `load_state_dict`. Default: False.
         custom_classes: only None: prepared loaders keep their class. Default: None.
-
-    Raises:
-        ConfigurationError: a value is not one of these.
     """
 
     split_batches: bool = False
@@ -109,11 +106,7 @@ _KINDS: dict[str, Any] = {name: get_args(hint)[0] for name, hint in get_type_hin
 
 
 def sort_handlers(handlers: Sequence[Any]) -> Handlers:
-    """Return the elements of `kwargs_handlers` by their kinds.
-
-    Raises:
-        ConfigurationError: One is of another kind, or two are of the same.
-    """
+    """Return the elements of `kwargs_handlers` by their kinds."""
     found: dict[str, Any] = {}
     for handler in handlers:
         name = next((name for name, kind in _KINDS.items() if isinstance(handler, kind)), None)

@@ -47,9 +47,6 @@ class ItemCounts:
             loss: mean over the micro-batch's items.
             num_items: a number or a tensor of one element, which is not read where it is on the device.
             parameters: returns those whose gradients the step has accumulated.
-
-        Raises:
-            TaskError: the count is not one, or the micro-batch has been counted already.
         """
         accumulation = self._accumulation
         count = _checked(num_items)
@@ -70,18 +67,16 @@ class ItemCounts:
             self._unit = self._agreed_unit(count)
         if not accumulation.sync_gradients:
             self._steps[key] = (total, accumulation.num_micro_batches)
-            summed: torch.Tensor = loss * self._as_factor(count, self._unit, loss)
-            return summed
-        self._steps.pop(key, None)
-        weight, share = self._shares(count, total, loss)
-        if step is not None and not self._engine.gradients.scales_sums:
-            self._due = share
-            sum_of_all: torch.Tensor = loss * self._as_factor(count, self._unit, loss)
-            return sum_of_all
-        if step is not None:
-            self._engine.gradients.scale(parameters(), share)
-        mean: torch.Tensor = loss * weight
-        return mean
+            weight = self._as_factor(count, self._unit, loss)
+        else:
+            self._steps.pop(key, None)
+            weight, share = self._shares(count, total, loss)
+            if step is not None and not self._engine.gradients.scales_sums:
+                self._due, weight = share, self._as_factor(count, self._unit, loss)
+            elif step is not None:
+                self._engine.gradients.scale(parameters(), share)
+        weighed: torch.Tensor = loss * weight
+        return weighed
 
     def complete(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Divide the gradients of a step after its last backward, if they could not be divided before it."""
@@ -95,11 +90,7 @@ class ItemCounts:
         return bool(self._steps)
 
     def refuse_plain(self) -> None:
-        """Raise where the present step has counted items before.
-
-        Raises:
-            TaskError: it has.
-        """
+        """Raise a TaskError if the present step has counted items before."""
         if self._steps.get(tuple(map(id, self._accumulation.models))) and not self._accumulation.starts_group:
             raise TaskError(
                 "backward() was called without num_items= in a step whose earlier micro-batches had it: the mean over "

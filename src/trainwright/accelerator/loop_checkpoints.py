@@ -18,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader
-from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
-from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler
+from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from trainwright.accelerator.project import StateFolders
 from trainwright.checkpoint import AsyncWriter, Snapshot, read_checkpoint, write_checkpoint
 from trainwright.checkpoint.disk.durable import hidden, make_folder

@@ -71,14 +71,14 @@ class StateFolders:
     A state at a URL is written below `project_dir/checkpoints` (below `checkpoints` if that is a URL or None) and
     uploaded from there; downloads are below `downloaded` beside it. On several nodes both are on a shared file system.
 
-    Args:
+    Attributes:
         configuration: Names of the states, and their number.
-        run_id: Identifier of the run whose uploads may be replaced and deleted. Default: None, which is a new one.
+        run_id: Identifier of the run whose uploads may be replaced and deleted; at first a new one.
     """
 
-    def __init__(self, configuration: ProjectConfiguration, run_id: str | None = None) -> None:
+    def __init__(self, configuration: ProjectConfiguration) -> None:
         self.configuration = configuration
-        self.run_id = run_id or secrets.token_hex(8)
+        self.run_id = secrets.token_hex(8)
 
     @property
     def _root(self) -> Path:
@@ -98,11 +98,7 @@ class StateFolders:
         return local_folder(self._root / "checkpoints", parent_url(place)) / last_part(place)
 
     def target(self, output_dir: str | os.PathLike[str] | None) -> str:
-        """Return the path or URL of the next save. Not collective.
-
-        Raises:
-            ConfigurationError: `output_dir` is missing, or conflicts with automatic naming.
-        """
+        """Return the path or URL of the next save; `output_dir` must be None with automatic naming. Not collective."""
         project = self.configuration
         if not project.automatic_checkpoint_naming:
             if output_dir is None:
@@ -140,11 +136,7 @@ class StateFolders:
             )
 
     def check_source(self, input_dir: str | os.PathLike[str] | None) -> None:
-        """Check that a folder to load from was passed, or that automatic naming determines it.
-
-        Raises:
-            ConfigurationError: Neither is the case.
-        """
+        """Check that a folder to load from was passed, or that automatic naming determines it."""
         if input_dir is None and not self.configuration.automatic_checkpoint_naming:
             raise ConfigurationError(
                 "load_state() needs a folder. Pass input_dir='…', or "
@@ -154,8 +146,7 @@ class StateFolders:
     def fetch(self, url: str | None) -> str | None:
         """Return a local copy of the state at a URL, None: of the newest automatically named one; for the main rank.
 
-        Returns:
-            The folder; None if there is no valid state.
+        The result is None if there is no valid state.
 
         Raises:
             CheckpointError: The state is damaged, or the service cannot be reached.
@@ -175,8 +166,7 @@ class StateFolders:
     def published(self, place: str, path: Path) -> None:
         """Upload a state that has been written, and delete the oldest beyond the limit; for the main rank.
 
-        Raises:
-            CheckpointError: The upload failed. The state is on this machine, and earlier uploads are as they were.
+        If the upload fails, the state is on this machine, and earlier uploads are as they were.
         """
         index = RemoteIndex(parent_url(place), run=self.run_id) if is_url(place) else None
         if index is not None:

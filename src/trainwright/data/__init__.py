@@ -10,7 +10,7 @@ from trainwright.data.iterable import ShardedIterable, shard_info
 from trainwright.data.loader import prepare_loader
 from trainwright.data.loader_options import LoaderOptions
 from trainwright.data.order import KeyedPermutation, SequentialOrder, ShuffledOrder, epoch_key
-from trainwright.data.padding import interleave, pad_to, trim
+from trainwright.data.padding import pad_to, trim
 from trainwright.data.prepared import PreparedLoader
 from trainwright.data.sampler import BatchShard, ShardedBatchSampler
 from trainwright.data.tokens.masking import MaskedSpans, MaskedTokens
@@ -35,7 +35,6 @@ __all__ = [
     "TokenFile",
     "TokenFileWriter",
     "epoch_key",
-    "interleave",
     "iterate_groups",
     "load_tokenizer",
     "pad_to",

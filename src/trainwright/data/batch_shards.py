@@ -1,4 +1,4 @@
-"""Samplers and iterable data sets that divide data over processes with the index lists of Accelerate.
+"""Samplers, data sets and loaders with Accelerate's names that divide data over processes or skip first batches.
 
 They are for loops that build their own loaders. A Trainer and `Accelerator.prepare` divide loaders themselves.
 """
@@ -10,19 +10,19 @@ from itertools import chain, cycle, islice
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.data.iterable import sets_epoch
+from trainwright.data.loader import copy_loader
+from trainwright.data.loader_options import check_divisible
 
 
 class SeedableRandomSampler(RandomSampler):
     """Random sampler whose order depends on a seed and the epoch alone. A complete pass increments the epoch.
 
     Args:
-        data_source: the data set, or another object with a length.
-        replacement: draw samples with replacement. Default: False.
-        num_samples: samples of a pass. Default: the length of `data_source`.
+        data_source, replacement, num_samples: see `RandomSampler`.
         generator: is seeded with `data_seed + epoch` at the start of each pass. Default: a new generator.
         data_seed: seed of epoch 0; the same on every process. Default: torch's initial seed, when the sampler is made.
     """
@@ -69,8 +69,7 @@ class BatchSamplerShard(BatchSampler):
         even_batches: all processes get the same number of batches. Default: True.
 
     Raises:
-        ConfigurationError: `split_batches` with a batch size that is unknown or not divisible by `num_processes`, or an
-            index that is out of range.
+        ConfigurationError: `split_batches` with a batch size that is unknown or cannot be divided, or a wrong index.
     """
 
     def __init__(
@@ -81,11 +80,8 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
+        self.batch_sampler, self.num_processes, self.process_index = batch_sampler, num_processes, process_index
+        self.split_batches, self.even_batches = split_batches, even_batches
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # unknown
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         _check_index(process_index, num_processes)
@@ -111,18 +107,10 @@ class BatchSamplerShard(BatchSampler):
         return self._parts() if self.split_batches else self._batches()
 
     def _parts(self) -> Iterator[Any]:
-        size = cast(int, self.batch_size)
-        part = size // self.num_processes
-        mine = slice(part * self.process_index, part * (self.process_index + 1))
-        first: Sequence[Any] | None = None
-        for batch in self.batch_sampler:
-            first = batch if first is None else first
-            if len(batch) >= size:
-                yield batch[mine]
-            elif self.even_batches and not self.drop_last:
-                yield _completed(batch, first, size)[mine]
-            elif not self.drop_last and len(batch) > mine.start:
-                yield batch[mine]
+        part = cast(int, self.batch_size) // self.num_processes
+        for mine in _shares(iter(self.batch_sampler), part, self, completes=self.even_batches):
+            if mine:
+                yield mine
 
     def _batches(self) -> Iterator[Any]:
         size, world, index = self.batch_size, self.num_processes, self.process_index
@@ -160,13 +148,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             at the start of each pass.
         batch_size: samples per batch of one process; with `split_batches`, of all processes. Default: 1.
         drop_last: drop an incomplete last round. Default: False.
-        num_processes: number of processes. Default: 1.
-        process_index: index of this process. Default: 0.
-        split_batches: divide each batch over the processes. Default: False.
-
-    Raises:
-        ConfigurationError: `split_batches` with a batch size that is not divisible by `num_processes`, or an index that
-            is out of range.
+        num_processes, process_index, split_batches: see `BatchSamplerShard`. The errors are the same, too.
     """
 
     def __init__(
@@ -181,12 +163,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         _check_index(process_index, num_processes)
         if split_batches:
             check_divisible(batch_size, num_processes)
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.num_processes, self.process_index, self.split_batches = num_processes, process_index, split_batches
         self.epoch = 0
 
     @property
@@ -201,11 +179,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Samples of this process.
-
-        Raises:
-            TypeError: the data set has no length.
-        """
+        """Samples of this process. Raises TypeError if the data set has no length."""
         rounds, rest = divmod(len(cast(Sized, self.dataset)), self._share * self.num_processes)
         return (rounds + (rest > 0 and not self.drop_last)) * self._share
 
@@ -215,15 +189,134 @@ class IterableDatasetShard(IterableDataset[Any]):
         if isinstance(generator, torch.Generator) and not sets_epoch(self.dataset):
             generator.manual_seed(self.epoch)
         size = self._share * self.num_processes
-        mine = slice(self._share * self.process_index, self._share * (self.process_index + 1))
         samples = iter(self.dataset)
-        first: list[Any] = []
-        while found := list(islice(samples, size)):
-            first = first or found
-            if len(found) == size:
-                yield from found[mine]
-            elif not self.drop_last:
-                yield from _completed(found, first, size)[mine]
+        for mine in _shares(iter(lambda: list(islice(samples, size)), []), self._share, self):
+            yield from mine
+
+
+class SkippableLoader(DataLoader[Any]):
+    """Loader with its own way to skip batches, such as one that an Accelerator has prepared."""
+
+    def skip(self, num_batches: int) -> DataLoader[Any]:
+        """Return this loader with a first pass that skips `num_batches` batches."""
+        raise NotImplementedError
+
+
+class RoundLoader(DataLoader[Any]):
+    """Loader that may read several batches of its data set for one of its own."""
+
+    @property
+    def batches_per_round(self) -> int:
+        """Batches of the data set that one batch of each process consumes."""
+        return 1
+
+
+class SkipBatchSampler(BatchSampler):
+    """Batches of another batch sampler without the first ones. Every pass skips them.
+
+    Args:
+        batch_sampler: a batch sampler, or another iterable of batches.
+        skip_batches: number of batches that are skipped. Default: 0.
+    """
+
+    def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
+        check_number("skip_batches", skip_batches)
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    @property
+    def total_length(self) -> int:
+        """Batches of the batch sampler, with those that are skipped."""
+        return len(cast(Sized, self.batch_sampler))
+
+    def __len__(self) -> int:
+        """Batches of a pass."""
+        return max(0, self.total_length - self.skip_batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the batches after the skipped ones."""
+        return islice(self.batch_sampler, self.skip_batches, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "batch_sampler" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+
+class SkipDataLoader(DataLoader[Any]):
+    """DataLoader without its first batches, in every pass. Those of an iterable data set are fetched and dropped.
+
+    Args:
+        skip_batches: number of batches that are skipped. Default: 0.
+        dataset, **kwargs: arguments of `DataLoader`.
+    """
+
+    def __init__(self, dataset: Any, skip_batches: int = 0, **kwargs: Any) -> None:
+        check_number("skip_batches", skip_batches)
+        super().__init__(dataset, **kwargs)
+        self.skip_batches = skip_batches
+        if not isinstance(dataset, IterableDataset):
+            vars(self).update(_skipping(self, skip_batches))
+
+    @property
+    def _num_dropped(self) -> int:
+        """Batches that are fetched and dropped."""
+        return self.skip_batches if isinstance(self.dataset, IterableDataset) else 0
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self._num_dropped)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
+        return islice(super().__iter__(), self._num_dropped, None)
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """Return a loader without the first batches.
+
+    Skipped batches are not fetched, except for iterable data sets. The argument is not changed. Of a prepared loader
+    only the first pass skips batches, as with `Accelerator.skip_first_batches`. Other loaders skip them in every pass.
+
+    Raises:
+        ConfigurationError: the number is negative, the object is not a DataLoader, or it is one over an iterable data
+            set whose class has its own `__iter__`.
+    """
+    check_number("num_batches", num_batches)
+    if not isinstance(dataloader, DataLoader):
+        raise ConfigurationError(f"skip_first_batches needs a DataLoader, not a {type(dataloader).__name__}.")
+    if isinstance(dataloader, SkippableLoader):
+        return dataloader.skip(num_batches)
+    if not isinstance(dataloader.dataset, IterableDataset):
+        # A dispatched loader reads a batch for each process in a round.
+        num_read = num_batches * (dataloader.batches_per_round if isinstance(dataloader, RoundLoader) else 1)
+        return copy_loader(dataloader, **_skipping(dataloader, num_read))
+    if type(dataloader).__iter__ not in (DataLoader.__iter__, SkipDataLoader.__iter__):
+        raise ConfigurationError(
+            f"{type(dataloader).__name__} has its own __iter__, which skip_first_batches cannot change. Restore its "
+            "position with its own load_state_dict, or read the batches to skip with next()."
+        )
+    found = SkipDataLoader.__new__(SkipDataLoader)
+    vars(found).update(vars(dataloader), _iterator=None)
+    found.skip_batches = num_batches + (dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0)
+    return found
+
+
+def _skipping(loader: DataLoader[Any], num_batches: int) -> dict[str, SkipBatchSampler]:
+    """Return the replaced sampler, by the name of its attribute."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    return {name: SkipBatchSampler(getattr(loader, name), num_batches)}
+
+
+def _shares(
+    rounds: Iterator[Any], part: int, shard: BatchSamplerShard | IterableDatasetShard, *, completes: bool = True
+) -> Iterator[Any]:
+    """Yield the share of a process in each round of samples; `part`: samples of a process in a complete round."""
+    size, start = part * shard.num_processes, part * shard.process_index
+    first: Any = None
+    for found in rounds:
+        first = found if first is None else first
+        if len(found) >= size or not shard.drop_last:
+            samples = _completed(found, first, size) if completes and len(found) < size else found
+            yield samples[start : start + part]
 
 
 def _completed(found: Iterable[Any], first: Iterable[Any], size: int) -> list[Any]:
@@ -236,15 +329,7 @@ def _check_index(process_index: int, num_processes: int) -> None:
         raise ConfigurationError(f"process_index={process_index} is not in [0, num_processes={num_processes}).")
 
 
-def check_divisible(batch_size: int | None, num_processes: int) -> None:
-    """Check that a batch can be divided into equal parts.
-
-    Raises:
-        ConfigurationError: the batch size is unknown or not divisible.
-    """
-    if batch_size is None:
-        raise ConfigurationError("split_batches=True needs a batch sampler with the attribute batch_size.")
-    if batch_size % num_processes:
-        raise ConfigurationError(
-            f"batch_size={batch_size} is not divisible by num_processes={num_processes}: split_batches=True needs it."
-        )
+def check_number(name: str, value: object) -> None:
+    """Raise a ConfigurationError unless `value` is a whole number of at least 0."""
+    if not isinstance(value, int) or value < 0:
+        raise ConfigurationError(f"{name}={value!r}: expected a whole number of at least 0.")

@@ -13,7 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import isolate_rng
-from trainwright.data.batch_shards import check_divisible
 from trainwright.data.combined import CombinedLoader, PreparedCombined, map_leaves
 from trainwright.data.iterable import (
     ByShardMethod,
@@ -25,7 +24,7 @@ from trainwright.data.iterable import (
     set_place,
     sets_epoch,
 )
-from trainwright.data.loader_options import LoaderOptions
+from trainwright.data.loader_options import LoaderOptions, check_divisible
 from trainwright.data.order import epoch_key
 from trainwright.data.prepared import PreparedLoader
 from trainwright.data.sampler import BatchShard, Dealer, Seeding, ShardedBatchSampler, SplitBatchShard, mix_seeds

@@ -98,3 +98,17 @@ class LoaderOptions:
     def worker_start(self, own: Callable[[int], None] | None) -> Callable[[int], None] | None:
         """Return the function that a worker calls first, which calls the user's own function."""
         return WorkerStart(own) if self.workers is not None else own
+
+
+def check_divisible(batch_size: int | None, num_processes: int) -> None:
+    """Check that a batch can be divided into equal parts.
+
+    Raises:
+        ConfigurationError: the batch size is unknown or not divisible.
+    """
+    if batch_size is None:
+        raise ConfigurationError("split_batches=True needs a batch sampler with the attribute batch_size.")
+    if batch_size % num_processes:
+        raise ConfigurationError(
+            f"batch_size={batch_size} is not divisible by num_processes={num_processes}: split_batches=True needs it."
+        )

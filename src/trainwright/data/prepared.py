@@ -1,10 +1,9 @@
 """A loader prepared for one data-parallel rank: the rounds of an epoch, which of them are real, and where to start.
 
 Ranks may hold different numbers of batches. In lock step (training, and evaluation where every forward communicates)
-every rank must do the same number of rounds, by the declared policy: - "pad": a rank without further batches replays
-its last real one, with weight 0, until all are done; - "stop": all stop when the first rank has no further batches; -
-"error": refused, before the start where the numbers are known. Without lock step a rank ends when it has no further
-batches.
+every rank must do the same number of rounds, by the declared policy. With "pad", a rank without further batches replays
+its last real one with weight 0 until all are done. With "stop", all stop when the first rank has no further batches.
+"error" refuses, before the start where the numbers are known. Without lock step a rank ends with its batches.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ class PreparedLoader(ABC):
         raw: the user's loader, unchanged.
         options: the options of its preparation.
         epoch: the epoch that `set_epoch` set last.
+        held_state: the state that `hold_state` keeps for `state_dict`; None if nothing is fetched ahead.
         ends_together: the iterators of all ranks end after the same round, also if their number is unknown.
     """
 
@@ -41,9 +41,7 @@ class PreparedLoader(ABC):
     ends_together: ClassVar[bool] = False
 
     def __init__(self, raw: Any, options: LoaderOptions, *, dealer: Dealer | None = None) -> None:
-        """Store the arguments; `dealer` divides batches over all ranks, or does the arithmetic only (see the
-        sub-classes).
-        """
+        """Store the arguments; `dealer` divides batches over all ranks, or does the arithmetic only."""
         self.raw = raw
         self.options = options
         self.epoch = 0
@@ -53,7 +51,7 @@ class PreparedLoader(ABC):
         self._ended_at: int | None = None
         self._state_source: Any = None
         self._restored = False
-        self._held_state: dict[str, Any] | None = None
+        self.held_state: dict[str, Any] | None = None
         self._rng_ahead: dict[str, Any] | None = None
         self._has_run_out = False
         self._workers = Workers(options.workers)
@@ -110,25 +108,19 @@ class PreparedLoader(ABC):
         return None
 
     def indices(self) -> Iterator[list[int]] | None:
-        """Return the data set's indices of this rank's batches from the epoch's start on, by arithmetic. None if they
-        cannot be computed.
-        """
+        """Return the indices of this rank's batches from the epoch's start on, by arithmetic; None if impossible."""
         return None
 
     def position(self, batch: int) -> dict[str, int]:
         """Return the position in the data after `batch` rounds of the current epoch, JSON-compatible, for `set_epoch`.
         It holds `batch` and, if it can be computed, what all ranks have consumed (`samples` or `micro_batches`), so
-        that another number of ranks can continue; otherwise `world`, the required number of ranks. The same on every
-        rank.
+        that any number of ranks can continue; otherwise `world`, the required number. The same on every rank.
         """
         return {"batch": batch, "world": self.options.world}
 
     def facts(self) -> dict[str, Any]:
-        """Return the values on which a position within an epoch depends besides seed and epoch; empty without
-        arithmetic.
-        """
-        dealt = self._dealer is not None and self.can_seek and self._is_dealt
-        return self._dealer.facts() if dealt and self._dealer is not None else {}
+        """Return what a position depends on besides seed and epoch; empty without arithmetic."""
+        return self._dealer.facts() if self._dealer is not None and self.can_seek and self._is_dealt else {}
 
     def indices_in(self, batch: int) -> list[int | str] | None:
         """Return the data set's indices in this rank's batch of that round of the current epoch, in order. Empty for
@@ -146,11 +138,8 @@ class PreparedLoader(ABC):
                 then `iterate(resume["batch"])` is the next batch, and `num_batches` counts the rounds before it too.
                 Default: None.
 
-        Every rank must call it: it communicates if each rank has its own loader and `agree` was given.
-
-        Raises:
-            ConfigurationError: no rank has a batch; or ranks are uneven and the policy is "error"; or the position is
-                not valid for another number of ranks.
+        Every rank must call it: it communicates if each rank has its own loader and `agree` was given. It refuses data
+        without a batch, uneven ranks with the policy "error", and a position of another number of ranks.
         """
         options = self.options
         if resume and resume.get("world", options.world) != options.world:
@@ -168,9 +157,6 @@ class PreparedLoader(ABC):
         """Return an iterator over this rank's batches of the current epoch, from round `start_batch` on. Nothing before
         `start_batch` is fetched. Without padding it is the loader's own iterator. It communicates (`agree`, one call
         per round) only in evaluation in lock step over a loader without length.
-
-        Raises:
-            ConfigurationError: the loader can neither seek nor had its state restored; or it is empty.
         """
         self.release_state()
         self._ended_at = None
@@ -191,9 +177,7 @@ class PreparedLoader(ABC):
     def cycle(self, cycle: int, start_batch: int) -> Iterator[Any]:
         """Return an iterator over one more pass of the current epoch, in another order if the loader shuffles.
 
-        Args:
-            cycle: 0 for the epoch itself.
-            start_batch: this rank's batch of that pass to begin with.
+        `cycle` 0 is the epoch itself. The pass begins with this rank's batch `start_batch`.
         """
         if cycle == 0:
             return self.iterate(start_batch)
@@ -211,12 +195,7 @@ class PreparedLoader(ABC):
     def check_resume(self, batch: int, *, has_state: bool) -> None:
         """Check that an epoch can continue at round `batch`, before anything is fetched.
 
-        Args:
-            batch: number of completed rounds.
-            has_state: the loader's own state will be restored.
-
-        Raises:
-            ConfigurationError: it can neither seek nor keeps its own position; the message says what to implement.
+        The loader must seek, or keep its own position and have its state restored (`has_state`).
         """
         if not batch or self.can_seek or (self.stateful and has_state):
             return
@@ -229,14 +208,12 @@ class PreparedLoader(ABC):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's own state as of the last batch that the loop has received (see `stateful`). It belongs to
-        this rank. Not collective.
+        """Return this rank's own state of the loader as of the last batch that the loop has received. Not collective.
 
-        Raises:
-            ConfigurationError: the loader keeps no state.
+        It is a ConfigurationError if the loader is not `stateful`.
         """
         self._need_state()
-        return self._held_state if self._held_state is not None else self._state_now()
+        return self.held_state if self.held_state is not None else self._state_now()
 
     def load_state_dict(self, state: Mapping[str, Any], *, at_epoch_start: bool = False) -> None:
         """Restore the loader's state; the next `iterate(start_batch)` continues there.
@@ -245,9 +222,6 @@ class PreparedLoader(ABC):
             state: the result of `state_dict` on the same rank.
             at_epoch_start: the epoch in which it was taken has ended: the loader is advanced to its end, and the next
                 `iterate(0)` starts from there, as in the uninterrupted run. Default: False.
-
-        Raises:
-            ConfigurationError: the loader keeps no state, or not one of this kind.
         """
         self._need_state()
         self._load_own(state["loader"], at_epoch_start=at_epoch_start)
@@ -262,16 +236,16 @@ class PreparedLoader(ABC):
         generators' state is kept too: the batch must draw the same numbers in this process after a resume.
         """
         if self.stateful:
-            self._held_state = {**self._state_now(), "rng": rng_state()}
+            self.held_state = {**self._state_now(), "rng": rng_state()}
 
     def release_state(self) -> None:
         """Let `state_dict` return the current state again: nothing is fetched ahead."""
-        self._held_state = None
+        self.held_state = None
 
     def freeze_state(self) -> None:
         """Keep the current state for `state_dict` from now on, because `close` releases its source."""
-        if self.stateful and self._held_state is None:
-            self._held_state = self._state_now()
+        if self.stateful and self.held_state is None:
+            self.held_state = self._state_now()
 
     def end_pass(self) -> None:
         """End a pass that is finished or interrupted, and its workers unless they are persistent; within seconds."""
@@ -287,22 +261,15 @@ class PreparedLoader(ABC):
     def keep_run_out(self, state: dict[str, Any] | None) -> None:
         """Record that this rank has no batch left while others continue.
 
-        Args:
-            state: a state from before the last batches. A resumed run fetches one of them again, to pad with.
+        `state` is from before the last batches. A resumed run fetches one of them again, to pad with.
         """
         if self.stateful and state is not None:
-            self._held_state = {**state, "has_run_out": True}
-
-    @property
-    def held_state(self) -> dict[str, Any] | None:
-        """What `hold_state` keeps."""
-        return self._held_state
+            self.held_state = {**state, "has_run_out": True}
 
     def take_ahead(self, batches: Iterator[Any]) -> tuple[list[Any], list[Any]]:
         """Fetch the first batch of an epoch, or of its remainder, ahead of the loop.
 
-        Returns:
-            At most one batch that comes next, and at most one only for padding.
+        Return at most one batch that comes next, and at most one only for padding.
         """
         state, self._rng_ahead = self._rng_ahead, None
         if state is None:
@@ -391,13 +358,13 @@ class PreparedLoader(ABC):
         batches = self._open(start_batch)
         if resumed or self.options.world > 1:
             return batches  # an empty remainder may be right; between ranks, `iterate_groups` checks it
-        first = [next(batches, _END)]
-        if first[0] is _END:
+        first = list(itertools.islice(batches, 1))
+        if not first:
             raise ConfigurationError(
                 f"{self.options.title} is empty: it gave no batch in epoch {self.epoch}. A generator yields its items "
                 "only once: pass an object whose __iter__ restarts each time."
             )
-        return itertools.chain(_drain(first), batches)
+        return itertools.chain((first.pop() for _ in range(1)), batches)  # without keeping a reference to the batch
 
     def _padded(self, start_batch: int, own: int, rounds: int) -> Iterator[Any]:
         real = own - start_batch
@@ -456,12 +423,6 @@ def uneven_error(name: str, counts: list[int], policy: str) -> ConfigurationErro
         'Pass uneven="pad" (ranks without further batches replay one with weight 0), or uneven="stop" with at least '
         "one batch on every rank, or make the number of batches divisible by the number of ranks."
     )
-
-
-def _drain(items: list[Any]) -> Iterator[Any]:
-    """Yield the items without keeping references."""
-    while items:
-        yield items.pop(0)
 
 
 def _different_lengths(title: str, names: list[str], told: list[tuple[int, ...]]) -> ConfigurationError:

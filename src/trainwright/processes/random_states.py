@@ -19,9 +19,6 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed: 0 ≤ seed < 2³².
         device_specific: Add the index of this process, so that every process draws other numbers. Default: False.
         deterministic: Use only deterministic algorithms of torch, from now on. Default: False.
-
-    Raises:
-        ConfigurationError: The seed is out of range.
     """
     seed_everything(seed + PartialState().process_index if device_specific else seed)
     if deterministic:
@@ -37,9 +34,6 @@ def synchronize_rng_states(
         rng_types: `"torch"` for the CPU, `"generator"`, or the kind of this process's device (`"cuda"`, …). Default:
             None, which is torch's on the CPU and on the device.
         generator: What `"generator"` names; without it, that is skipped. Default: None.
-
-    Raises:
-        ConfigurationError: A type is unknown, or is not that of this process's device.
     """
     device = PartialState().device
     kinds = ["torch", device.type] if rng_types is None else [str(RNGType(kind)) for kind in rng_types]

@@ -16,8 +16,8 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.constants import RNGType
 from trainwright.core.tree import batch_size, iterate_tensors, map_tensors
 from trainwright.data import iterate_groups
+from trainwright.data.batch_shards import SkippableLoader, check_number
 from trainwright.data.prepared import PreparedLoader
-from trainwright.data.skipped_batches import SkippableLoader
 from trainwright.processes.random_states import synchronize_rng_states
 from trainwright.strategies.steps.gradients import weights_of_one_rank
 
@@ -27,8 +27,7 @@ class AcceleratedLoader(SkippableLoader):
 
     All ranks get the same number of micro-batches, unless `even_batches` is False. A rank that runs out of data
     repeats its last one with weight 0, and `gather_for_metrics` drops it. The micro-batches of one optimizer step are
-    fetched together.
-    Other attributes are those of the user's loader.
+    fetched together. Other attributes are those of the user's loader.
 
     Args:
         prepared: in lock step.
@@ -107,12 +106,8 @@ class AcceleratedLoader(SkippableLoader):
         """Return this loader with passes that skip `num_batches` micro-batches.
 
         Skipped micro-batches are not fetched. An iterable data set without seek is read up to the start.
-
-        Raises:
-            ConfigurationError: the number is negative.
         """
-        if not isinstance(num_batches, int) or num_batches < 0:
-            raise ConfigurationError(f"num_batches={num_batches!r}: write a whole number of at least 0.")
+        check_number("num_batches", num_batches)
         return SkippedStart(self, num_batches)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
@@ -120,11 +115,7 @@ class AcceleratedLoader(SkippableLoader):
         return self.begin_pass(None)
 
     def begin_pass(self, first: int | None) -> Iterator[Any]:
-        """Start the next epoch and iterate over it; see `__iter__`.
-
-        Args:
-            first: the first micro-batch. None: the position of a loaded state, or 0.
-        """
+        """Iterate over the next epoch from micro-batch `first`. None: from the position of a loaded state, or 0."""
         if self._rng_types is not None:
             synchronize_rng_states(self._rng_types, _generator_of(self.prepared.raw))
         resume_batch = None if self._resumes_at is None else self._resumes_at["batch"]
@@ -249,7 +240,6 @@ class AcceleratedLoader(SkippableLoader):
             self.prepared.load_state_dict(own, at_epoch_start=position is None)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the user's loader (`dataset`, `batch_size`, …)."""
         if name.startswith("__") or "prepared" not in vars(self):
             raise AttributeError(name)
         return getattr(self.prepared.raw, name)
@@ -263,12 +253,7 @@ def _generator_of(loader: object) -> torch.Generator | None:
 
 
 class SkippedStart(SkippableLoader):
-    """A prepared loader whose passes skip their first micro-batches.
-
-    Args:
-        loader: counts the passes.
-        num_batches: micro-batches that each pass skips.
-    """
+    """A prepared loader whose passes skip their first `num_batches` micro-batches. `loader` counts the passes."""
 
     def __init__(self, loader: AcceleratedLoader, num_batches: int) -> None:
         self.loader = loader
@@ -283,11 +268,9 @@ class SkippedStart(SkippableLoader):
         return self.loader.skip(num_batches)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
-        """Return an iterator over the next epoch of the loader."""
         return self.loader.begin_pass(self._num_skipped or None)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the loader."""
         if name.startswith("__") or "loader" not in vars(self):
             raise AttributeError(name)
         return getattr(self.loader, name)

@@ -125,16 +125,14 @@ class AcceleratedModel(nn.Module):
         add_BOS: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        """Continue prompts; the name and arguments are Accelerate's. See `trainwright.generate`, to which others go.
+        """Continue prompts; the name and arguments are Accelerate's. See `trainwright.generate` for the others.
 
         Args:
             inputs, attention_mask: Prompts.
-            max_length: Length of a row with its prompt. Default: None, for `max_new_tokens`, or 128.
-            max_new_tokens: Default: None, for `max_length`.
+            max_length: Length of a row with its prompt, without `max_new_tokens`. Default: None, which is 128.
             top_p: Default: None, which is 1.
             top_p_decay: 0 for none.
             add_BOS: Put the token of the model's configuration that begins texts before each prompt.
-            options: `num_beams`, `temperature`, `top_k`, `length_penalty`, …
         """
         bos_token = getattr(getattr(self.owner, "config", None), "bos_token_id", None) if add_BOS else None
         if add_BOS and bos_token is None:
@@ -145,7 +143,6 @@ class AcceleratedModel(nn.Module):
         return generate(self, inputs, attention_mask, max_new_tokens=new, bos_token=bos_token, **options)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the owner (`config`, `generate`, …)."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -157,9 +154,7 @@ class AcceleratedModel(nn.Module):
 def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
     """Return the user's model without its wrappers: prepared models, torch's replicas and compiled modules.
 
-    Args:
-        model: not changed.
-        keep_torch_compile: return a compiled module if one wraps the model.
+    With `keep_torch_compile` it is a compiled module if one wraps the model. `model` is not changed.
     """
     inner: Any = model
     compiled: Any = None
@@ -173,12 +168,10 @@ def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
             compiled, inner = inner if compiled is None else compiled, inner._orig_mod
         else:
             break
-    if compiled is None or not keep_torch_compile:
-        found: nn.Module = inner
-    elif compiled._orig_mod is inner:
-        found = compiled
-    else:  # a new one: the loop may still train through the prepared model that the old one wraps
-        found = type(compiled)(inner, compiled.dynamo_ctx)
+    found: nn.Module = inner
+    if compiled is not None and keep_torch_compile:
+        # A new one, if needed: the loop may still train through the prepared model that the old one wraps.
+        found = compiled if compiled._orig_mod is inner else type(compiled)(inner, compiled.dynamo_ctx)
     return found
 
 

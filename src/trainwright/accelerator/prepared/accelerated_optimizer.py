@@ -1,35 +1,38 @@
-"""Prepared optimizers, which step once per group of micro-batches."""
+"""Prepared optimizers, which step once per group of micro-batches, and schedules, which advance with them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.accelerator.accumulation import Accumulation
 from trainwright.accelerator.loss_scale import LossScale
+from trainwright.core.state import scheduler_state
 from trainwright.strategies.steps.gradients import parameters_of
 
 
 class AcceleratedOptimizer(Optimizer):
     """An optimizer that steps once per group of micro-batches, and skips steps whose fp16 gradients overflow.
 
-    Args:
-        given: the user's.
-        accumulation: knows when a step is due.
-        scaler: scaler of the loss; None: the loss is not scaled.
-
     Attributes:
+        given: the user's.
         optimizer: The one that is stepped, which the engine determines; its groups and state are this one's.
+        scaler: scaler of the loss; None: the loss is not scaled.
         num_steps: completed steps.
+        step_was_skipped: the last step that was due was skipped because of non-finite fp16 gradients.
     """
+
+    step_was_skipped: bool = False
 
     def __init__(self, given: Optimizer, accumulation: Accumulation, scaler: LossScale | None = None) -> None:
         self.optimizer = self.given = given
         self.scaler = scaler
         self._accumulation = accumulation
-        self._skipped = False
         self.num_steps = 0
 
     @property
@@ -47,11 +50,6 @@ class AcceleratedOptimizer(Optimizer):
         """The optimizer's default options."""
         return self.optimizer.defaults
 
-    @property
-    def step_was_skipped(self) -> bool:
-        """True if the last step that was due was skipped because of non-finite fp16 gradients."""
-        return self._skipped
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step if the current micro-batch is the last of its group; otherwise do nothing."""
         if not self._accumulation.sync_gradients:
@@ -59,8 +57,8 @@ class AcceleratedOptimizer(Optimizer):
         if self.scaler is None:
             self.num_steps += 1
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        self._skipped = not self.scaler.step(self.optimizer, closure)
-        self.num_steps += not self._skipped
+        self.step_was_skipped = not self.scaler.step(self.optimizer, closure)
+        self.num_steps += not self.step_was_skipped
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -92,7 +90,6 @@ class AcceleratedOptimizer(Optimizer):
             self.optimizer.eval()
 
     def __repr__(self) -> str:
-        """Show the optimizer."""
         return f"{type(self).__name__}({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -102,7 +99,64 @@ class AcceleratedOptimizer(Optimizer):
         vars(self).update(state)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the optimizer."""
         if name.startswith("__") or "optimizer" not in vars(self):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+
+class AcceleratedScheduler:
+    """A learning-rate schedule that advances with optimizer steps, whatever the accumulation.
+
+    Args:
+        scheduler: the user's.
+        optimizers: prepared; a step that any of them skipped is not counted.
+        accumulation: knows when a step is due. None: every call counts, as in a schedule by epochs.
+        further: number of further advances at each step, not beyond the schedule's end (`total_steps`).
+    """
+
+    def __init__(
+        self, scheduler: Any, optimizers: list[AcceleratedOptimizer], accumulation: Accumulation | None, further: int
+    ) -> None:
+        self.scheduler, self._optimizers = scheduler, optimizers
+        self._accumulation, self._further = accumulation, further
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        """Advance the schedule, if an optimizer step is due at this micro-batch and was not skipped."""
+        if self._accumulation is not None:
+            due = self._accumulation.sync_gradients
+            if not due or any(optimizer.step_was_skipped for optimizer in self._optimizers):
+                return
+        self.scheduler.step(*args, **kwargs)
+        for _ in range(self._further):
+            if self.scheduler.last_epoch < getattr(self.scheduler, "total_steps", math.inf) - 1:
+                self.scheduler.step(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule's state."""
+        return scheduler_state(self.scheduler)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        found: list[float] = self.scheduler.get_last_lr()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "scheduler" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+
+def is_scheduler(value: object) -> bool:
+    """Return whether `value` is a learning-rate schedule of torch, or has the methods of one."""
+    if isinstance(value, LRScheduler):
+        return True
+    has = ("step", "state_dict", "load_state_dict", "optimizer")
+    return not isinstance(value, (Optimizer, nn.Module)) and all(hasattr(value, name) for name in has)
+
+
+class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+    """A schedule that DeepSpeed advances and saves. There is none: `prepare` returns an `AcceleratedScheduler`."""

@@ -14,7 +14,7 @@ from trainwright.accelerator.prepared.round_transfer import Round, RoundTransfer
 from trainwright.core.errors import ConfigurationError, WorkerError
 from trainwright.core.tree import batch_size, is_container, rebuild
 from trainwright.data import LoaderOptions, PreparedLoader, prepare_loader
-from trainwright.data.batch_shards import check_divisible
+from trainwright.data.loader_options import check_divisible
 from trainwright.processes.collectives import concatenate
 from trainwright.processes.process_group import Processes
 
@@ -31,11 +31,7 @@ class DispatchedLoader(PreparedLoader):
         raw: the user's loader; only the first process reads it.
         options: as for `prepare_loader`; with `split_batches` the shares of a round are the parts of one batch.
         processes: all processes of the script.
-        slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a share. Default: None, which
-            slices tensors and lists.
-
-    Raises:
-        ConfigurationError: `split_batches` with a batch size that cannot be divided.
+        slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a share. Default: `slice_batch`.
     """
 
     ends_together = True
@@ -45,14 +41,13 @@ class DispatchedLoader(PreparedLoader):
     ) -> None:
         super().__init__(raw, replace(options, agree=None))
         self._processes = processes
-        self._slice_fn = slice_fn
+        self._slice_fn, self._cut = slice_fn, slice_fn or slice_batch
         self._transfer = RoundTransfer(processes, [row[0] for row in processes.gather_integers([options.rank])])
         self._inner: PreparedLoader | None = None
         self._anchor_round = self._anchor_batch = 0
         self._short_rounds: dict[int, int] = {}
         self._snapshot: Any = None
         self._can_seek, self._keeps_state, self._size = _from_first(self._prepare, processes, options)
-        self._state_source = self._inner if self._keeps_state else None
         self.count_batches()
 
     def _prepare(self) -> tuple[bool, bool, int | None]:
@@ -80,9 +75,7 @@ class DispatchedLoader(PreparedLoader):
     def can_seek(self) -> bool:
         return self._can_seek
 
-    @property
-    def num_full_rounds(self) -> int:
-        return 0  # of short rounds, each process learns when it receives its share
+    num_full_rounds = 0  # of short rounds, each process learns when it receives its share
 
     def has_batch(self, batch: int) -> bool:
         return self.options.rank < self.real_ranks(batch)
@@ -101,7 +94,6 @@ class DispatchedLoader(PreparedLoader):
         self.release_state()
         self._short_rounds = short = {}
         self._restored = False
-        world = self.options.world
         received = self._open(start_batch)
         for index in itertools.count(start_batch):
             found = None if index == self.num_batches else next(received, None)
@@ -109,7 +101,7 @@ class DispatchedLoader(PreparedLoader):
                 return
             batch, real = found
             del found
-            if real < world:
+            if real < self.options.world:
                 short[index] = real
             yield batch
             del batch
@@ -130,7 +122,7 @@ class DispatchedLoader(PreparedLoader):
                 return
             shares = self._parts(group) if options.split_batches or self._slice_fn is not None else group
             real = len(shares)
-            yield Round([*shares, *shares[:1] * (options.world - real)], real)
+            yield [*shares, *shares[:1] * (options.world - real)], real
             del group, shares
 
     def _parts(self, group: list[Any]) -> list[Any]:
@@ -139,14 +131,13 @@ class DispatchedLoader(PreparedLoader):
         batch = group[0] if self.options.split_batches else concatenate(group)
         rows = batch_size(batch)
         part = self._size or (-(-rows // world) if self.options.split_batches else batch_size(group[0]))
-        cut = self._slice_fn or slice_batch
         slices = [slice(start, start + part) for start in range(0, rows, part)]
         if len(slices) > world:
             raise ConfigurationError(
                 f"{self.options.title} returned a batch of {rows} samples, more than {part} for each of {world} "
                 "processes. Return batches of the DataLoader's batch size."
             )
-        return [cut(batch, one, process_index=i, num_processes=world) for i, one in enumerate(slices)]
+        return [self._cut(batch, one, process_index=i, num_processes=world) for i, one in enumerate(slices)]
 
     def _batches_before(self, start_batch: int) -> int:
         """Return the number of the user's batches before a round."""
@@ -202,28 +193,17 @@ def _from_first(work: Callable[[], T], processes: Processes, options: LoaderOpti
     return cast(T, result)
 
 
-def slice_batch(
-    batch: object, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
-) -> Any:
-    """Return a part of a batch: tensors are sliced in their first dimension, and lists of other objects by entries.
-
-    Args:
-        batch: tensors and other objects in lists, tuples and mappings.
-        tensor_slice: the samples of the part.
-        process_index, num_processes: accepted for functions that are called in the same way.
-    """
+def slice_batch(batch: object, tensor_slice: slice, process_index: int, num_processes: int) -> Any:
+    """Return a part of a batch: tensors are sliced in their first dimension, and lists of other objects by entries."""
     del process_index, num_processes
     rows = batch_size(batch)
 
-    def visit(part: object) -> Any:
+    def visit(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
             return part[tensor_slice] if part.dim() else part
-        if isinstance(part, (list, tuple)) and len(part) == rows and not any(map(_is_nested, part)):
+        is_list = isinstance(part, (list, tuple)) and len(part) == rows
+        if is_list and not any(isinstance(entry, torch.Tensor) or is_container(entry) for entry in part):
             return part[tensor_slice]
         return rebuild(part, visit)
 
     return visit(batch)
-
-
-def _is_nested(value: object) -> bool:
-    return isinstance(value, torch.Tensor) or is_container(value)

@@ -19,11 +19,11 @@ from trainwright.core.tree import batch_size as rows_of
 from trainwright.data.batch_shards import (
     BatchSamplerShard,
     IterableDatasetShard,
+    RoundLoader,
     SeedableRandomSampler,
-    check_divisible,
 )
 from trainwright.data.iterable import sets_epoch
-from trainwright.data.skipped_batches import RoundLoader
+from trainwright.data.loader_options import check_divisible
 from trainwright.processes.collectives import concatenate, send_to_device, slice_tensors
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.random_states import synchronize_rng_states
@@ -103,7 +103,6 @@ class DataLoaderShard(_Loader):
     """DataLoader over the batches of one process, which a sampler or data set such as `BatchSamplerShard` divides.
 
     Args:
-        dataset: the data set.
         device: batches are moved there. Default: None, which does not move them.
         rng_types: generators that are synchronized over processes before each pass; see `synchronize_rng_states`.
         synchronized_generator: what `"generator"` in `rng_types` names. Default: None.
@@ -113,7 +112,7 @@ class DataLoaderShard(_Loader):
         _non_blocking: copy batches to the device without waiting. Default: False.
         torch_device_mesh: accepted for Accelerate's sake.
         iteration: the epoch (0-based) of the first pass. Default: 0.
-        **kwargs: arguments of `DataLoader`.
+        dataset, **kwargs: arguments of `DataLoader`.
     """
 
     def __init__(
@@ -163,11 +162,10 @@ class DataLoaderDispatcher(_Loader):
     completed with those of the beginning. Batches are moved to the process's device. Iterating is collective.
 
     Args:
-        dataset: the data set; only the first process reads it.
         split_batches: divide each batch over the processes. Default: False.
         slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a share. Default: `slice_tensors`.
         torch_device_mesh: processes that differ only in its dimensions `"tp"` and `"cp"` receive the same batches.
-        **kwargs: other arguments of `DataLoaderShard`.
+        dataset, **kwargs: other arguments of `DataLoaderShard`.
     """
 
     def __init__(
@@ -239,7 +237,7 @@ class DataLoaderDispatcher(_Loader):
             if upcoming is None and rows % world and not self._drop_last:
                 batch, share = concatenate([batch, first]), share + 1
             shares = [self._slice(batch, place * share, (place + 1) * share, place) for place in range(world)]
-            yield Round(shares, (rows, upcoming is None))
+            yield shares, (rows, upcoming is None)
             batch = upcoming
 
     def _slice(self, batch: object, start: int, stop: int, place: int) -> Any:
@@ -269,21 +267,16 @@ def prepare_data_loader(
 
     Args:
         dataloader: a DataLoader. A random sampler without a generator gets one.
-        device: with `put_on_device`, batches are moved there.
         num_processes, process_index: Default: those of this script's processes.
         split_batches: the batch size is that of all processes. Default: False.
-        put_on_device: move batches to the device. Default: False.
+        device, put_on_device: with `put_on_device`, batches are moved to the device. Default: False.
         rng_types: generators that are synchronized before each pass; `"generator"` is that of the sampler or the
             iterable data set. Default: None.
         dispatch_batches: only the first process reads the data; needs `put_on_device`. Default: None, which is True for
             iterable data sets with `put_on_device`.
         even_batches: all processes get the same number of batches. Default: True.
-        slice_fn_for_dispatch: the `slice_fn` of `DataLoaderDispatcher`. Default: None.
-        use_seedable_sampler: shuffle by a `SeedableRandomSampler`. Default: False.
-        data_seed: its seed. Default: torch's initial seed.
-        non_blocking: copy batches to the device without waiting. Default: False.
-        use_stateful_dataloader: only False. Default: False.
-        torch_device_mesh: processes that differ only in its dimensions `"tp"` and `"cp"` get the same batches.
+        use_seedable_sampler, data_seed: shuffle by a `SeedableRandomSampler` with this seed. Default: False.
+        slice_fn_for_dispatch, non_blocking, use_stateful_dataloader, torch_device_mesh: see `DataLoaderDispatcher`.
 
     Raises:
         ConfigurationError: the batch size is unknown or cannot be divided, or `dispatch_batches` without
@@ -298,8 +291,7 @@ def prepare_data_loader(
     together = _together(torch_device_mesh)
     world = (state.num_processes if num_processes is None else num_processes) // together
     index = (state.process_index if process_index is None else process_index) // together
-    in_sampler = isinstance(dataloader.sampler, BatchSampler)
-    batches: Any = dataloader.sampler if in_sampler else dataloader.batch_sampler
+    batches: Any = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     if split_batches:
         check_divisible(dataloader.batch_size or getattr(batches, "batch_size", None), world)
     sampler = getattr(batches, "sampler", None)
@@ -324,9 +316,9 @@ def prepare_data_loader(
     if rng_types is not None and generator is None:
         rng_types = [kind for kind in rng_types if str(RNGType(kind)) != "generator"]
     options: dict[str, Any] = {name: getattr(dataloader, name) for name in _KEPT if hasattr(dataloader, name)}
-    options["_drop_last"] = dataloader.drop_last
-    options |= _batching(dataloader, batches, size, is_iterable=is_iterable, in_sampler=in_sampler)
-    options |= {"_non_blocking": non_blocking, "use_stateful_dataloader": use_stateful_dataloader}
+    options |= _batching(dataloader, batches, size)
+    options["_drop_last"], options["_non_blocking"] = dataloader.drop_last, non_blocking
+    options["use_stateful_dataloader"] = use_stateful_dataloader
     if dispatches:
         options |= {"slice_fn": slice_fn_for_dispatch, "torch_device_mesh": torch_device_mesh}
         return DataLoaderDispatcher(dataset, split_batches, **options)
@@ -334,15 +326,13 @@ def prepare_data_loader(
     return DataLoaderShard(dataset, place, rng_types, generator, **options)
 
 
-def _batching(
-    loader: DataLoader[Any], batches: object, size: int | None, *, is_iterable: bool, in_sampler: bool
-) -> dict[str, Any]:
+def _batching(loader: DataLoader[Any], batches: object, size: int | None) -> dict[str, Any]:
     """Return the arguments of a DataLoader that say which batches it reads."""
-    if is_iterable:
+    if isinstance(loader.dataset, IterableDataset):
         return {"batch_size": size, "drop_last": loader.drop_last}
-    if batches is None:
-        return {"batch_size": None, "sampler": loader.sampler}
-    return {"batch_size": None, "sampler": batches} if in_sampler else {"batch_sampler": batches}
+    if batches is not None and not isinstance(loader.sampler, BatchSampler):
+        return {"batch_sampler": batches}
+    return {"batch_size": None, "sampler": loader.sampler if batches is None else batches}
 
 
 def _together(mesh: DeviceMesh | None) -> int:
@@ -363,8 +353,7 @@ def _generator_of(sampler: object) -> torch.Generator | None:
     """Return the generator of a sampler, which gets a seeded one if it has none."""
     if not hasattr(sampler, "generator"):
         return None
+    found: torch.Generator = sampler.generator or torch.Generator()
     if sampler.generator is None:
-        sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    found: torch.Generator = sampler.generator
+        sampler.generator = found.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     return found

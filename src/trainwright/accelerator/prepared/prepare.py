@@ -25,9 +25,12 @@ from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel
-from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.accelerator.prepared.accelerated_optimizer import (
+    AcceleratedOptimizer,
+    AcceleratedScheduler,
+    is_scheduler,
+)
 from trainwright.accelerator.prepared.dispatched import DispatchedLoader
-from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler, holds_optimizer, is_scheduler
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.constants import RNGType
 from trainwright.core.run import SchedulerConfig
@@ -59,14 +62,11 @@ class PreparedObjects:
     """The objects of a loop that an Accelerator has prepared. Each object is prepared once.
 
     Args:
-        state: this process's place among the others.
         engine: Started.
-        accumulation: state of gradient accumulation, shared by what is prepared.
         scale: scaler of an fp16 loss; None: the loss is not scaled.
         make_context: makes the context of a model's forward; None: it has none.
         loaders: options of loaders. Without a `data_seed` it is torch's initial seed on the first process.
-        rng_types: generators that are synchronized before each pass of a loader. Default: None.
-        schedule_steps: see `Accelerator`. Default: None.
+        rng_types, schedule_steps: see `Accelerator`. Default: None.
         megatron: What a Megatron-LM plugin changes. Default: None.
 
     Attributes:
@@ -128,10 +128,8 @@ class PreparedObjects:
     def prepare(self, values: Sequence[object], placements: Sequence[bool], *, steps_with_optimizer: bool) -> list[Any]:
         """Prepare objects; those of other kinds are returned as they are. Collective under several processes.
 
-        Args:
-            values: in any order; a scheduler is prepared after the optimizer it was made for.
-            placements: for each value, whether it is moved to the device.
-            steps_with_optimizer: False: every call of a scheduler's `step` counts.
+        A scheduler is prepared after its optimizer, in any order of `values`. `placements` says for each value whether
+        it is moved to the device. With `steps_with_optimizer=False` every call of a scheduler's `step` counts.
         """
         found = list(values)
         parts = itertools.count()
@@ -246,10 +244,7 @@ class PreparedObjects:
         return AcceleratedModel(model, engine, call, self._make_context, own.explain_error, own.no_sync, owner)
 
     def engine_of(self, model: object) -> Any:
-        """Return what the engine made of a model, which may be the one that was prepared or what it became.
-
-        Of a prepared optimizer it is the user's.
-        """
+        """Return what the engine made of a model, prepared or not; of a prepared optimizer the user's."""
         prepared = self._known.get(id(model), model)
         if isinstance(prepared, AcceleratedOptimizer):
             return prepared.optimizer
@@ -278,14 +273,16 @@ class PreparedObjects:
         if isinstance(own, AcceleratedScheduler):
             return own
 
+        accumulation = self._accumulation if steps_with_optimizer else None
+
         def make() -> AcceleratedScheduler:
-            steps = [optimizer for optimizer in self.optimizers if holds_optimizer(own, optimizer)]
+            steps = [one for one in self.optimizers if getattr(own, "optimizer", None) in (one, one.optimizer)]
             if self.megatron is not None and isinstance(own, MegatronLMDummyScheduler):
                 inner = (steps or self.optimizers)[0].optimizer
                 self.megatron.schedule(own, inner, per_process=self._schedule_steps == "per_process")
             per_step = self._per_step() if isinstance(own, LRScheduler) and steps_with_optimizer else 1
-            optimizers, options = steps or self.optimizers, {"steps_with_optimizer": steps_with_optimizer}
-            return AcceleratedScheduler(own, optimizers, self._accumulation, **options, per_step=per_step)
+            further = per_step - 1 if steps_with_optimizer else 0
+            return AcceleratedScheduler(own, steps or self.optimizers, accumulation, further)
 
         return self._once(own, self.schedulers, make)
 
@@ -340,9 +337,9 @@ class PreparedObjects:
         return cast(T, self._known[id(value)])
 
     def _own(self, value: object) -> Any:
-        """Return what a prepared object was prepared from, unless it was prepared here; any other as it is.
+        """Return what another Accelerator's object, or one from before `free_memory`, was prepared from.
 
-        What another Accelerator has prepared, or this one before `free_memory`, belongs to other groups.
+        Any other object is returned as it is.
         """
         if isinstance(value, SkippedStart):
             value = value.loader

@@ -7,7 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,27 +23,15 @@ _TAG = 7301  # separates these messages from point-to-point messages of the user
 _CPU = torch.device("cpu")
 
 
-class Round(NamedTuple):
-    """Shares of one round.
-
-    Attributes:
-        shares: one batch for each data-parallel rank.
-        facts: picklable values that every process receives.
-    """
-
-    shares: Sequence[Any]
-    facts: Any
+Round = tuple[Sequence[Any], Any]
+"""One batch for each data-parallel rank, and picklable facts that every process receives."""
 
 
 class RoundTransfer:
     """Sends rounds that the first process reads. It reads one round ahead, which the others receive in a thread.
 
     A round is two messages to each process: the number of the pass with the lengths in the other one, and the process's
-    share.
-
-    Args:
-        processes: all processes of the script.
-        places: the data-parallel rank of each process.
+    share. `places` are the data-parallel ranks of all processes.
     """
 
     def __init__(self, processes: Processes, places: Sequence[int]) -> None:
@@ -53,13 +41,10 @@ class RoundTransfer:
         self._pending: list[tuple[Any, torch.Tensor]] = []
 
     def iterate(self, read: Callable[[], Iterator[Round]]) -> Iterator[tuple[Any, Any]]:
-        """Return an iterator over this process's share and the facts of each round.
+        """Return an iterator over this process's share and the facts of each round of a pass.
 
-        Every process must take the same number of rounds. An error of `read` on the first process is raised there, and
-        as a `WorkerError` on the others.
-
-        Args:
-            read: called on the first process only; returns the rounds of a pass.
+        `read` is called on the first process only. Its error is raised there, and as a `WorkerError` on the others.
+        Every process must take the same number of rounds.
         """
         self._pass += 1
         return self._received() if self._processes.rank else self._sent(read)
@@ -70,7 +55,7 @@ class RoundTransfer:
             error, found = next(rounds)
             self._send(error, found)
             while found is not None:
-                own, facts = found.shares[self._places[0]], found.facts
+                own, facts = found[0][self._places[0]], found[1]
                 error, found = next(rounds)
                 self._send(error, found)
                 yield own, facts
@@ -104,12 +89,12 @@ class RoundTransfer:
     def _send(self, error: Exception | None, found: Round | None) -> None:
         """Start to send a round, or the end of the pass, once the others have received what was sent before."""
         self._wait()
-        kind, facts = ("round", found.facts) if found else ("end", None)
+        kind, facts = ("round", found[1]) if found else ("end", None)
         if error is not None:
             kind, facts = "error", f"{type(error).__name__}: {error}"
         group = self._processes.group_for(_CPU)
         for process in range(1, self._processes.world_size):
-            share = None if found is None else found.shares[self._places[process]]
+            share = None if found is None else found[0][self._places[process]]
             described, content = _encode((kind, facts, share))
             header = torch.tensor([self._pass, described, len(content)])
             for message in (header, content):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -27,8 +27,7 @@ METADATA = ".metadata"
 _TORCH = "torch.distributed.checkpoint"
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
+class _Shard(NamedTuple):
     region: Region
     read: Callable[[], torch.Tensor]
     dtype: str
@@ -98,10 +97,8 @@ class Sharded:
 def read_dcp(folder: Path) -> dict[str, Any]:
     """Read a folder of torch.distributed.checkpoint as the nested state dict that was saved.
 
-    Tensors are read on use.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or contains something other than tensors and plain data.
+    Tensors are read on use. A file that is missing or damaged, or contains something other than tensors and plain data,
+    is a `CheckpointError`.
     """
     path = folder / METADATA
     if not path.is_file():
@@ -112,8 +109,8 @@ def read_dcp(folder: Path) -> dict[str, Any]:
     with reading(path, "is not metadata of torch.distributed.checkpoint"):
         data = read_bytes(path, max_bytes=MAX_PICKLE_BYTES)
         found = _Metadata(folder, parse_pickle(data, limit=MAX_PICKLE_BYTES, origin=str(path))[0])
-        values = {name: found.value(name, entry) for name, entry in found.entries.items()}
-        return _nested({found.path(name): value for name, value in values.items()})
+        entries = found.entries.items()
+        return _nested({tuple(found.paths.get(name, (name,))): found.value(name, entry) for name, entry in entries})
 
 
 class _Metadata:
@@ -123,7 +120,7 @@ class _Metadata:
         self._folder, self._origin = folder, folder / METADATA
         state = self._state(tree, "metadata.Metadata")
         self.entries: dict[str, Any] = state["state_dict_metadata"]
-        self._paths: Mapping[str, Any] = state.get("planner_data") or {}
+        self.paths: Mapping[str, Any] = state.get("planner_data") or {}
         self._shards = ForeignShards()
         self._sizes: dict[Path, int] = {}
         self._places: dict[tuple[str, tuple[int, ...] | None], tuple[Path, int, int]] = {}
@@ -131,10 +128,6 @@ class _Metadata:
             key = self._state(index, "metadata.MetadataIndex")
             offset = key.get("offset")
             self._places[key["fqn"], None if offset is None else self._size(offset)] = self._place(info)
-
-    def path(self, name: str) -> tuple[str | int, ...]:
-        """Return the path of a value in the nested state dict."""
-        return tuple(self._paths.get(name, (name,)))
 
     def value(self, name: str, entry: object) -> Any:
         """Return one value. Tensors are read on use."""

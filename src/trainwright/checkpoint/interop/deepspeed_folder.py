@@ -52,11 +52,7 @@ def find_deepspeed(folder: Path) -> Path | None:
 
 
 def read_deepspeed(folder: Path) -> Sharded:
-    """Read the folder of one tag, such as `global_step100`.
-
-    Raises:
-        CheckpointError: the checkpoint was saved with tensor, pipeline or expert parallelism.
-    """
+    """Read the folder of one tag, such as `global_step100`. Tensor, pipeline and expert parallelism are refused."""
     models = _read_ranks(folder, _MODEL_FILE)
     if not models:
         raise CheckpointError(f"{folder} has no mp_rank_00_model_states.pt. Copy the files of every rank.")
@@ -91,7 +87,7 @@ def read_deepspeed(folder: Path) -> Sharded:
                 "Copy the files of every rank."
             )
         zero = _Zero(folder, [dict(group) for group in shapes], partitions)
-        found = zero.tensors()
+        found = {kind: zero.tensors(flat) for kind, flat in zero.flat.items()}
         buffers = {name: first["module"][name] for name in first["buffer_names"]}
         frozen = zero.frozen([model.get("frozen_param_fragments") or {} for model in models], first)
         weights = {**found.pop(_WEIGHT), **buffers, **frozen}
@@ -130,7 +126,7 @@ class _Zero:
     """The partitions of all ranks, by kind: the weights, or one entry of the optimizer state."""
 
     def __init__(self, folder: Path, shapes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> None:
-        self.folder, self.shapes, self._num_ranks = folder, shapes, len(ranks)
+        self.folder, self.shapes = folder, shapes
         self._is_stage_3 = "fp32_flat_groups" in ranks[0]
         saved = [rank["optimizer_state_dict" if self._is_stage_3 else "base_optimizer_state"] for rank in ranks]
         if not isinstance(saved[0], Mapping):
@@ -143,7 +139,7 @@ class _Zero:
         weights = [list(rank[key]) for rank in ranks]
         numbers = range(len(weights[0]))
         # kind → rank → group (stage 3: sub-group) → flat vector
-        self._flat: dict[str, list[list[torch.Tensor]]] = {_WEIGHT: weights}
+        self.flat: dict[str, list[list[torch.Tensor]]] = {_WEIGHT: weights}
         # Values that are not partitioned, such as the step, by group.
         self.plain: list[dict[str, Any]] = [{} for _ in numbers]
         for kind in dict.fromkeys(kind for number in numbers for kind in saved[0]["state"].get(number, {})):
@@ -152,36 +148,29 @@ class _Zero:
                 isinstance(value, torch.Tensor) and value.shape == flat.shape and value.dim() == 1
                 for value, flat in zip(values[0], weights[0], strict=True)
             ):
-                self._flat[kind] = values
+                self.flat[kind] = values
             else:
                 for number in numbers:
                     self.plain[number][kind] = values[0][number]
         self._paddings = ranks[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
 
-    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the full tensors of each kind, by parameter."""
-        return {kind: self._of_kind(flat) for kind, flat in self._flat.items()}
-
-    def _of_kind(self, flat: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def tensors(self, flat: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return the full tensors of one kind, by parameter."""
         shards = ForeignShards()
         found: dict[str, torch.Tensor] = {}
         begin = 0
         for number, group in enumerate(self.shapes):
+            # The vectors that hold a parameter, one after the other: those of each rank, or those of all ranks.
+            sources = flat if self._is_stage_3 else [[vectors[number] for vectors in flat]]
             begin = begin if self._is_stage_3 else 0
             for place, (name, size) in enumerate(group.items()):
                 shape, count = tuple(size), math.prod(size)
-                length = -(-count // self._num_ranks)
-                if self._is_stage_3:
-                    parts = [
-                        _cut(vectors, begin, min(length, count - rank * length), rank * length)
-                        for rank, vectors in enumerate(flat)
-                    ]
-                    begin += length
-                else:
-                    parts = [_cut([vectors[number] for vectors in flat], begin, count, 0)]
-                    begin += count + int(self._paddings[number][place])
-                for region, values in (pair for part in parts for pair in part):
-                    shards.add(name, region, shape, values.dtype, values.detach)
+                length = -(-count // len(sources))
+                for rank, vectors in enumerate(sources):
+                    first = rank * length
+                    for region, values in _cut(vectors, begin, min(length, count - first), first):
+                        shards.add(name, region, shape, values.dtype, values.detach)
+                begin += length if self._is_stage_3 else count + int(self._paddings[number][place])
                 found[name] = shards.full(name, shape, flat[0][0].dtype, self.folder)
         return found
 

@@ -59,7 +59,6 @@ def named_from_positions(
 
     Raises:
         NamesUnknown: the names or the class are missing or ambiguous.
-        CheckpointError: `packed` is not an optimizer state, or `names` do not match it.
     """
     try:
         groups = [dict(group) for group in packed["param_groups"]]
@@ -105,7 +104,14 @@ def _names(
         # An optimizer that was created from `named_parameters()` saves them.
         names = [str(name) for group in groups for name in group["param_names"]]
     if names is not None:
-        _check_names(names, len(flat), weights)
+        if len(names) != len(flat) or len(set(names)) != len(names):
+            raise CheckpointError(
+                f"{len(set(names))} different names were given for an optimizer of {len(flat)} parameters. Name each "
+                "one."
+            )
+        strange = [name for name in names if name not in weights]
+        if strange:
+            raise CheckpointError(f"the file has no weights of the given names {', '.join(strange[:5])}.")
         found = dict(zip(flat, names, strict=True))
         try:
             _check_shapes(found, shapes, weights)
@@ -122,30 +128,15 @@ def _names(
     return _names_by_shape(positions, shapes, candidates, weights, ordered)
 
 
-def _check_names(names: Sequence[str], number: int, weights: Mapping[str, Any]) -> None:
-    if len(names) != number or len(set(names)) != len(names):
-        raise CheckpointError(
-            f"{len(set(names))} different names were given for an optimizer of {number} parameters. Name each one."
-        )
-    strange = [name for name in names if name not in weights]
-    if strange:
-        raise CheckpointError(f"the file has no weights of the given names {', '.join(strange[:5])}.")
-
-
 def _parameters(weights: Mapping[str, Any]) -> list[str]:
     """Return the names that may be parameters, in order. Tied ones are included once, by their first name."""
-    found: list[str] = []
-    seen: set[tuple[Any, ...]] = set()
+    found: dict[tuple[Any, ...], str] = {}
     for name, value in weights.items():
-        if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-            continue
-        if name.rpartition(".")[2] in _BUFFER_NAMES:
-            continue
-        memory = (value.data_ptr(), value.shape, value.stride()) if value.numel() else (name,)
-        if memory not in seen:
-            seen.add(memory)
-            found.append(name)
-    return found
+        is_buffer = name.rpartition(".")[2] in _BUFFER_NAMES
+        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()) and not is_buffer:
+            memory = (value.data_ptr(), value.shape, value.stride()) if value.numel() else (name,)
+            found.setdefault(memory, name)
+    return list(found.values())
 
 
 def _shape_of(values: Mapping[str, Any]) -> torch.Size | None:

@@ -74,16 +74,9 @@ def accelerate_rng(saved: Any) -> dict[str, Any]:
     """Return one rank's generator states in the form of `core.rng.rng_state`; empty if one is missing."""
     try:
         name, key, position, has_gauss, gauss = saved["numpy_random_seed"]
-        return {
-            "python": saved["random_state"],
-            "numpy": {
-                "bit_generator": name,
-                "state": {"key": key, "pos": position},
-                "has_gauss": has_gauss,
-                "gauss": gauss,
-            },
-            "torch": saved["torch_manual_seed"],
-        }
+        state = {"key": key, "pos": position}
+        numpy = {"bit_generator": name, "state": state, "has_gauss": has_gauss, "gauss": gauss}
+        return {"python": saved["random_state"], "numpy": numpy, "torch": saved["torch_manual_seed"]}
     except (KeyError, TypeError, ValueError):
         return {}
 
@@ -98,7 +91,8 @@ def merge_weights(
 ) -> list[Path]:
     """Write the weights of a sharded checkpoint as a model in Hugging Face's layout.
 
-    One process calls it; it blocks on the disk. The extra memory is one tensor.
+    One process calls it; it blocks on the disk. The extra memory is one tensor. It returns the files written, the index
+    last if there is one.
 
     Args:
         source: a Trainwright checkpoint, or a folder of torch.distributed.checkpoint, of DeepSpeed, or of Accelerate's
@@ -107,9 +101,6 @@ def merge_weights(
         safe: write safetensors. False writes `pytorch_model.bin`.
         max_shard_bytes: largest total size of the tensors in one file.
         remove_source: delete `source` once the weights are on the disk.
-
-    Returns:
-        The files written, the index last if there is one.
     """
     source, target = Path(source), Path(target)
     if not source.is_dir():

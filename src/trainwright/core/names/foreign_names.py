@@ -156,8 +156,7 @@ def answer(name: str, library: str | None = None) -> str | None:
 def missing(module: str, name: str, public: Iterable[str]) -> Exception:
     """Return the error for a missing name in one of our modules, for its `__getattr__`.
 
-    Returns:
-        An ImportError for `from module import name`, whose text Python would replace otherwise; else an AttributeError.
+    It is an ImportError for `from module import name`, whose text Python would replace otherwise; else AttributeError.
     """
     text = f"module {module!r} has no attribute {name!r}."
     told = None if name.startswith("_") else answer(name)
@@ -173,28 +172,16 @@ def _importing() -> bool:
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
 
 
-def foreign_object(value: object) -> str | None:
-    """Return the library of an object of Lightning or Accelerate, and the line to change; else None."""
+def check_owner(value: object) -> None:
+    """Check that an object is not one of Lightning or Accelerate. The error names the line to change."""
     for cls in type(value).__mro__:
         library = LIBRARIES.get(cls.__module__.partition(".")[0])
         if library is not None:
-            return _foreign_text(type(value), cls, library)
-    return None
-
-
-def check_owner(value: object) -> None:
-    """Check that an object is not one of Lightning or Accelerate."""
-    told = foreign_object(value)
-    if told is not None:
-        raise ConfigurationError(told)
+            raise ConfigurationError(_foreign_text(type(value), cls, library))
 
 
 def check_class(argument: str, value: object, kind: type[_T]) -> _T:
-    """Return the value of an argument that takes objects of one class.
-
-    Raises:
-        ConfigurationError: It is of another class.
-    """
+    """Return the value of an argument that takes objects of one class, or raise a ConfigurationError."""
     if not isinstance(value, kind):
         raise ConfigurationError(
             f"{argument} is a {type(value).__module__}.{type(value).__name__}. Pass one trainwright.{kind.__name__}, "

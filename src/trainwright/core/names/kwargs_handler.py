@@ -15,11 +15,7 @@ _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 def as_flag(text: str) -> bool:
-    """Return the truth value of a text.
-
-    Raises:
-        ValueError: It is not one.
-    """
+    """Return the truth value of a text, or raise a ValueError."""
     if text.lower() not in _FLAGS:
         raise ValueError("expected true or false")
     return _FLAGS[text.lower()]
@@ -57,11 +53,7 @@ class VariableFields:
         return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
 
     def overridden(self, origin: str) -> Iterator[str]:
-        """Yield a text for each variable that says something else than this object.
-
-        Args:
-            origin: The argument with which the object was passed.
-        """
+        """Yield a text for each variable that says something else than this object, the value of argument `origin`."""
         for one in _fields(self):
             if "variable" in one.metadata:
                 name, own = _variable_of(one), getattr(self, one.name)
@@ -76,11 +68,7 @@ class KwargsHandler(VariableFields):
 
 
 def read_variable(name: str, read: Callable[[str], Any]) -> Any:
-    """Return the value of an environment variable; None if it is not set or says `none`.
-
-    Raises:
-        ConfigurationError: `read` cannot convert its text.
-    """
+    """Return the value of an environment variable; None if it is not set or says `none`. `read` converts its text."""
     text = (variable(name) or "").strip()
     if text.lower() in _SAYS_NOTHING:
         return None

@@ -62,11 +62,7 @@ is_wandb_available = _is_there("wandb")
 
 def _has_device(kind: str) -> Callable[..., bool]:
     def is_available(check_device: bool = False) -> bool:
-        """Return whether torch sees a device of this kind.
-
-        Args:
-            check_device: Accepted for Accelerate's sake; the device is always looked for. Default: False.
-        """
+        """Return whether torch sees a device of this kind, whatever `check_device`."""
         import torch
 
         del check_device
@@ -86,11 +82,7 @@ is_xpu_available = _has_device("xpu")
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether torch_xla is installed.
-
-    Args:
-        check_is_tpu, check_is_gpu: Ask also for a device of this kind, which starts torch_xla. Default: False.
-    """
+    """Return whether torch_xla is installed, and has a device of a kind that is asked for, which starts torch_xla."""
     if not _is_there("torch_xla")():
         return False
     if not (check_is_tpu or check_is_gpu):
@@ -100,11 +92,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Return whether the device of this machine computes in bfloat16; the CPU does.
-
-    Args:
-        ignore_tpu: Accepted for Accelerate's sake. Default: False.
-    """
+    """Return whether the device of this machine computes in bfloat16; the CPU does. `ignore_tpu` has no effect."""
     import torch
 
     del ignore_tpu
@@ -132,15 +120,11 @@ def is_peft_model(model: object) -> bool:
 
 
 def compare_versions(library_or_version: str | object, operation: str, requirement_version: str) -> bool:
-    """Compare the version of an installed package, or a version, with another one.
+    """Compare the version of an installed package, or a version, with another one; local parts (`+cpu`) are ignored.
 
-    Args:
-        library_or_version: The package's name, or a version.
-        operation: `"=="`, `"!="`, `"<"`, `"<="`, `">"` or `">="`.
-        requirement_version: What it is compared with; local parts (`+cpu`) are ignored.
+    `operation` is `"=="`, `"!="`, `"<"`, `"<="`, `">"` or `">="`.
 
     Raises:
-        ConfigurationError: The operation is unknown.
         importlib.metadata.PackageNotFoundError: The package is not installed.
     """
     if operation not in _OPERATIONS:

@@ -26,10 +26,7 @@ def as_accelerate() -> StandIn:
     `import accelerate`, and each module of it, then imports the names of Trainwright. Libraries that train through
     accelerate (transformers, peft, trl, diffusers) use Trainwright; accelerate need not be installed. Call it before
     they are imported. A second call changes nothing. `python -m trainwright.as_accelerate script.py …` runs a script
-    this way.
-
-    Returns:
-        An object whose `remove()` imports the installed accelerate again. It is a context manager, too.
+    this way. The `remove()` of the result imports the installed accelerate again. It is a context manager, too.
 
     Raises:
         ConfigurationError: accelerate is imported already.
@@ -116,11 +113,7 @@ def _own(name: str) -> str:
 
 
 def run_script(arguments: Sequence[str]) -> None:
-    """Run a script, or with `-m` a module, with Trainwright instead of accelerate.
-
-    Args:
-        arguments: The script and its arguments.
-    """
+    """Run a script and its arguments, or with `-m` a module, with Trainwright instead of accelerate."""
     if not arguments or arguments[0] in ("-h", "--help") or list(arguments) == ["-m"]:
         sys.exit(
             "usage: python -m trainwright.as_accelerate script.py [arguments]\n"
