@@ -318,18 +318,8 @@ class PipelineEngine(FSDPEngine):
             after = {plain_name(name): p for name, p in model.named_parameters()}  # recomputed layers are wrapped
             for name, old in before.items():
                 self._replaced[old] = after[name]
-            loop = PipelineLoop(
-                model=model,
-                pipeline=self.pipeline,
-                runner=self._runner(),
-                precision=self.precision,
-                processes=self.processes,
-                ranks=self.data_ranks,
-                source=self._source(),
-                base_seed=self._base_seed(),
-                num_parts=self.strategy.num_micro_batches,
-                sum_shared=lambda: self._sum_shared(self.pipeline.links),
-            )
+            num_parts = self.strategy.num_micro_batches
+            loop = PipelineLoop(model, self.pipeline, self._runner(), self.precision, num_parts)
             found.append(loop)
             self.run_group = loop.forward_backward
         for optimizer in optimizers:
@@ -343,36 +333,25 @@ class PipelineEngine(FSDPEngine):
     # Parts
 
     def make_step(self, parts: StepParts) -> Step:
-        links = self.pipeline.links
-        return PipelineStep(
-            self._over_sequences(parts),
-            self.pipeline,
-            self._runner(),
-            self.processes,
-            source=self._source(),
-            base_seed=self._base_seed,
-            num_parts=self.strategy.num_micro_batches,
-            sum_shared=lambda: self._sum_shared(links),
-        )
+        return PipelineStep(self._over_sequences(parts), self._runner(), self.strategy.num_micro_batches)
 
     def _runner(self) -> PipelineRunner:
-        synchronize = self.gradients.models[0].synchronize
-        processes = self.processes if self.data_ranks.size > 1 else None
-        return PipelineRunner(self.strategy.schedule, self.pipeline, synchronize, processes)
-
-    def _base_seed(self) -> int:
-        """Return a seed that is the same on every rank with the same data. Collective."""
-        seed: int = self.processes.broadcast_object(torch.initial_seed())
-        return seed + self.data_ranks.rank
-
-    def _source(self) -> int:
-        """Return the global rank that provides losses: the first tensor-parallel rank of the last stage."""
         shape = self.strategy.mesh_shape(self.settings)
+        # Losses come from the first tensor-parallel rank of the last stage.
         place = {**shape.coordinates(self.processes.rank), "pp": self.pipeline.links.ranks[-1], "tp": 0}
-        return next(rank for rank in range(shape.size) if shape.coordinates(rank) == place)
+        return PipelineRunner(
+            self.strategy.schedule,
+            self.pipeline,
+            self.gradients.models[0].synchronize,
+            self._sum_shared,
+            processes=self.processes,
+            ranks=self.data_ranks,
+            source=next(rank for rank in range(shape.size) if shape.coordinates(rank) == place),
+        )
 
-    def _sum_shared(self, links: StageLinks) -> None:
+    def _sum_shared(self) -> None:
         """Complete the gradients of parameters that are in several stages or in no stage. Collective."""
+        links = self.pipeline.links
         around = [p.grad for n, p in self._model.named_parameters() if n in self._everywhere and p.grad is not None]
         for grad in around if self.data_ranks.group is not None else ():
             dist.all_reduce(grad, group=self.data_ranks.group)  # they are in no sharded module
