@@ -13,52 +13,30 @@ from torch.nn import functional
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.context.ring import ring_attention
-from trainwright.strategies.context.split import Order, check_order
+from trainwright.strategies.context.split import Order
 from trainwright.strategies.context.ulysses import ulysses_attention
 
 Kind = Literal["ring", "ulysses"]
 
 
-@contextmanager
-def attention_over(group: dist.ProcessGroup | None, kind: Kind = "ring", order: Order | None = None) -> Iterator[None]:
-    """Compute every `torch.nn.functional.scaled_dot_product_attention` over the ranks of a group.
+class SplitAttention:
+    """`torch.nn.functional.scaled_dot_product_attention` over a sequence that is split over the ranks of a group.
 
     Each rank passes its part of the queries, keys and values. Other kinds of attention, such as flex attention and
     kernels of other packages, are not changed and see only this rank's part. The same holds for modules that have
-    imported the function itself by name. With activation checkpointing, backward must run inside the context, too.
+    imported the function itself by name.
 
     Args:
         group: Process group that splits the sequence. None means all ranks.
         kind: `"ring"` sends keys and values from rank to rank. `"ulysses"` divides the heads among the ranks.
-        order: Order of the split sequence. Default: `"zigzag"` for `"ring"`, and `"plain"` for `"ulysses"`, which
-            supports no other.
-
-    Raises:
-        ConfigurationError: `kind` or `order` is unknown, or `kind="ulysses"` is used with order `"zigzag"`. Inside the
-            context: attention has a mask or dropout, or `torch.nn.MultiheadAttention` is called.
-    """
-    attention = SplitAttention(group, kind, order)
-    with attention.installed(), attention.over_ranks(required=False):
-        yield
-
-
-class SplitAttention:
-    """Attention over a sequence that is split over the ranks of a group. For the arguments see `attention_over`.
 
     Attributes:
         order: Order of the split sequence.
         is_active: Attention currently spans the ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, kind: Kind, order: Order | None = None) -> None:
-        if kind not in ("ring", "ulysses"):
-            raise ConfigurationError(f"kind={kind!r} is unknown. Use 'ring' or 'ulysses'.")
-        if order is None:
-            order = "zigzag" if kind == "ring" else "plain"
-        check_order(order)
-        if kind == "ulysses" and order != "plain":
-            raise ConfigurationError(f"kind='ulysses' needs order='plain', not {order!r}.")
-        self.order: Order = order
+    def __init__(self, group: dist.ProcessGroup | None, kind: Kind) -> None:
+        self.order: Order = "zigzag" if kind == "ring" else "plain"
         self.is_active = False
         self._group, self._kind = group, kind
         self._num_calls = 0
@@ -99,7 +77,10 @@ class SplitAttention:
         """Make attention span the ranks.
 
         Args:
-            required: Raise an error if the model does not call attention.
+            required: Raise an error if the model does not call attention. Default: True.
+
+        Raises:
+            ConfigurationError: Attention has a mask or dropout, or `torch.nn.MultiheadAttention` is called.
         """
         before, self.is_active = self.is_active, True
         num_calls = self._num_calls
@@ -137,10 +118,8 @@ class SplitAttention:
                 "cannot repeat their dropout. Set the model's attention dropout to 0."
             )
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
-        parts = (query, key, value, self._group)
-        if self._kind == "ulysses":
-            return ulysses_attention(*parts, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        return ring_attention(*parts, is_causal=is_causal, scale=scale, order=self.order, enable_gqa=enable_gqa)
+        attend = ring_attention if self._kind == "ring" else ulysses_attention
+        return attend(query, key, value, self._group, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _autocast(tensor: Tensor) -> Tensor:

@@ -6,12 +6,10 @@ Transformer Models" (2023).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional
 
 from trainwright.core.errors import ConfigurationError
@@ -32,16 +30,7 @@ def ulysses_attention(
     """Return the attention of this rank's queries over the keys and values of all ranks.
 
     The sequence is split in order `"plain"`. Every rank of the group must call this with tensors of the same shapes,
-    and run backward.
-
-    Args:
-        q: (batch, heads, local length, head size).
-        k: (batch, heads, local length, head size).
-        v: (batch, heads, local length, value size).
-        group: Process group that splits the sequence. None means all ranks.
-        is_causal: A position sees only itself and earlier positions.
-        scale: Factor of the scores. Default: 1 / √(head size).
-        enable_gqa: Accept a number of heads of `q` that is a multiple of the number of heads of `k` and `v`.
+    and run backward. For the arguments see `ring_attention`.
 
     Raises:
         ConfigurationError: The number of heads of `q`, `k` or `v` is not divisible by the number of ranks.
@@ -59,27 +48,8 @@ def ulysses_attention(
 
 
 def _exchange(tensor: Tensor, group: dist.ProcessGroup | None, *, to_heads: bool) -> Tensor:
-    exchanged: Tensor = _Exchange.apply(tensor, group, to_heads)  # type: ignore[no-untyped-call]  # untyped in torch
-    return exchanged
-
-
-class _Exchange(torch.autograd.Function):
-    """Splits heads and joins the sequence over the ranks (`to_heads`), or the reverse."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, to_heads: bool) -> Tensor:
-        ctx.group, ctx.to_heads = group, to_heads
-        return _all_to_all(tensor, group, to_heads)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _all_to_all(gradient, ctx.group, not ctx.to_heads), None, None
-
-
-def _all_to_all(tensor: Tensor, group: dist.ProcessGroup | None, to_heads: bool) -> Tensor:
+    """Split heads and join the sequence over the ranks (`to_heads`), or the reverse. Collective, in backward too."""
     split, join = (1, 2) if to_heads else (2, 1)
     sent = torch.stack(tensor.chunk(dist.get_world_size(group), split))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    received = all_to_all_single_autograd(sent, None, None, group or dist.group.WORLD)
     return torch.cat(received.unbind(), join)
