@@ -114,7 +114,8 @@ class PipelineStep(AutomaticStep):
             raise without_loss(type(self.task).__name__, self.parts.rank)
         loss = full_output(loss) * self._weights[i]
         self._outputs[i], self._losses[i] = outputs_of(output), loss.detach()
-        return loss if self.scaler is None else self.scaler.scale(loss)
+        weighted: torch.Tensor = loss if self.scaler is None else self.scaler.scale(loss)
+        return weighted
 
     def _share_results(self, group: Group, batches: list[Any]) -> torch.Tensor:
         """Send the losses and logged values of the last stage to every rank of the pipeline. Collective."""

@@ -264,7 +264,9 @@ class PipelineEngine(FSDPEngine):
         given, group = self.strategy, self.mesh["pp"].get_group()
         links = StageLinks(group, ranks_of_stages(given.schedule, given.pp, given.virtual_stages), self.device)
         recomputed = self._recomputed()
-        recomputed.wrap(task, layers_of(task, len(links.ranks)) if given.activation_checkpointing else [])
+        recomputed.wrap(
+            task, list(layers_of(task, len(links.ranks)).values()) if given.activation_checkpointing else []
+        )
         stages = find_stages(task, len(links.ranks), given.split_points)
         self.pipeline = pipeline = Pipeline(task, stages, links)
         self._owners, self._everywhere = owners_of(task, pipeline.modules)
@@ -408,8 +410,9 @@ class PipelineEngine(FSDPEngine):
         old = dict(task.named_parameters())
         new = {id(p): nn.Parameter(values[name], requires_grad=p.requires_grad) for name, p in old.items()}
         replace_parameters(task, new)
-        for owner, key, name in _named_buffers(task):
-            owner._buffers[key] = values[name]
+        buffers = {id(buffer): values[name] for name, buffer in task.named_buffers()}
+        for module in task.modules():
+            module._buffers |= {key: buffers[id(b)] for key, b in module.named_buffers(recurse=False)}
         names: dict[torch.Tensor, str] = {p: name for name, p in task.named_parameters()}
         for optimizer, found in zip(self.optimizers, states, strict=True):
             optimizer.state.clear()
@@ -466,12 +469,3 @@ def _grad_shard(parameter: torch.Tensor) -> torch.Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local_shard(parameter.grad)
-
-
-def _named_buffers(task: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield the module, key and full name of each buffer."""
-    for prefix, module in task.named_modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            name = f"{prefix}.{key}" if prefix else key
-            if buffer is not None:
-                yield module, key, name
