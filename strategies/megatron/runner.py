@@ -148,15 +148,7 @@ class PipelineRunner:
     def _make(self, num: int, found: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
         pipeline, links = self._pipeline, self._pipeline.links
         stages = [
-            PipelineStage(
-                pipeline.modules[i],
-                i,
-                pipeline.last + 1,
-                links.device,
-                input_args=found[i][0],
-                output_args=found[i][1],
-                group=links.group,
-            )
+            PipelineStage(pipeline.modules[i], i, pipeline.last + 1, links.device, *found[i], group=links.group)
             for i in links.own
         ]
         make: Any = get_schedule_class(self._name)

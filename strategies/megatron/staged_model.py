@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +22,6 @@ from torch import nn
 
 from trainwright.core.errors import TaskError
 from trainwright.core.tree import iterate_tensors, map_tensors
-from trainwright.strategies.megatron.stage_caches import StageCaches, recorded_updates
 from trainwright.strategies.megatron.stages import Stages
 
 Args = tuple[object, ...]
@@ -125,6 +125,60 @@ class StageLinks:
         return map_tensors(share, tree if is_source else shown[0])
 
 
+class _StageCaches:
+    """Provides each stage of this rank with its cache of keys and values.
+
+    Positions and masks are computed from the length of any layer in a cache. A stage's cache therefore also has the
+    layers of earlier stages, with tensors on `meta`, to which skipped layers append. The first stage of a rank uses
+    the cache that the model is called with. Later stages use copies, whose own layers are put into that cache, too, so
+    that beam search reorders them.
+
+    Args:
+        stages: The stages of this rank, in order.
+    """
+
+    def __init__(self, stages: Sequence[int]) -> None:
+        self._stages = stages
+        self._copies: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+
+    def of(self, cache: object) -> dict[int, Any]:
+        """Return the cache of each stage, for a cache that is empty at first. None: no caches."""
+        if cache is None:
+            return {}
+        if cache not in self._copies:
+            self._copies[cache] = {stage: copy.deepcopy(cache) for stage in self._stages[1:]}
+        return {self._stages[0]: cache, **self._copies[cache]}
+
+    def merge(self, caches: dict[int, Any]) -> None:
+        """Put the computed layers of each stage into the cache that the model was called with."""
+        for stage in self._stages[1:]:
+            into, layers = caches[self._stages[0]].layers, caches[stage].layers
+            into += layers[len(into) :]
+            for i, layer in enumerate(layers):
+                if layer.is_initialized and not layer.keys.is_meta:
+                    into[i] = layer
+
+
+@contextmanager
+def _recorded_updates(cache: Any) -> Iterator[list[tuple[Any, Any]]]:
+    """Yield a list that receives the arguments of each update of a cache. The cache may be None."""
+    updates: list[tuple[Any, Any]] = []
+    if cache is None:
+        yield updates
+        return
+    update = cache.update
+
+    def record(*args: object, **kwargs: object) -> Any:
+        updates.append((args, kwargs))
+        return update(*args, **kwargs)
+
+    vars(cache)["update"] = record  # hides the method
+    try:
+        yield updates
+    finally:
+        del vars(cache)["update"]
+
+
 class Pipeline:
     """A model of which this rank computes some stages.
 
@@ -159,7 +213,7 @@ class Pipeline:
         self._shapes: dict[Any, Any] = {}
         self._checked: set[int] = set()  # modules whose arguments have been checked
         self._now: _Run | None = None
-        self._caches = StageCaches(links.own)
+        self._caches = _StageCaches(links.own)
         self._cache: Any = None  # keys and values of the stage that is computed
 
     @property
@@ -225,12 +279,12 @@ class Pipeline:
             TaskError: `call` did not call the model, or called it twice.
         """
         before, now, device = self._now, _Run(stage, carry, seed), self.links.device
-        others = {} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
+        devices = [] if device.type == "cpu" else [device]  # the host's generator is always restored
         self._now = now
         for module, key, dtype in self._cast:
             vars(module)[key] = module.get_parameter(key).to(dtype)  # hides the parameter
         try:
-            with torch.random.fork_rng(**({"devices": []} | others), enabled=seed is not None):
+            with torch.random.fork_rng(devices, enabled=seed is not None, device_type=device.type):
                 if seed is not None:
                     torch.manual_seed(seed)
                 output = call()
@@ -301,7 +355,7 @@ class Pipeline:
             return map_tensors(self._empty, shapes)
         on_meta = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
         meta_copy = self._meta_copies[id(module)].train(module.training)
-        with torch.no_grad(), recorded_updates(cache) as updates:
+        with torch.no_grad(), _recorded_updates(cache) as updates:
             shapes = meta_copy(*on_meta[0], **on_meta[1])
         self._shapes[key] = shapes, updates
         return map_tensors(self._empty, shapes)

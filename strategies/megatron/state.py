@@ -178,29 +178,27 @@ def _empty(tensor: object) -> Any:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def owners_of(task: nn.Module, modules: Sequence[nn.Module]) -> tuple[dict[str, int], set[str]]:
-    """Return the owner stage of each parameter and buffer by plain name, and the names of tensors that every rank has.
+def owners_of(task: nn.Module, modules: Sequence[nn.Module]) -> tuple[dict[str, int], set[str], dict[str, list[int]]]:
+    """Return the owner stages of tensors, the names of tensors that every rank has, and the stages of tied parameters.
 
-    The owner is the first stage that holds the tensor. Every rank has the tensors that are in no stage. The first stage
-    owns such parameters, because it trains them. The last stage owns such buffers, because it runs the full step, which
-    may change them.
+    The owner of a parameter or buffer is the first stage that holds it. Every rank has the tensors that are in no
+    stage. The first stage owns such parameters, because it trains them. The last stage owns such buffers, because it
+    runs the full step, which may change them. Tied parameters are in several stages. Names are plain names, except the
+    first names of tied parameters.
 
     Args:
         task: The task, which contains the modules of the stages.
         modules: For each stage, a module with its parts.
     """
-    first: dict[int, int] = {}
-    for stage, module in reversed(list(enumerate(modules))):
+    stages: dict[int, list[int]] = {}
+    for stage, module in enumerate(modules):
         for tensor in (*module.parameters(), *module.buffers()):
-            first[id(tensor)] = stage
-    owners: dict[str, int] = {}
-    everywhere: set[str] = set()
-    for name, tensor in (
-        *task.named_parameters(remove_duplicate=False),
-        *task.named_buffers(remove_duplicate=False),
-    ):
-        if id(tensor) not in first:
-            everywhere.add(plain_name(name))
-        outside = 0 if isinstance(tensor, nn.Parameter) else len(modules) - 1
-        owners[plain_name(name)] = first.get(id(tensor), outside)
-    return owners, everywhere
+            stages.setdefault(id(tensor), []).append(stage)
+    named = [*task.named_parameters(remove_duplicate=False), *task.named_buffers(remove_duplicate=False)]
+    owners = {}
+    for name, tensor in named:
+        outside = [0 if isinstance(tensor, nn.Parameter) else len(modules) - 1]
+        owners[plain_name(name)] = stages.get(id(tensor), outside)[0]
+    everywhere = {plain_name(name) for name, tensor in named if id(tensor) not in stages}
+    ties = {name: stages[id(p)] for name, p in task.named_parameters() if len(stages.get(id(p), [])) > 1}
+    return owners, everywhere, ties

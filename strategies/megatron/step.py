@@ -181,14 +181,14 @@ def divide(batch: object, num: int, count: Callable[[Any], Any] | None = None) -
 
 def _on_host(logged: list[list[DivertedCall]]) -> list[list[DivertedCall]]:
     """Return logged values as numbers. Blocks on the device."""
-    found: list[list[DivertedCall]] = []
-    for calls in logged:
-        found.append([])
-        for call in calls:
-            if is_metric_object(call.value):
-                raise ConfigurationError(
-                    f"log({call.name!r}) in a training step received a metric object, which only the last stage of the "
-                    "pipeline has updated. Log a number there, and the metric object in validation_step."
-                )
-            found[-1].append(call._replace(value=call.value.item()) if isinstance(call.value, torch.Tensor) else call)
-    return found
+    for call in itertools.chain(*logged):
+        if is_metric_object(call.value):
+            raise ConfigurationError(
+                f"log({call.name!r}) in a training step received a metric object, which only the last stage of the "
+                "pipeline has updated. Log a number there, and the metric object in validation_step."
+            )
+
+    def number(value: Any) -> Any:
+        return value.item() if isinstance(value, torch.Tensor) else value
+
+    return [[call._replace(value=number(call.value)) for call in calls] for calls in logged]

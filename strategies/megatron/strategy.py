@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,9 +25,7 @@ from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType
-from trainwright.processes.process_group import Processes
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
-from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import check_full, discard_weights, materialize, widen
@@ -41,7 +39,7 @@ from trainwright.strategies.megatron.core_engine import MegatronCoreEngine, chec
 from trainwright.strategies.megatron.core_model import find_model, shape_of
 from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
 from trainwright.strategies.megatron.runner import SCHEDULES, PipelineRunner, ranks_of_stages
-from trainwright.strategies.megatron.staged_model import Pipeline, StageLinks, StageModule
+from trainwright.strategies.megatron.staged_model import Pipeline, StageLinks
 from trainwright.strategies.megatron.stages import find_stages, free_module, layers_of, own_parameters
 from trainwright.strategies.megatron.state import PipelineState, owners_of
 from trainwright.strategies.megatron.step import PipelineStep
@@ -53,7 +51,6 @@ from trainwright.strategies.units import WrapPolicy, replace_parameters
 
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 _STRICT_PLAN = partial(sequence_parallel_plan, strict=True)
-_CORE_CAPABILITIES = partial(replace, gradients="hidden", owns_optimizer_step=True)
 _POSSIBLE_PLAN = partial(sequence_parallel_plan, strict=False)
 
 
@@ -179,7 +176,8 @@ class MegatronStrategy(FSDPStrategy):
         self.num_micro_batches, self.distributed_optimizer = num_micro_batches, distributed_optimizer
         self.split_points, self.recompute = None if split_points is None else list(split_points), recompute
         self.library = one_of("engine", engine, ("torch", "megatron-core"))
-        self.capabilities = self.capabilities if engine == "torch" else _CORE_CAPABILITIES(self.capabilities)
+        if engine != "torch":
+            self.capabilities = replace(self.capabilities, gradients="hidden", owns_optimizer_step=True)
 
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
         split = self.cp * self.sp
@@ -190,14 +188,13 @@ class MegatronStrategy(FSDPStrategy):
             product = fixed * (self.dp_shard or 1)
             nearest = nearest_meshes(world, self.pp, self.tp, (self.cp, self.sp), self.dp_replicate, self.dp_shard or 1)
             others = f"or choose {' or '.join(nearest)} for {world} process{'es' * (world > 1)}."
-            below, above = world // product * product, -(-world // product) * product
-            nearby = " or ".join(str(size) for size in dict.fromkeys((below, above)) if size)
+            needed, fitting = f"{product} processes", [product]
+            if self.dp_shard is None:
+                needed = f"{product} process(es) or a multiple"
+                fitting = [size for size in (world // product * product, -(-world // product) * product) if size]
             raise ConfigurationError(
-                f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) needs {product} process(es) or a multiple, and "
-                f"the run has {world}. Start {nearby}, {others}"
-                if self.dp_shard is None
-                else f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) needs {product} processes, and the run has "
-                f"{world}. Start {product}, {others}"
+                f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) needs {needed}, and the run has {world}. Start "
+                f"{' or '.join(map(str, dict.fromkeys(fitting)))}, {others}"
             )
         replicas = self.dp_replicate
         if not self.distributed_optimizer and self.dp_shard is None:
@@ -269,8 +266,7 @@ class PipelineEngine(FSDPEngine):
         )
         stages = find_stages(task, len(links.ranks), given.split_points)
         self.pipeline = pipeline = Pipeline(task, stages, links)
-        self._owners, self._everywhere = owners_of(task, pipeline.modules)
-        self._ties = _find_ties(task, pipeline.modules)
+        self._owners, self._everywhere, self._ties = owners_of(task, pipeline.modules)
         own = nn.ModuleList(pipeline.modules[i] for i in links.own)
         kept = {id(p) for p in own.parameters()}
         built = self._building.names_to_reset(task, self.processes)
@@ -278,7 +274,10 @@ class PipelineEngine(FSDPEngine):
             materialize(task, module, built, self.device)
             if module.index not in links.own:
                 free_module(task, module, kept)
-        _materialize_rest(task, self._everywhere, self.device)
+        for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
+            if plain_name(name) in self._everywhere:
+                tensor.data = tensor.data.to(self.device).contiguous()
+                dist.broadcast(tensor.detach(), src=0)
         before = {id(p): (p, module, key) for module, key, p in own_parameters(own)}
         model = self._parallelize(task, list(own), None)
         # Sharding replaces parameters: update tied ones in modules of other stages, too.
@@ -296,7 +295,9 @@ class PipelineEngine(FSDPEngine):
         for name in self._ties:
             if self._owners[plain_name(name)] not in links.own:
                 model.counted[id(parameters[name])] = False
-        _share_generators(self.processes, self.data_ranks, self.device)
+        # With different generators, ranks that read the same batches could compute different inputs and targets.
+        states, ranks = self.processes.gather_object(rng_state(self.device)), self.data_ranks
+        set_rng_state(states[ranks.members[ranks.reader * ranks.parts]], self.device)
 
     # User-written loops
 
@@ -435,33 +436,6 @@ def _plan(sequence_parallel: bool | str, tp: int, given: GivenPlan | None) -> Gi
     if tp == 1 or given is not None:
         raise ConfigurationError("sequence_parallel=True needs tp above 1, and no tensor_parallel_plan.")
     return _STRICT_PLAN if sequence_parallel is True else _POSSIBLE_PLAN
-
-
-def _find_ties(task: nn.Module, modules: Sequence[StageModule]) -> dict[str, list[int]]:
-    """Return the stages of each parameter that is in several, by its first name."""
-    found: dict[str, list[int]] = {}
-    for name, parameter in task.named_parameters():
-        stages = [module.index for module in modules if any(parameter is other for other in module.parameters())]
-        if len(stages) > 1:
-            found[name] = stages
-    return found
-
-
-def _materialize_rest(task: nn.Module, names: Collection[str], device: torch.device) -> None:
-    """Allocate the tensors that are in no stage on the device, and broadcast rank 0's values. Collective."""
-    for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
-        if plain_name(name) in names:
-            tensor.data = tensor.data.to(device).contiguous()
-            dist.broadcast(tensor.detach(), src=0)
-
-
-def _share_generators(processes: Processes, ranks: DataRanks, device: torch.device) -> None:
-    """Copy the generator states of the first of the ranks that read the same batches to the others. Collective.
-
-    Otherwise, with different seeds, stages could compute different inputs and targets.
-    """
-    states = processes.gather_object(rng_state(device))
-    set_rng_state(states[ranks.members[ranks.reader * ranks.parts]], device)
 
 
 def _grad_shard(parameter: torch.Tensor) -> torch.Tensor:
