@@ -51,6 +51,7 @@ from trainwright.strategies.units import WrapPolicy, replace_parameters
 
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 _STRICT_PLAN = partial(sequence_parallel_plan, strict=True)
+_CORE_CAPABILITIES = partial(replace, gradients="hidden", owns_optimizer_step=True)
 _POSSIBLE_PLAN = partial(sequence_parallel_plan, strict=False)
 
 
@@ -176,8 +177,7 @@ class MegatronStrategy(FSDPStrategy):
         self.num_micro_batches, self.distributed_optimizer = num_micro_batches, distributed_optimizer
         self.split_points, self.recompute = None if split_points is None else list(split_points), recompute
         self.library = one_of("engine", engine, ("torch", "megatron-core"))
-        if engine != "torch":
-            self.capabilities = replace(self.capabilities, gradients="hidden", owns_optimizer_step=True)
+        self.capabilities = self.capabilities if engine == "torch" else _CORE_CAPABILITIES(self.capabilities)
 
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
         split = self.cp * self.sp
