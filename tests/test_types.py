@@ -30,7 +30,6 @@ FOREIGN_PROBES: dict[str, str] = {
     "callbacks.learning_rate_monitor:optimizer": "a scheduler, torch's or the user's",
     "callbacks.model_summary:example_input_array": "any module may be summarized",
     "strategies.context.sequences:config": "a model of transformers",
-    "strategies.context.sequences:is_causal": "a layer of transformers",
     "data.batch_shards:batch_size": "a user's batch sampler",
     "data.batch_shards:drop_last": "a user's batch sampler",
     "data.batch_shards:generator": "a user's data set",

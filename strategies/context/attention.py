@@ -9,56 +9,75 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.context.ring import ring_attention
-from trainwright.strategies.context.split import Order, check_order
-from trainwright.strategies.context.ulysses import ulysses_attention
+from trainwright.strategies.context.split import Order
 
 Kind = Literal["ring", "ulysses"]
+_attention = functional.scaled_dot_product_attention  # torch's function, even while SplitAttention replaces it
 
 
-@contextmanager
-def attention_over(group: dist.ProcessGroup | None, kind: Kind = "ring", order: Order | None = None) -> Iterator[None]:
-    """Compute every `torch.nn.functional.scaled_dot_product_attention` over the ranks of a group.
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    is_causal: bool,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return the attention of this rank's queries over the keys and values of all ranks.
+
+    An all-to-all gives each rank the full sequence for some heads, and a second one reverts it. Source: Jacobs et al.,
+    "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer Models" (2023).
+    The sequence is split in order `"plain"`. Every rank of the group must call this with tensors of the same shapes,
+    and run backward. For the arguments see `ring_attention`.
+
+    Raises:
+        ConfigurationError: The number of heads of `q`, `k` or `v` is not divisible by the number of ranks.
+    """
+    size = dist.get_world_size(group)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.shape[1] % size:
+            raise ConfigurationError(
+                f"{name} has {tensor.shape[1]} heads, which Ulysses attention cannot divide among {size} ranks. Use a "
+                "number of ranks that divides it, or ring attention."
+            )
+    q, k, v = (_exchange(tensor, group, to_heads=True) for tensor in (q, k, v))
+    out = _attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    return _exchange(out, group, to_heads=False)
+
+
+def _exchange(tensor: Tensor, group: dist.ProcessGroup | None, *, to_heads: bool) -> Tensor:
+    """Split heads and join the sequence over the ranks (`to_heads`), or the reverse. Collective, in backward too."""
+    split, join = (1, 2) if to_heads else (2, 1)
+    sent = torch.stack(tensor.chunk(dist.get_world_size(group), split))
+    received = all_to_all_single_autograd(sent, None, None, group or dist.distributed_c10d._get_default_group())
+    return torch.cat(received.unbind(), join)
+
+
+class SplitAttention:
+    """`torch.nn.functional.scaled_dot_product_attention` over a sequence that is split over the ranks of a group.
 
     Each rank passes its part of the queries, keys and values. Other kinds of attention, such as flex attention and
     kernels of other packages, are not changed and see only this rank's part. The same holds for modules that have
-    imported the function itself by name. With activation checkpointing, backward must run inside the context, too.
+    imported the function itself by name.
 
     Args:
         group: Process group that splits the sequence. None means all ranks.
         kind: `"ring"` sends keys and values from rank to rank. `"ulysses"` divides the heads among the ranks.
-        order: Order of the split sequence. Default: `"zigzag"` for `"ring"`, and `"plain"` for `"ulysses"`, which
-            supports no other.
-
-    Raises:
-        ConfigurationError: `kind` or `order` is unknown, or `kind="ulysses"` is used with order `"zigzag"`. Inside the
-            context: attention has a mask or dropout, or `torch.nn.MultiheadAttention` is called.
-    """
-    attention = SplitAttention(group, kind, order)
-    with attention.installed(), attention.over_ranks(required=False):
-        yield
-
-
-class SplitAttention:
-    """Attention over a sequence that is split over the ranks of a group. For the arguments see `attention_over`.
 
     Attributes:
         order: Order of the split sequence.
         is_active: Attention currently spans the ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, kind: Kind, order: Order | None = None) -> None:
-        if kind not in ("ring", "ulysses"):
-            raise ConfigurationError(f"kind={kind!r} is unknown. Use 'ring' or 'ulysses'.")
-        if order is None:
-            order = "zigzag" if kind == "ring" else "plain"
-        check_order(order)
-        if kind == "ulysses" and order != "plain":
-            raise ConfigurationError(f"kind='ulysses' needs order='plain', not {order!r}.")
-        self.order: Order = order
+    def __init__(self, group: dist.ProcessGroup | None, kind: Kind) -> None:
+        self.order: Order = "zigzag" if kind == "ring" else "plain"
         self.is_active = False
         self._group, self._kind = group, kind
         self._num_calls = 0
@@ -99,7 +118,10 @@ class SplitAttention:
         """Make attention span the ranks.
 
         Args:
-            required: Raise an error if the model does not call attention.
+            required: Raise an error if the model does not call attention. Default: True.
+
+        Raises:
+            ConfigurationError: Attention has a mask or dropout, or `torch.nn.MultiheadAttention` is called.
         """
         before, self.is_active = self.is_active, True
         num_calls = self._num_calls
@@ -137,10 +159,8 @@ class SplitAttention:
                 "cannot repeat their dropout. Set the model's attention dropout to 0."
             )
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
-        parts = (query, key, value, self._group)
-        if self._kind == "ulysses":
-            return ulysses_attention(*parts, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        return ring_attention(*parts, is_causal=is_causal, scale=scale, order=self.order, enable_gqa=enable_gqa)
+        attend = ring_attention if self._kind == "ring" else ulysses_attention
+        return attend(query, key, value, self._group, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _autocast(tensor: Tensor) -> Tensor:

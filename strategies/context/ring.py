@@ -18,7 +18,6 @@ from torch.nn.functional import logsigmoid
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.context.blocks import accumulator_dtype, backward_block, forward_block
-from trainwright.strategies.context.split import Order, check_order
 
 
 def ring_attention(
@@ -29,10 +28,11 @@ def ring_attention(
     *,
     is_causal: bool,
     scale: float | None = None,
-    order: Order = "zigzag",
     enable_gqa: bool = False,
 ) -> Tensor:
     """Return the attention of this rank's queries over the keys and values of all ranks, in the dtype of `q`.
+
+    The sequence is split in order `"zigzag"`.
 
     Forward sends keys and values around the group. Backward sends them again, together with their gradients. The next
     block is received while the current one is computed. Partial results are merged in float32, or in float64 for
@@ -46,20 +46,18 @@ def ring_attention(
         group: Process group that splits the sequence. None means all ranks.
         is_causal: A position sees only itself and earlier positions. Blocks that are fully masked are not computed.
         scale: Factor of the scores. Default: 1 / √(head size).
-        order: Order of the split sequence. Default: `"zigzag"`.
         enable_gqa: Accept a number of heads of `q` that is a multiple of the number of heads of `k` and `v`.
 
     Raises:
-        ConfigurationError: The shapes or dtypes are not compatible with each other or with the order.
+        ConfigurationError: The shapes or dtypes are not compatible.
     """
-    _check(q, k, v, is_causal, order, enable_gqa)
-    arguments = (q, k, v, group, is_causal, scale, order)
+    _check(q, k, v, is_causal, enable_gqa)
+    arguments = (q, k, v, group, is_causal, scale)
     out: Tensor = _RingAttention.apply(*arguments)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, order: Order, enable_gqa: bool) -> None:
-    check_order(order)
+def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> None:
     shapes = f"q, k and v have the shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
     if not q.dtype == k.dtype == v.dtype:
         raise ConfigurationError(f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}. Use the same dtype.")
@@ -72,31 +70,18 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, order: Order, enabl
         )
     if is_causal and q.shape[2] != k.shape[2]:
         raise ConfigurationError(f"{shapes}; causal attention over a split sequence needs as many queries as keys.")
-    if is_causal and order == "zigzag" and q.shape[2] % 2:
+    if is_causal and q.shape[2] % 2:
         raise ConfigurationError(f"{shapes}; order 'zigzag' needs an even local length. Use split_sequence().")
 
 
-@dataclass(frozen=True)
-class _VisibleBlock:
-    """Queries and keys of one step of the ring that attend to each other."""
-
-    queries: slice
-    keys: slice
-    is_causal: bool
-
-
-def _block(rank: int, source: int, length: int, is_causal: bool, order: Order) -> _VisibleBlock | None:
-    """Return the block that `rank` computes with the keys of `source`. None if causal masking hides all of them."""
+def _block(rank: int, source: int, length: int, is_causal: bool) -> tuple[slice, slice, bool]:
+    """Return the queries of `rank` and the keys of `source` that attend to each other, and if their block is causal."""
     everything, half = slice(None), length // 2
-    if not is_causal or source == rank:  # a rank's own positions ascend in both orders
-        return _VisibleBlock(everything, everything, is_causal)
-    if order == "plain":
-        return _VisibleBlock(everything, everything, False) if source < rank else None
+    if not is_causal or source == rank:  # a rank's own positions ascend
+        return everything, everything, is_causal
     # Rank r holds chunks r and 2n-1-r. The second chunk of an earlier rank comes after both chunks of this rank. The
     # first chunk of this rank comes before both chunks of a later rank.
-    if source < rank:
-        return _VisibleBlock(everything, slice(0, half), False)
-    return _VisibleBlock(slice(half, None), everything, False)
+    return (everything, slice(0, half), False) if source < rank else (slice(half, None), everything, False)
 
 
 class Ring:
@@ -144,7 +129,6 @@ class _RingAttention(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         is_causal: bool,
         scale: float | None,
-        order: Order,
     ) -> Tensor:
         ring = Ring(group)
         q = q if q.stride(-1) == 1 else q.contiguous()  # required by the kernels
@@ -153,22 +137,18 @@ class _RingAttention(torch.autograd.Function):
         for step in range(ring.size):
             source = (ring.rank - step) % ring.size
             transfer = ring.start((k, v)) if step < ring.size - 1 else None
-            block = _block(ring.rank, source, q.shape[2], is_causal, order)
-            if block is not None:
-                at, of = block.queries, block.keys
-                new, new_lse = forward_block(
-                    q[:, :, at], k[:, :, of], v[:, :, of], is_causal=block.is_causal, scale=scale
-                )
-                if out is None or lse is None:  # the rank's own block, which has all queries
-                    out, lse = new.to(accumulator_dtype(q)), new_lse.clone()
-                else:
-                    _merge(out[:, :, at], lse[:, :, at], new, new_lse)
+            at, of, causal = _block(ring.rank, source, q.shape[2], is_causal)
+            new, new_lse = forward_block(q[:, :, at], k[:, :, of], v[:, :, of], is_causal=causal, scale=scale)
+            if out is None or lse is None:  # the rank's own block, which has all queries
+                out, lse = new.to(accumulator_dtype(q)), new_lse.clone()
+            else:
+                _merge(out[:, :, at], lse[:, :, at], new, new_lse)
             if transfer is not None:
                 k, v = transfer.wait()
         assert out is not None
         out = out.to(q.dtype)
         ctx.save_for_backward(q, own_k, own_v, out, lse)
-        ctx.group, ctx.is_causal, ctx.scale, ctx.order = group, is_causal, scale, order
+        ctx.group, ctx.is_causal, ctx.scale = group, is_causal, scale
         return out
 
     @staticmethod
@@ -184,26 +164,21 @@ class _RingAttention(torch.autograd.Function):
         for step in range(ring.size):
             source = (ring.rank - step) % ring.size
             transfer = ring.start((k, v)) if step < ring.size - 1 else None
-            block = _block(ring.rank, source, q.shape[2], ctx.is_causal, ctx.order)
-            parts = None
-            if block is not None:
-                at, of = block.queries, block.keys
-                saved = (q[:, :, at], k[:, :, of], v[:, :, of], out[:, :, at], lse[:, :, at])
-                options = {"is_causal": block.is_causal, "scale": ctx.scale}
-                parts = backward_block(gradient[:, :, at], *saved, **options)
+            at, of, causal = _block(ring.rank, source, q.shape[2], ctx.is_causal)
+            saved = (q[:, :, at], k[:, :, of], v[:, :, of], out[:, :, at], lse[:, :, at])
+            parts = backward_block(gradient[:, :, at], *saved, is_causal=causal, scale=ctx.scale)
             if of_keys is not None:
                 dk, dv = of_keys.wait()
-            if block is not None and parts is not None:
-                dq[:, :, at] += parts[0]
-                dk[:, :, of] += parts[1]
-                dv[:, :, of] += parts[2]
+            dq[:, :, at] += parts[0]
+            dk[:, :, of] += parts[1]
+            dv[:, :, of] += parts[2]
             if ring.size > 1:
                 of_keys = ring.start((dk, dv), first_tag=2)
             if transfer is not None:
                 k, v = transfer.wait()
         if of_keys is not None:
             dk, dv = of_keys.wait()  # after a full round, the gradients of this rank's own keys and values
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
 
 
 def _merge(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:

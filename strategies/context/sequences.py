@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from inspect import signature
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ class SplitSequences:
 
     Args:
         group: Process group of the ranks that split each sequence.
-        kind: See `attention_over`.
+        kind: See `SplitAttention`.
 
     Attributes:
         attention: Attention of the trained models.
@@ -181,21 +180,17 @@ class SplitSequences:
         )
 
 
-class _Forward(AbstractContextManager[None]):
+class _Forward(ExitStack):
     """Context of a forward in which attention spans the ranks."""
 
     def __init__(self, attention: SplitAttention, inner: AbstractContextManager[object] | None) -> None:
+        super().__init__()
         self._attention, self._inner = attention, inner or nullcontext()
 
-    def __enter__(self) -> None:
-        self._stack = ExitStack()
-        self._stack.enter_context(self._attention.over_ranks())
-        self._stack.enter_context(self._inner)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __enter__(self) -> Self:
+        self.enter_context(self._attention.over_ranks())
+        self.enter_context(self._inner)
+        return self
 
 
 def check_heads(model: nn.Module, sp: int, tp: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function of tokens `(tokens, width)`, experts `(tokens, 1)` and weights `(tokens, 1)` that returns the outputs of the
@@ -53,38 +54,13 @@ def exchange(
     dist.all_to_all_single(to_receive, to_send, group=group)
     counts = torch.stack([to_send, to_receive]).view(2, size, -1)
     sent, received = counts.sum(-1).tolist()
-    inputs = _exchanged(tokens[order // top_k], received, sent, group)
+    inputs = all_to_all_single_autograd(tokens[order // top_k], received, sent, group)
     own = torch.arange(num_experts // size, device=tokens.device).repeat(size)
     own = own.repeat_interleave(to_receive, output_size=len(inputs)).unsqueeze(1)
     outputs = compute(inputs, own, weights.new_ones(own.shape))
-    returned = _exchanged(outputs, sent, received, group)[order.argsort()]
+    returned = all_to_all_single_autograd(outputs.contiguous(), sent, received, group)[order.argsort()]
     summed = (returned.view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(1)
     return summed.to(tokens.dtype)
-
-
-def _exchanged(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    found: torch.Tensor = _AllToAll.apply(rows, received, sent, group)  # type: ignore[no-untyped-call]  # torch has no types here
-    return found
-
-
-class _AllToAll(torch.autograd.Function):
-    """Exchanges rows between the ranks of a group."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.received, ctx.sent, ctx.group = received, sent, group
-        found = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (grad,) = grads
-        found = grad.new_empty(sum(ctx.sent), *grad.shape[1:])
-        dist.all_to_all_single(found, grad.contiguous(), ctx.sent, ctx.received, group=ctx.group)
-        return found, None, None, None
 
 
 class GatherExperts(torch.autograd.Function):

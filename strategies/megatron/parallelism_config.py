@@ -23,6 +23,11 @@ _VARIABLE = "PARALLELISM_CONFIG_"
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")  # outermost first
 
 
+def _is_several(axis: str, doc: str) -> property:
+    """Return a property that is True if an axis has several ranks."""
+    return property(lambda config: getattr(config, f"{axis}_size") > 1, doc=doc)
+
+
 @dataclass(frozen=True)
 class ParallelismConfig(KwargsHandler):
     """Number of ranks along each axis. The product is the number of processes.
@@ -116,50 +121,19 @@ class ParallelismConfig(KwargsHandler):
         """The active axes along which ranks work on one batch."""
         return [axis for axis in self.active_mesh_dims if not axis.startswith("dp_")]
 
-    @property
-    def fsdp_dim_names(self) -> list[str]:
-        """The active axes of a sharded model's replicas and shards."""
-        return self.dp_dim_names
-
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """True if there are several replicas."""
-        return self._size("dp_replicate") > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """True if replicas are sharded."""
-        return self._size("dp_shard") > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """True if layers are split."""
-        return self._size("tp") > 1
-
-    @property
-    def pp_enabled(self) -> bool:
-        """True if the model is divided into stages."""
-        return self._size("pp") > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """True if sequences are split, and attention is a ring of ranks."""
-        return self._size("cp") > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """True if sequences are split, and attention exchanges heads."""
-        return self._size("sp") > 1
+    fsdp_dim_names = dp_dim_names
+    dp_replicate_enabled = _is_several("dp_replicate", "True if there are several replicas.")
+    dp_shard_enabled = _is_several("dp_shard", "True if replicas are sharded.")
+    tp_enabled = _is_several("tp", "True if layers are split.")
+    pp_enabled = _is_several("pp", "True if the model is divided into stages.")
+    cp_enabled = _is_several("cp", "True if sequences are split, and attention is a ring of ranks.")
+    sp_enabled = _is_several("sp", "True if sequences are split, and attention exchanges heads.")
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
         """Return torch's mesh with the active axes. Collective."""
-        return self._shape.device_mesh(device_type)
-
-    @property
-    def _shape(self) -> MeshShape:
         sizes = {axis: self._size(axis) for axis in _AXES if axis != "sp"}
         sizes["cp"] *= self._size("sp")
-        return MeshShape(**sizes)
+        return MeshShape(**sizes).device_mesh(device_type)
 
     def strategy(self, num_processes: int) -> Strategy:
         """Return the strategy if no other plugin selects one.
@@ -167,18 +141,19 @@ class ParallelismConfig(KwargsHandler):
         Raises:
             ConfigurationError: The product of the sizes is not the number of processes, or sharding needs a plugin.
         """
+        found: Strategy
         if self.pp_enabled:
             sizes: dict[str, Any] = {axis: self._size(axis) for axis in _AXES}
-            return self.arranged(MegatronStrategy(**sizes, num_micro_batches=sizes["pp"]), num_processes)
-        if self.dp_shard_enabled:
+            found = MegatronStrategy(**sizes, num_micro_batches=sizes["pp"])
+        elif self.dp_shard_enabled:
             raise ConfigurationError(
                 f"dp_shard_size={self.dp_shard_size} shards a model. Pass Accelerator(fsdp_plugin=…) too."
             )
-        if self.cp_enabled or self.sp_enabled:
-            return self.arranged(FSDPStrategy(), num_processes)
-        if self.tp_enabled and not self.dp_replicate_enabled:
-            return self.arranged(TensorParallelStrategy(tp=self._size("tp")), num_processes)
-        return self.arranged(FSDPStrategy() if self.tp_enabled else DDPStrategy(), num_processes)
+        elif self.tp_enabled and not (self.cp_enabled or self.sp_enabled or self.dp_replicate_enabled):
+            found = TensorParallelStrategy(tp=self._size("tp"))
+        else:
+            found = FSDPStrategy() if self.cp_enabled or self.sp_enabled or self.tp_enabled else DDPStrategy()
+        return self.arranged(found, num_processes)
 
     def arranged(self, strategy: Strategy, num_processes: int) -> Strategy:
         """Return a plugin's strategy with the axes of this object.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.core.errors import TaskError
-from trainwright.processes.process_group import Processes
-from trainwright.strategies.data_ranks import DataRanks
-from trainwright.strategies.megatron.runner import PipelineRunner, shape_of
+from trainwright.strategies.megatron.runner import PipelineRunner
 from trainwright.strategies.megatron.staged_model import Pipeline
 from trainwright.strategies.megatron.step import divide, target_counter
 from trainwright.strategies.precision import Precision
@@ -38,7 +37,7 @@ class PipelineOutput(dict[str, Any]):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PipelineLoop:
     """Runs the forward and backward of one optimizer step of a user-written loop.
 
@@ -46,23 +45,14 @@ class PipelineLoop:
         model: The user's model.
         pipeline, runner: Pipeline of the model, and its runner.
         precision: Precision of forwards.
-        processes, ranks: Processes and data-parallel ranks of the run.
-        source: Global rank that provides losses in this rank's pipeline.
-        base_seed: A seed, equal on every rank of the pipeline.
         num_parts: Number of micro-batches into which a call divides its arguments.
-        sum_shared: Completes the gradients of parameters that do not belong to exactly one stage.
     """
 
     model: nn.Module
     pipeline: Pipeline
     runner: PipelineRunner
     precision: Precision
-    processes: Processes
-    ranks: DataRanks
-    source: int
-    base_seed: int
     num_parts: int
-    sum_shared: Callable[[], None]
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the model's output. In training, run forward and backward and return the loss. Collective.
@@ -70,19 +60,16 @@ class PipelineLoop:
         In training, arguments are divided into micro-batches along the first dimension of their tensors. The loss is
         the mean over all labels for transformers models, otherwise over all rows.
         """
-        if self.pipeline.is_computing:
+        if self.pipeline.is_computing or not torch.is_grad_enabled():
             return self.model(*args, **kwargs)
-        if torch.is_grad_enabled():
-            count = target_counter(self.model)
-            of_batch = None if count is None else lambda part: count(part[1])
-            parts = divide((args, kwargs), self.num_parts, of_batch)
+        count = target_counter(self.model)
+        parts = divide((args, kwargs), self.num_parts, None if count is None else lambda part: count(part[1]))
 
-            def step(part: tuple[Any, Any]) -> torch.Tensor:
-                return loss_of_output(self.model(*part[0], **part[1]), type(self.model).__name__)
+        def step(part: tuple[Any, Any]) -> torch.Tensor:
+            return loss_of_output(self.model(*part[0], **part[1]), type(self.model).__name__)
 
-            loss = self.forward_backward(step, [part for part, *_ in parts], [share for _, share, _ in parts])
-            return PipelineOutput(loss=loss)
-        return self.model(*args, **kwargs)
+        loss = self.forward_backward(step, [part for part, *_ in parts], [share for _, share, _ in parts])
+        return PipelineOutput(loss=loss)
 
     def forward_backward(
         self, step: Callable[[Any], torch.Tensor], batches: Sequence[Any], shares: Sequence[float] | None = None
@@ -99,33 +86,25 @@ class PipelineLoop:
         """
         losses: list[torch.Tensor] = []
         weights = [1 / len(batches)] * len(batches) if shares is None else shares
-        kind = self.pipeline.links.device.type
-        drawn = int(torch.randint(2**62, ()))  # makes random numbers differ between calls
+        device, source = self.pipeline.links.device, self.runner.source
 
-        def compute(stage: int, carry: torch.Tensor | None, i: int) -> torch.Tensor:
-            def call() -> Any:
-                context = self.precision.forward_context(kind)
-                if context is None:
-                    return step(batches[i])
-                with context:
-                    return step(batches[i])
+        def call(i: int, is_last: bool) -> torch.Tensor:
+            with self.precision.forward_context(device.type) or nullcontext():
+                return step(batches[i])
 
-            seed = hash((self.base_seed, drawn, i))
-            output: torch.Tensor = self.pipeline.compute_stage(stage, carry, call, seed=seed)
-            if stage < self.pipeline.last:
-                return output
+        def weigh(output: torch.Tensor, i: int) -> torch.Tensor:
             loss = full_output(output) * weights[i]
             losses.append(loss.detach())
-            return torch.stack([loss])
+            return loss
 
-        with torch.autocast(kind, enabled=False):  # for backward; forwards enter their own context
-            self.runner.run([shape_of(batch) for batch in batches], compute)
-        self.sum_shared()
-        mine = float(torch.stack(losses).sum()) if self.processes.rank == self.source else 0.0
-        of_ranks = self.processes.gather_object((self.source, mine))
-        sources = {source for source, _ in of_ranks}
-        mean = sum(of_ranks[source][1] for source in sources) / len(sources)
-        return torch.tensor(mean, device=self.pipeline.links.device).requires_grad_()
+        drawn = int(torch.randint(2**62, ()))  # makes random numbers differ between calls
+        with torch.autocast(device.type, enabled=False):  # for backward; forwards enter their own context
+            self.runner.run(batches, call, weigh, drawn)
+        mine = float(torch.stack(losses).sum()) if losses else 0.0
+        found = self.runner.processes.gather_object((source, mine))
+        sources = {source for source, _ in found}
+        mean = sum(found[source][1] for source in sources) / len(sources)
+        return torch.tensor(mean, device=device).requires_grad_()
 
 
 def loss_of_output(output: object, name: str) -> torch.Tensor:

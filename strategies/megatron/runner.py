@@ -11,6 +11,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from trainwright.core.tree import iterate_tensors
 from trainwright.processes.process_group import Processes
+from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.megatron.staged_model import Pipeline
 from trainwright.strategies.shards import local_shard
 
@@ -48,7 +49,7 @@ def ranks_of_stages(schedule: str, num_ranks: int, num_each: int) -> list[int]:
 
 
 class PipelineRunner:
-    """Runs micro-batches through the stages of a pipeline.
+    """Runs the micro-batches of an optimizer step through the stages of a pipeline.
 
     The schedule needs the shapes of activations. The first micro-batches of each shape therefore run one after the
     other. So do micro-batches of different shapes, and numbers of micro-batches that the schedule does not support.
@@ -57,7 +58,9 @@ class PipelineRunner:
         schedule: One of `SCHEDULES`.
         pipeline: Computes the stages.
         synchronize: Called before each backward with True if it must average gradients over ranks.
-        processes: Processes of the run if ranks see different data. Default: None.
+        sum_shared: Completes the gradients of parameters that do not belong to exactly one stage.
+        processes, ranks: Processes and data-parallel ranks of the run.
+        source: Global rank that provides losses and logged values, from the last stage of this rank's pipeline.
     """
 
     def __init__(
@@ -65,33 +68,57 @@ class PipelineRunner:
         schedule: str,
         pipeline: Pipeline,
         synchronize: Callable[[bool], None],
-        processes: Processes | None = None,
+        sum_shared: Callable[[], None],
+        *,
+        processes: Processes,
+        ranks: DataRanks,
+        source: int,
     ) -> None:
-        self._name, self._pipeline, self._synchronize, self._processes = schedule, pipeline, synchronize, processes
+        self._name, self._pipeline, self._synchronize, self._sum_shared = schedule, pipeline, synchronize, sum_shared
+        self.processes, self.source, self._ranks = processes, source, ranks
+        self._base_seed: int | None = None
         self._made: dict[tuple[int, Shape], Any] = {}
         # Shape of a micro-batch → the inputs and outputs of this rank's stages, on the device `meta`.
         self._known: dict[Shape, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def run(self, shapes: Sequence[Shape], compute: Callable[[int, torch.Tensor | None, int], torch.Tensor]) -> None:
-        """Run micro-batches forward and backward. Collective over the pipeline.
+    def run(
+        self,
+        batches: Sequence[Any],
+        call: Callable[[int, bool], Any],
+        weigh: Callable[[Any, int], torch.Tensor],
+        step: int,
+    ) -> None:
+        """Run micro-batches forward and backward. Collective.
 
         Args:
-            shapes: Shape of each micro-batch.
-            compute: Called with a stage, its input (None in the first stage) and the index of a micro-batch. Returns
-                the stage's output, or in the last stage the weighted loss of shape (1,).
+            batches: The micro-batches.
+            call: Called with the index of a micro-batch, and True in the last stage. Calls the model once.
+            weigh: Called with the result of `call` in the last stage and the index of a micro-batch. Returns the
+                weighted loss (0-dim).
+            step: A number that differs between optimizer steps, as random numbers do.
         """
         pipeline, before = self._pipeline, self._pipeline.run
+        if self._base_seed is None:  # a resumed run has now restored its generators
+            self._base_seed = self.processes.broadcast_object(torch.initial_seed()) + self._ranks.rank
+
+        def compute(stage: int, carry: torch.Tensor | None, i: int) -> torch.Tensor:
+            is_last, seed = stage == pipeline.last, hash((self._base_seed, step, i))
+            output: Any = pipeline.compute_stage(stage, carry, lambda: call(i, is_last), seed=seed)
+            return torch.stack([weigh(output, i)]) if is_last else output
+
+        shapes = [shape_of(batch) for batch in batches]
         pipeline.run = compute
         try:
             schedule = self._find(len(shapes), shapes[0]) if len(set(shapes)) == 1 else None
             # Data-parallel ranks call collectives in the same order only if all of them use the schedule.
-            without = schedule is None if self._processes is None else self._processes.any(schedule is None)
-            if without:
+            without = schedule is None
+            if self.processes.any(without) if self._ranks.size > 1 else without:
                 self._run_one_by_one(shapes)
             else:
                 self._run_schedule(schedule, len(shapes))
         finally:
             pipeline.run = before
+        self._sum_shared()
 
     def _run_schedule(self, schedule: Any, num: int) -> None:
         indices, own = torch.arange(num), self._pipeline.links.own
@@ -121,15 +148,7 @@ class PipelineRunner:
     def _make(self, num: int, found: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
         pipeline, links = self._pipeline, self._pipeline.links
         stages = [
-            PipelineStage(
-                pipeline.modules[i],
-                i,
-                pipeline.last + 1,
-                links.device,
-                input_args=found[i][0],
-                output_args=found[i][1],
-                group=links.group,
-            )
+            PipelineStage(pipeline.modules[i], i, pipeline.last + 1, links.device, *found[i], group=links.group)
             for i in links.own
         ]
         make: Any = get_schedule_class(self._name)

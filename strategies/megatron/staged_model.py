@@ -8,9 +8,12 @@ forward after the last module of the stage.
 from __future__ import annotations
 
 import copy
-import inspect
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +22,6 @@ from torch import nn
 
 from trainwright.core.errors import TaskError
 from trainwright.core.tree import iterate_tensors, map_tensors
-from trainwright.strategies.megatron.stage_caches import StageCaches, recorded_updates
 from trainwright.strategies.megatron.stages import Stages
 
 Args = tuple[object, ...]
@@ -32,17 +34,19 @@ class StageModule(nn.Module):
     Args:
         index: Index of the stage.
         parts: Modules of the stage, which are also in the task.
-        run: Runs the stage: `run(index, carry, micro_batch)`. `carry` is None in the first stage.
+        pipeline: Computes the stage.
     """
 
-    def __init__(self, index: int, parts: Sequence[nn.Module], run: Callable[[int, Any, int], torch.Tensor]) -> None:
+    def __init__(self, index: int, parts: Sequence[nn.Module], pipeline: Pipeline) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self.index, self.run = index, run
+        self.index, self._pipeline = index, pipeline
 
     def forward(self, carry: torch.Tensor, micro_batch: torch.Tensor) -> torch.Tensor:
         """Run the stage on one micro-batch. `micro_batch` is its index, of shape (1,), on the host."""
-        return self.run(self.index, carry if self.index else None, int(micro_batch))
+        run = self._pipeline.run
+        assert run is not None  # set before a stage is called
+        return run(self.index, carry if self.index else None, int(micro_batch))
 
 
 class _StageDone(BaseException):
@@ -108,17 +112,71 @@ class StageLinks:
         src, is_source = self.global_rank(stage), self.rank == self.ranks[stage]
         shown = [map_tensors(lambda t: t.detach().to("meta"), tree) if is_source else None]
         dist.broadcast_object_list(shown, src, self.group, self.device)
-        if is_source:
-            for tensor in iterate_tensors(tree):
-                dist.broadcast(tensor.detach().to(self.device).contiguous(), src, self.group)
-            return tree
 
-        def received(tensor: torch.Tensor) -> torch.Tensor:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            dist.broadcast(made, src, self.group)
-            return made
+        def share(tensor: torch.Tensor) -> torch.Tensor:
+            on_device = (
+                tensor.detach().to(self.device).contiguous()
+                if is_source
+                else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            )
+            dist.broadcast(on_device, src, self.group)
+            return tensor if is_source else on_device
 
-        return map_tensors(received, shown[0])
+        return map_tensors(share, tree if is_source else shown[0])
+
+
+class _StageCaches:
+    """Provides each stage of this rank with its cache of keys and values.
+
+    Positions and masks are computed from the length of any layer in a cache. A stage's cache therefore also has the
+    layers of earlier stages, with tensors on `meta`, to which skipped layers append. The first stage of a rank uses
+    the cache that the model is called with. Later stages use copies, whose own layers are put into that cache, too, so
+    that beam search reorders them.
+
+    Args:
+        stages: The stages of this rank, in order.
+    """
+
+    def __init__(self, stages: Sequence[int]) -> None:
+        self._stages = stages
+        self._copies: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+
+    def of(self, cache: object) -> dict[int, Any]:
+        """Return the cache of each stage, for a cache that is empty at first. None: no caches."""
+        if cache is None:
+            return {}
+        if cache not in self._copies:
+            self._copies[cache] = {stage: copy.deepcopy(cache) for stage in self._stages[1:]}
+        return {self._stages[0]: cache, **self._copies[cache]}
+
+    def merge(self, caches: dict[int, Any]) -> None:
+        """Put the computed layers of each stage into the cache that the model was called with."""
+        for stage in self._stages[1:]:
+            into, layers = caches[self._stages[0]].layers, caches[stage].layers
+            into += layers[len(into) :]
+            for i, layer in enumerate(layers):
+                if layer.is_initialized and not layer.keys.is_meta:
+                    into[i] = layer
+
+
+@contextmanager
+def _recorded_updates(cache: Any) -> Iterator[list[tuple[Any, Any]]]:
+    """Yield a list that receives the arguments of each update of a cache. The cache may be None."""
+    updates: list[tuple[Any, Any]] = []
+    if cache is None:
+        yield updates
+        return
+    update = cache.update
+
+    def record(*args: object, **kwargs: object) -> Any:
+        updates.append((args, kwargs))
+        return update(*args, **kwargs)
+
+    vars(cache)["update"] = record  # hides the method
+    try:
+        yield updates
+    finally:
+        del vars(cache)["update"]
 
 
 class Pipeline:
@@ -131,7 +189,8 @@ class Pipeline:
 
     Attributes:
         modules: One `StageModule` for each stage.
-        run: Runs a stage when its module is called. Set by a schedule.
+        run: `run(index, carry, micro_batch)` computes a stage when its module is called. `carry` is None in the first
+            stage. Set by a schedule.
         release: Called after a forward without a backward. Set by the engine.
     """
 
@@ -140,7 +199,7 @@ class Pipeline:
         self.run: Callable[[int, Any, int], torch.Tensor] | None = None
         self.release: Callable[[], None] = lambda: None
         self._cast: list[tuple[nn.Module, str, torch.dtype]] = []
-        self.modules = [StageModule(i, parts, self._run_module) for i, parts in enumerate(stages)]
+        self.modules = [StageModule(i, parts, self) for i, parts in enumerate(stages)]
         self.last = len(stages) - 1
         self._last_before = [None, *(parts[-1] for parts in stages[:-1])]
         self._stage_of: dict[int, list[int]] = {}
@@ -154,17 +213,13 @@ class Pipeline:
         self._shapes: dict[Any, Any] = {}
         self._checked: set[int] = set()  # modules whose arguments have been checked
         self._now: _Run | None = None
-        self._caches = StageCaches(links.own)
+        self._caches = _StageCaches(links.own)
         self._cache: Any = None  # keys and values of the stage that is computed
 
     @property
     def is_computing(self) -> bool:
         """True while a stage is being computed."""
         return self._now is not None
-
-    def _run_module(self, stage: int, carry: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
-        assert self.run is not None  # set before a stage is called
-        return self.run(stage, carry, micro_batch)
 
     def narrow(self, dtype: torch.dtype, places: Iterable[tuple[nn.Module, str]]) -> None:
         """Cast parameters that are in no stage to a dtype in forwards, as FSDP does for parameters of stages.
@@ -179,36 +234,31 @@ class Pipeline:
 
     def install(self) -> Callable[[], None]:
         """Replace the calls of modules by calls that compute stages. Return a function that undoes it."""
-        modules = {id(m): m for parts in self.stages for m in parts}.values()
-        before = [(module, vars(module).get("_compiled_call_impl")) for module in modules]
-        for module in modules:
+        undo = ExitStack()
+
+        def hide(module: nn.Module, key: str, value: object) -> None:
+            own = vars(module)
+            undo.callback(own.update, {key: own[key]} if key in own else {})
+            undo.callback(own.pop, key)
+            own[key] = value
+
+        for module in {id(m): m for parts in self.stages for m in parts}.values():
             # Replaces the full call, like `nn.Module.compile`, so that a skipped module runs no hooks.
-            module._compiled_call_impl = _Call(self, module, module._compiled_call_impl or module._call_impl)
-        absent = [(m, key, name) for name, m, key in self._absent()]
-        for module, key, name in absent:
-            vars(module)[key] = _Absent(name, self._name)  # hides the parameter
-        own_forward = vars(self._entry).get("forward")
-        vars(self._entry)["forward"] = _EntryCall(self, self._entry.forward)
-
-        def undo() -> None:
-            for module, key, _ in absent:
-                vars(module).pop(key, None)
-            for module, call in before:
-                vars(module).pop("_compiled_call_impl", None)
-                if call is not None:
-                    module._compiled_call_impl = call
-            vars(self._entry).pop("forward", None)
-            if own_forward is not None:
-                vars(self._entry)["forward"] = own_forward
-
-        return undo
-
-    def _absent(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """Yield the full name, the module and the key of each parameter that only other ranks hold."""
+            call = module._compiled_call_impl or module._call_impl
+            hide(module, "_compiled_call_impl", partial(self._called, module, call))
         for prefix, module in self._task.named_modules():
             for key, parameter in module.named_parameters(recurse=False):
-                if parameter.is_meta:
-                    yield f"{prefix}.{key}", module, key
+                if parameter.is_meta:  # only other ranks hold it
+                    hide(module, key, _Absent(f"{prefix}.{key}", self._name))
+        hide(self._entry, "forward", self._entry_call(self._entry.forward))
+        return undo.close
+
+    def _entry_call(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)  # transformers passes the arguments that the signature names
+        def call(*args: object, **kwargs: object) -> Any:
+            return forward(*args, **kwargs) if self.is_computing else self._forward(forward, args, kwargs)
+
+        return call
 
     def compute_stage(
         self, stage: int, carry: torch.Tensor | None, call: Callable[[], Any], *, seed: int | None = None
@@ -228,23 +278,22 @@ class Pipeline:
         Raises:
             TaskError: `call` did not call the model, or called it twice.
         """
-        before, now = self._now, _Run(stage, carry, seed)
-        generators = _generators(self.links.device) if seed is not None else None
-        if seed is not None:
-            torch.manual_seed(seed)
+        before, now, device = self._now, _Run(stage, carry, seed), self.links.device
+        devices = [] if device.type == "cpu" else [device]  # the host's generator is always restored
         self._now = now
         for module, key, dtype in self._cast:
             vars(module)[key] = module.get_parameter(key).to(dtype)  # hides the parameter
         try:
-            output = call()
+            with torch.random.fork_rng(devices, enabled=seed is not None, device_type=device.type):
+                if seed is not None:
+                    torch.manual_seed(seed)
+                output = call()
         except _StageDone as done:
             return done.output
         finally:
             self._now = before
             for module, key, _ in self._cast:
                 vars(module).pop(key, None)
-            if generators is not None:
-                _set_generators(self.links.device, generators)
         if stage < self.last or not now.entered:
             raise TaskError(
                 f"a step of {self._name} returned without calling the layers of pipeline stage {stage}. With a "
@@ -254,7 +303,7 @@ class Pipeline:
 
     # Calls of modules
 
-    def called(self, module: nn.Module, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def _called(self, module: nn.Module, call: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
         """Compute or skip a module when the model calls it."""
         now, stages = self._now, self._stage_of[id(module)]
         if now is None:
@@ -306,7 +355,7 @@ class Pipeline:
             return map_tensors(self._empty, shapes)
         on_meta = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
         meta_copy = self._meta_copies[id(module)].train(module.training)
-        with torch.no_grad(), recorded_updates(cache) as updates:
+        with torch.no_grad(), _recorded_updates(cache) as updates:
             shapes = meta_copy(*on_meta[0], **on_meta[1])
         self._shapes[key] = shapes, updates
         return map_tensors(self._empty, shapes)
@@ -317,7 +366,7 @@ class Pipeline:
 
     # Outside of training steps
 
-    def forward(self, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def _forward(self, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run the model's forward over all stages, and return its output on every rank of the pipeline. Collective.
 
         Raises:
@@ -342,18 +391,14 @@ class Pipeline:
         finally:
             self.run, self._cache = before, None
         self.release()
-        if cache is None:
-            return self.links.broadcast(outputs[-1], self.last)
-        self._caches.merge(caches)
-        return self._with_cache(outputs[-1], cache)
-
-    def _with_cache(self, output: object, cache: object) -> Any:
-        """Return the output of the last stage on every rank, with this rank's cache. Collective."""
-        if isinstance(output, dict) and "past_key_values" in output:
-            output["past_key_values"] = None  # is not sent
+        output = outputs[-1]
+        if cache is not None:
+            self._caches.merge(caches)
+            if isinstance(output, dict) and "past_key_values" in output:
+                output["past_key_values"] = None  # is not sent
         output = self.links.broadcast(output, self.last)
-        if isinstance(output, dict):
-            output["past_key_values"] = cache
+        if cache is not None and isinstance(output, dict):
+            output["past_key_values"] = cache  # of this rank
         return output
 
     def through(self, compute: Callable[[int, torch.Tensor], Any]) -> Iterator[tuple[int, Any]]:
@@ -397,29 +442,6 @@ class _Absent:
         return NotImplemented
 
 
-class _Call:
-    """Replaces the call of a module of a stage."""
-
-    def __init__(self, pipeline: Pipeline, module: nn.Module, call: Callable[..., Any]) -> None:
-        self._pipeline, self._module, self._call = pipeline, module, call
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        return self._pipeline.called(self._module, self._call, args, kwargs)
-
-
-class _EntryCall:
-    """Replaces the forward of the model."""
-
-    def __init__(self, pipeline: Pipeline, forward: Callable[..., Any]) -> None:
-        self._pipeline, self._forward = pipeline, forward
-        self.__signature__ = inspect.signature(forward)  # transformers passes the arguments that it names
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        if self._pipeline.is_computing:
-            return self._forward(*args, **kwargs)
-        return self._pipeline.forward(self._forward, args, kwargs)
-
-
 def _entry(task: nn.Module, stages: Stages) -> nn.Module:
     """Return the child of a task that contains all stages and can be called. The task itself if there is none."""
     wanted = {id(module) for parts in stages for module in parts}
@@ -451,16 +473,3 @@ def _carried(output: object, module: nn.Module) -> torch.Tensor:
             "return a tensor, or a tuple whose first element is a tensor: the first argument of the next layer."
         )
     return found
-
-
-def _generators(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-def _set_generators(device: torch.device, states: Sequence[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)

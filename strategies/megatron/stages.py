@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import nn
@@ -36,7 +37,8 @@ def find_stages(task: nn.Module, num_stages: int, split_points: Sequence[str] | 
     if own is not None:
         return _checked(task, [list(stage) for stage in own], num_stages)
     _refuse_two_stacks(task, num_stages)
-    layers, names = _layers(task, num_stages)
+    named = layers_of(task, num_stages)
+    layers, names = list(named.values()), list(named)
     inside = {id(module) for layer in layers for module in layer.modules()}
     around = {id(module) for module in task.modules() if any(layer in set(module.modules()) for layer in layers[:1])}
     before: list[nn.Module] = []
@@ -80,11 +82,6 @@ def _checked(task: nn.Module, stages: Stages, num_stages: int) -> Stages:
     return stages
 
 
-def layers_of(task: nn.Module, num_stages: int) -> list[nn.Module]:
-    """Return the layers of a model, of which there must be at least `num_stages`."""
-    return _layers(task, num_stages)[0]
-
-
 def _refuse_two_stacks(task: nn.Module, num_stages: int) -> None:
     """Raise an error for encoder-decoder models of transformers."""
     for module in task.modules():
@@ -97,8 +94,8 @@ def _refuse_two_stacks(task: nn.Module, num_stages: int) -> None:
             )
 
 
-def _layers(task: nn.Module, num_stages: int) -> tuple[list[nn.Module], list[str]]:
-    """Return the layers of a model with their names."""
+def layers_of(task: nn.Module, num_stages: int) -> dict[str, nn.Module]:
+    """Return the layers of a model by name, of which there must be at least `num_stages`."""
     found: list[tuple[bool, int, str, nn.Module]] = []
     short: dict[str, int] = {}  # stacks of equal layers with fewer layers than stages, by name
     for name, module in task.named_modules():
@@ -118,8 +115,7 @@ def _layers(task: nn.Module, num_stages: int) -> tuple[list[nn.Module], list[str
             f"{num_stages} stages could divide.{of_too_few} Use fewer stages, or define pipeline_stages() in the task."
         )
     _, _, prefix, container = max(found, key=lambda one: one[:2])
-    named = [(f"{prefix}.{name}".lstrip("."), child) for name, child in container.named_children()]
-    return [child for _, child in named], [plain_name(name) for name, _ in named]
+    return {plain_name(f"{prefix}.{name}".lstrip(".")): child for name, child in container.named_children()}
 
 
 def _starts(split_points: Sequence[str], names: list[str], num_stages: int) -> list[int]:
@@ -155,28 +151,21 @@ def _weight(modules: Iterable[nn.Module]) -> int:
 
 def _balanced(weights: list[int], before: int, after: int, num_stages: int) -> list[int]:
     """Return the first layers of all stages except the first stage, minimizing the weight of the heaviest stage."""
-    totals = [0]
-    for weight in weights:
-        totals.append(totals[-1] + weight)
-    num = len(weights)
-    # best[s][i]: weight of the heaviest of s stages over the first i layers, and the first layer of the last of them
-    best: list[dict[int, tuple[int, int]]] = [{i: (before + totals[i], 0) for i in range(1, num + 1)}]
-    for stage in range(1, num_stages):
-        extra = after if stage == num_stages - 1 else 0
-        best.append(
-            {
-                stop: min(
-                    (max(best[-1][start][0], totals[stop] - totals[start] + extra), start)
-                    for start in range(stage, stop)
-                )
-                for stop in range(stage + 1, num + 1)
-            }
-        )
-    starts, stop = [], num
-    for row in reversed(best[1:]):
-        stop = row[stop][1]
-        starts.append(stop)
-    return starts[::-1]
+    totals = list(itertools.accumulate(weights, initial=0))
+
+    @cache
+    def divide(stop: int, num: int) -> tuple[int, tuple[int, ...]]:
+        """Return the weight of the heaviest of `num` stages over the layers before `stop`, and their first layers."""
+        if num == 1:
+            return before + totals[stop], ()
+        extra = after if num == num_stages else 0
+        found = []
+        for start in range(num - 1, stop):
+            heaviest, starts = divide(start, num - 1)
+            found.append((max(heaviest, totals[stop] - totals[start] + extra), (*starts, start)))
+        return min(found, key=lambda one: one[0])
+
+    return list(divide(len(weights), num_stages)[1])
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

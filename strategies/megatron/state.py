@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +44,12 @@ class PipelineState(ShardedState):
         self._links, self._owners, self._processes = links, owners, processes
         others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
         self._is_first = all(mesh.get_local_rank(name) == 0 for name in others)
+        self._find_stages()
+
+    def _find_stages(self) -> None:
+        """Find the stage of each tensor of the task, which may have replaced buffers."""
         named = [*self._task.named_parameters(), *self._task.named_buffers()]
-        self._stages = {id(t): owners[plain_name(n)] for n, t in named if plain_name(n) in owners}
+        self._stages = {id(t): self._owners[plain_name(n)] for n, t in named if plain_name(n) in self._owners}
 
     def _is_elsewhere(self, name: str) -> bool:
         stage = self._owners.get(plain_name(name))
@@ -102,21 +107,15 @@ class PipelineState(ShardedState):
         return map_tensors(own_shard, tree)
 
     def model_state(self) -> dict[str, Any]:
-        if self.saves_shards:
-            return super().model_state()
-        done: dict[int, torch.Tensor] = {}
-        found: dict[str, Any] = {}
-        for name, value in self._task.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor):
-                if id(value) not in done:
-                    stage = self._owners.get(plain_name(name))
-                    done[id(value)] = self._collected(value, stage, keep=self._is_main).detach()
-                value = done[id(value)]
-            found[name] = value
-        return found
+        self._find_stages()
+        return super().model_state()
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
-        absent = {plain_name(name) for name, value in self._task.state_dict().items() if is_on_meta(value)}
+        absent = {
+            plain_name(name)
+            for name, value in self._task.state_dict().items()
+            if isinstance(value, torch.Tensor) and value.is_meta
+        }
         here = {name: _empty(value) if plain_name(name) in absent else value for name, value in state.items()}
         return super().load_model_state(here, strict)
 
@@ -137,12 +136,10 @@ class PipelineState(ShardedState):
                 stage = self._owners.get(plain_name(name))
                 if self._is_elsewhere(name):
                     own = shapes[self._links.global_rank(stage or 0)][k][name]
-                held[name] = own if self.saves_shards else self._tree(own, stage)
+                keep = partial(self._collected, stage=stage, keep=self._is_main)
+                held[name] = own if self.saves_shards else map_tensors(keep, own)
             found.append({**state, "state": held})
         return found
-
-    def _tree(self, tree: object, stage: int | None) -> Any:
-        return map_tensors(lambda tensor: self._collected(tensor, stage, keep=self._is_main), tree)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         absent = {plain_name(name) for parameter, name in self._parameter_names().items() if parameter.is_meta}
@@ -175,40 +172,33 @@ class PipelineState(ShardedState):
         return self._collected(tensor, self._owners.get(plain_name(name)), keep=keep).detach()
 
 
-def is_on_meta(value: object) -> bool:
-    """Return whether a value is a tensor on the device `meta`."""
-    return isinstance(value, torch.Tensor) and value.is_meta
-
-
 def _empty(tensor: object) -> Any:
     if not isinstance(tensor, torch.Tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def owners_of(task: nn.Module, modules: Sequence[nn.Module]) -> tuple[dict[str, int], set[str]]:
-    """Return the owner stage of each parameter and buffer by plain name, and the names of tensors that every rank has.
+def owners_of(task: nn.Module, modules: Sequence[nn.Module]) -> tuple[dict[str, int], set[str], dict[str, list[int]]]:
+    """Return the owner stages of tensors, the names of tensors that every rank has, and the stages of tied parameters.
 
-    The owner is the first stage that holds the tensor. Every rank has the tensors that are in no stage. The first stage
-    owns such parameters, because it trains them. The last stage owns such buffers, because it runs the full step, which
-    may change them.
+    The owner of a parameter or buffer is the first stage that holds it. Every rank has the tensors that are in no
+    stage. The first stage owns such parameters, because it trains them. The last stage owns such buffers, because it
+    runs the full step, which may change them. Tied parameters are in several stages. Names are plain names, except the
+    first names of tied parameters.
 
     Args:
         task: The task, which contains the modules of the stages.
         modules: For each stage, a module with its parts.
     """
-    first: dict[int, int] = {}
-    for stage, module in reversed(list(enumerate(modules))):
+    stages: dict[int, list[int]] = {}
+    for stage, module in enumerate(modules):
         for tensor in (*module.parameters(), *module.buffers()):
-            first[id(tensor)] = stage
-    owners: dict[str, int] = {}
-    everywhere: set[str] = set()
-    for name, tensor in (
-        *task.named_parameters(remove_duplicate=False),
-        *task.named_buffers(remove_duplicate=False),
-    ):
-        if id(tensor) not in first:
-            everywhere.add(plain_name(name))
-        outside = 0 if isinstance(tensor, nn.Parameter) else len(modules) - 1
-        owners[plain_name(name)] = first.get(id(tensor), outside)
-    return owners, everywhere
+            stages.setdefault(id(tensor), []).append(stage)
+    named = [*task.named_parameters(remove_duplicate=False), *task.named_buffers(remove_duplicate=False)]
+    owners = {}
+    for name, tensor in named:
+        outside = [0 if isinstance(tensor, nn.Parameter) else len(modules) - 1]
+        owners[plain_name(name)] = stages.get(id(tensor), outside)[0]
+    everywhere = {plain_name(name) for name, tensor in named if id(tensor) not in stages}
+    ties = {name: stages[id(p)] for name, p in task.named_parameters() if len(stages.get(id(p), [])) > 1}
+    return owners, everywhere, ties

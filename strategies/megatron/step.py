@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,8 @@ from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.tree import batch_size, map_tensors
 from trainwright.loggers.metric_buffer import DivertedCall
 from trainwright.loggers.metric_slot import is_metric_object
-from trainwright.processes.process_group import Processes
 from trainwright.strategies.context.labels import count_targets, shifts_labels
-from trainwright.strategies.megatron.runner import PipelineRunner, shape_of
-from trainwright.strategies.megatron.staged_model import Pipeline
+from trainwright.strategies.megatron.runner import PipelineRunner
 from trainwright.strategies.shards import full_output
 from trainwright.strategies.steps.binding import outputs_of
 from trainwright.strategies.steps.gradients import loss_of, without_loss
@@ -30,39 +29,19 @@ class PipelineStep(AutomaticStep):
 
     Args:
         parts: Parts of the engine.
-        pipeline: Pipeline of the task.
-        runner: Runner of the pipeline.
-        processes: Processes of the run.
-        source: Global rank that provides losses and logged values, from the last stage of this rank's pipeline.
-        base_seed: Returns a seed that ranks with the same data share. Collective. Called in the first step, after a
-            resumed run has restored its generators.
+        runner: Runner of the task's pipeline.
         num_parts: Number of micro-batches into which each batch is divided along its first dimension.
-        sum_shared: Completes the gradients of parameters that do not belong to exactly one stage.
     """
 
-    def __init__(
-        self,
-        parts: StepParts,
-        pipeline: Pipeline,
-        runner: PipelineRunner,
-        processes: Processes,
-        *,
-        source: int,
-        base_seed: Callable[[], int],
-        num_parts: int,
-        sum_shared: Callable[[], None],
-    ) -> None:
+    def __init__(self, parts: StepParts, runner: PipelineRunner, num_parts: int) -> None:
         super().__init__(parts)
         if parts.hooks.on_before_backward or self._backward is not None:
             raise ConfigurationError(
                 f"{type(self.task).__name__} or a callback defines on_before_backward or backward, but the schedule "
                 "of a pipeline runs backward. Remove it, or use strategy='fsdp'."
             )
-        self._pipeline, self._runner, self._processes = pipeline, runner, processes
-        self._source, self._num_parts, self._sum_shared = source, num_parts, sum_shared
-        self._find_base_seed = base_seed
+        self._runner, self._num_parts = runner, num_parts
         self._count = self._items or target_counter(self.task)
-        self._base_seed: int | None = None
         self._batch_indices: list[int] = []  # for each micro-batch: the index of its batch in the step
         self._batches: list[Any] = []
         self._weights: Sequence[Any] = ()
@@ -87,14 +66,11 @@ class PipelineStep(AutomaticStep):
             batches.append(batch)
         self._divide(group, batches)
         self._first_idx = group.first_idx
-        if self._base_seed is None:
-            self._base_seed = self._find_base_seed()
         self._logged, self._outputs, self._losses = [[] for _ in self._batches], {}, {}
         try:
-            self._runner.run([shape_of(batch) for batch in self._batches], self._run_stage)
+            self._runner.run(self._batches, self._call, self._weigh, self.run.state.step)
         finally:
             sink.diverted = None
-        self._sum_shared()
         if self._complete is not None:
             self._complete()
         for hook in hooks.on_after_backward:
@@ -125,37 +101,28 @@ class PipelineStep(AutomaticStep):
         if self.parts.split is not None:
             self._weights = [each * share for each, share in zip(self._weights, of_ranks, strict=True)]
 
-    def _run_stage(self, stage: int, carry: torch.Tensor | None, i: int) -> torch.Tensor:
-        """Return a stage's output for one micro-batch, or in the last stage the weighted loss of shape (1,)."""
-        batch, idx, is_last = self._batches[i], self._first_idx + self._batch_indices[i], stage == self._pipeline.last
-        self.sink.batch = batch
-        self.sink.diverted = self._logged[i] if is_last else []
-        seed = hash((self._base_seed, self.run.state.step, i))
+    def _call(self, i: int, is_last: bool) -> Any:
+        """Run the training step on a micro-batch. Logged values count only in the last stage."""
+        self.sink.batch, self.sink.diverted = self._batches[i], self._logged[i] if is_last else []
+        with self._context or nullcontext():
+            return self._training_step(self._batches[i], self._first_idx + self._batch_indices[i])
 
-        def call() -> Any:
-            if self._context is None:
-                return self._training_step(batch, idx)
-            with self._context:
-                return self._training_step(batch, idx)
-
-        output = self._pipeline.compute_stage(stage, carry, call, seed=seed)
-        self.sink.diverted = None
-        if not is_last:
-            found: torch.Tensor = output
-            return found
+    def _weigh(self, output: Any, i: int) -> torch.Tensor:
+        """Return the weighted and scaled loss of a micro-batch."""
         loss = loss_of(output, type(self.task).__name__)
         if loss is None:
             raise without_loss(type(self.task).__name__, self.parts.rank)
         loss = full_output(loss) * self._weights[i]
         self._outputs[i], self._losses[i] = outputs_of(output), loss.detach()
-        return torch.stack([loss if self.scaler is None else self.scaler.scale(loss)])
+        weighted: torch.Tensor = loss if self.scaler is None else self.scaler.scale(loss)
+        return weighted
 
     def _share_results(self, group: Group, batches: list[Any]) -> torch.Tensor:
         """Send the losses and logged values of the last stage to every rank of the pipeline. Collective."""
         mine = None
-        if self.parts.rank == self._source:
+        if self.parts.rank == self._runner.source:
             mine = ([self._losses[i].item() for i in range(len(self._batches))], _on_host(self._logged))
-        losses, logged = self._processes.gather_object(mine)[self._source]
+        losses, logged = self._runner.processes.gather_object(mine)[self._runner.source]
         device, last = self.parts.device, len(group.batches) - 1
         for index in range(len(group.batches)):
             parts = [i for i, other in enumerate(self._batch_indices) if other == index]
@@ -214,14 +181,14 @@ def divide(batch: object, num: int, count: Callable[[Any], Any] | None = None) -
 
 def _on_host(logged: list[list[DivertedCall]]) -> list[list[DivertedCall]]:
     """Return logged values as numbers. Blocks on the device."""
-    found: list[list[DivertedCall]] = []
-    for calls in logged:
-        found.append([])
-        for call in calls:
-            if is_metric_object(call.value):
-                raise ConfigurationError(
-                    f"log({call.name!r}) in a training step received a metric object, which only the last stage of the "
-                    "pipeline has updated. Log a number there, and the metric object in validation_step."
-                )
-            found[-1].append(call._replace(value=call.value.item()) if isinstance(call.value, torch.Tensor) else call)
-    return found
+    for call in itertools.chain(*logged):
+        if is_metric_object(call.value):
+            raise ConfigurationError(
+                f"log({call.name!r}) in a training step received a metric object, which only the last stage of the "
+                "pipeline has updated. Log a number there, and the metric object in validation_step."
+            )
+
+    def number(value: Any) -> Any:
+        return value.item() if isinstance(value, torch.Tensor) else value
+
+    return [[call._replace(value=number(call.value)) for call in calls] for calls in logged]

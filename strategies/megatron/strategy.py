@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,9 +25,7 @@ from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType
-from trainwright.processes.process_group import Processes
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
-from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import check_full, discard_weights, materialize, widen
@@ -41,7 +39,7 @@ from trainwright.strategies.megatron.core_engine import MegatronCoreEngine, chec
 from trainwright.strategies.megatron.core_model import find_model, shape_of
 from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
 from trainwright.strategies.megatron.runner import SCHEDULES, PipelineRunner, ranks_of_stages
-from trainwright.strategies.megatron.staged_model import Pipeline, StageLinks, StageModule
+from trainwright.strategies.megatron.staged_model import Pipeline, StageLinks
 from trainwright.strategies.megatron.stages import find_stages, free_module, layers_of, own_parameters
 from trainwright.strategies.megatron.state import PipelineState, owners_of
 from trainwright.strategies.megatron.step import PipelineStep
@@ -190,14 +188,13 @@ class MegatronStrategy(FSDPStrategy):
             product = fixed * (self.dp_shard or 1)
             nearest = nearest_meshes(world, self.pp, self.tp, (self.cp, self.sp), self.dp_replicate, self.dp_shard or 1)
             others = f"or choose {' or '.join(nearest)} for {world} process{'es' * (world > 1)}."
-            below, above = world // product * product, -(-world // product) * product
-            nearby = " or ".join(str(size) for size in dict.fromkeys((below, above)) if size)
+            needed, fitting = f"{product} processes", [product]
+            if self.dp_shard is None:
+                needed = f"{product} process(es) or a multiple"
+                fitting = [size for size in (world // product * product, -(-world // product) * product) if size]
             raise ConfigurationError(
-                f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) needs {product} process(es) or a multiple, and "
-                f"the run has {world}. Start {nearby}, {others}"
-                if self.dp_shard is None
-                else f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) needs {product} processes, and the run has "
-                f"{world}. Start {product}, {others}"
+                f"MegatronStrategy({sizes}, dp_shard={self.dp_shard}) needs {needed}, and the run has {world}. Start "
+                f"{' or '.join(map(str, dict.fromkeys(fitting)))}, {others}"
             )
         replicas = self.dp_replicate
         if not self.distributed_optimizer and self.dp_shard is None:
@@ -264,11 +261,12 @@ class PipelineEngine(FSDPEngine):
         given, group = self.strategy, self.mesh["pp"].get_group()
         links = StageLinks(group, ranks_of_stages(given.schedule, given.pp, given.virtual_stages), self.device)
         recomputed = self._recomputed()
-        recomputed.wrap(task, layers_of(task, len(links.ranks)) if given.activation_checkpointing else [])
+        recomputed.wrap(
+            task, list(layers_of(task, len(links.ranks)).values()) if given.activation_checkpointing else []
+        )
         stages = find_stages(task, len(links.ranks), given.split_points)
         self.pipeline = pipeline = Pipeline(task, stages, links)
-        self._owners, self._everywhere = owners_of(task, pipeline.modules)
-        self._ties = _find_ties(task, pipeline.modules)
+        self._owners, self._everywhere, self._ties = owners_of(task, pipeline.modules)
         own = nn.ModuleList(pipeline.modules[i] for i in links.own)
         kept = {id(p) for p in own.parameters()}
         built = self._building.names_to_reset(task, self.processes)
@@ -276,7 +274,10 @@ class PipelineEngine(FSDPEngine):
             materialize(task, module, built, self.device)
             if module.index not in links.own:
                 free_module(task, module, kept)
-        _materialize_rest(task, self._everywhere, self.device)
+        for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
+            if plain_name(name) in self._everywhere:
+                tensor.data = tensor.data.to(self.device).contiguous()
+                dist.broadcast(tensor.detach(), src=0)
         before = {id(p): (p, module, key) for module, key, p in own_parameters(own)}
         model = self._parallelize(task, list(own), None)
         # Sharding replaces parameters: update tied ones in modules of other stages, too.
@@ -294,7 +295,9 @@ class PipelineEngine(FSDPEngine):
         for name in self._ties:
             if self._owners[plain_name(name)] not in links.own:
                 model.counted[id(parameters[name])] = False
-        _share_generators(self.processes, self.data_ranks, self.device)
+        # With different generators, ranks that read the same batches could compute different inputs and targets.
+        states, ranks = self.processes.gather_object(rng_state(self.device)), self.data_ranks
+        set_rng_state(states[ranks.members[ranks.reader * ranks.parts]], self.device)
 
     # User-written loops
 
@@ -318,18 +321,8 @@ class PipelineEngine(FSDPEngine):
             after = {plain_name(name): p for name, p in model.named_parameters()}  # recomputed layers are wrapped
             for name, old in before.items():
                 self._replaced[old] = after[name]
-            loop = PipelineLoop(
-                model=model,
-                pipeline=self.pipeline,
-                runner=self._runner(),
-                precision=self.precision,
-                processes=self.processes,
-                ranks=self.data_ranks,
-                source=self._source(),
-                base_seed=self._base_seed(),
-                num_parts=self.strategy.num_micro_batches,
-                sum_shared=lambda: self._sum_shared(self.pipeline.links),
-            )
+            num_parts = self.strategy.num_micro_batches
+            loop = PipelineLoop(model, self.pipeline, self._runner(), self.precision, num_parts)
             found.append(loop)
             self.run_group = loop.forward_backward
         for optimizer in optimizers:
@@ -343,36 +336,25 @@ class PipelineEngine(FSDPEngine):
     # Parts
 
     def make_step(self, parts: StepParts) -> Step:
-        links = self.pipeline.links
-        return PipelineStep(
-            self._over_sequences(parts),
-            self.pipeline,
-            self._runner(),
-            self.processes,
-            source=self._source(),
-            base_seed=self._base_seed,
-            num_parts=self.strategy.num_micro_batches,
-            sum_shared=lambda: self._sum_shared(links),
-        )
+        return PipelineStep(self._over_sequences(parts), self._runner(), self.strategy.num_micro_batches)
 
     def _runner(self) -> PipelineRunner:
-        synchronize = self.gradients.models[0].synchronize
-        processes = self.processes if self.data_ranks.size > 1 else None
-        return PipelineRunner(self.strategy.schedule, self.pipeline, synchronize, processes)
-
-    def _base_seed(self) -> int:
-        """Return a seed that is the same on every rank with the same data. Collective."""
-        seed: int = self.processes.broadcast_object(torch.initial_seed())
-        return seed + self.data_ranks.rank
-
-    def _source(self) -> int:
-        """Return the global rank that provides losses: the first tensor-parallel rank of the last stage."""
         shape = self.strategy.mesh_shape(self.settings)
+        # Losses come from the first tensor-parallel rank of the last stage.
         place = {**shape.coordinates(self.processes.rank), "pp": self.pipeline.links.ranks[-1], "tp": 0}
-        return next(rank for rank in range(shape.size) if shape.coordinates(rank) == place)
+        return PipelineRunner(
+            self.strategy.schedule,
+            self.pipeline,
+            self.gradients.models[0].synchronize,
+            self._sum_shared,
+            processes=self.processes,
+            ranks=self.data_ranks,
+            source=next(rank for rank in range(shape.size) if shape.coordinates(rank) == place),
+        )
 
-    def _sum_shared(self, links: StageLinks) -> None:
+    def _sum_shared(self) -> None:
         """Complete the gradients of parameters that are in several stages or in no stage. Collective."""
+        links = self.pipeline.links
         around = [p.grad for n, p in self._model.named_parameters() if n in self._everywhere and p.grad is not None]
         for grad in around if self.data_ranks.group is not None else ():
             dist.all_reduce(grad, group=self.data_ranks.group)  # they are in no sharded module
@@ -429,8 +411,9 @@ class PipelineEngine(FSDPEngine):
         old = dict(task.named_parameters())
         new = {id(p): nn.Parameter(values[name], requires_grad=p.requires_grad) for name, p in old.items()}
         replace_parameters(task, new)
-        for owner, key, name in _named_buffers(task):
-            owner._buffers[key] = values[name]
+        buffers = {id(buffer): values[name] for name, buffer in task.named_buffers()}
+        for module in task.modules():
+            module._buffers |= {key: buffers[id(b)] for key, b in module.named_buffers(recurse=False)}
         names: dict[torch.Tensor, str] = {p: name for name, p in task.named_parameters()}
         for optimizer, found in zip(self.optimizers, states, strict=True):
             optimizer.state.clear()
@@ -455,44 +438,8 @@ def _plan(sequence_parallel: bool | str, tp: int, given: GivenPlan | None) -> Gi
     return _STRICT_PLAN if sequence_parallel is True else _POSSIBLE_PLAN
 
 
-def _find_ties(task: nn.Module, modules: Sequence[StageModule]) -> dict[str, list[int]]:
-    """Return the stages of each parameter that is in several, by its first name."""
-    found: dict[str, list[int]] = {}
-    for name, parameter in task.named_parameters():
-        stages = [module.index for module in modules if any(parameter is other for other in module.parameters())]
-        if len(stages) > 1:
-            found[name] = stages
-    return found
-
-
-def _materialize_rest(task: nn.Module, names: Collection[str], device: torch.device) -> None:
-    """Allocate the tensors that are in no stage on the device, and broadcast rank 0's values. Collective."""
-    for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
-        if plain_name(name) in names:
-            tensor.data = tensor.data.to(device).contiguous()
-            dist.broadcast(tensor.detach(), src=0)
-
-
-def _share_generators(processes: Processes, ranks: DataRanks, device: torch.device) -> None:
-    """Copy the generator states of the first of the ranks that read the same batches to the others. Collective.
-
-    Otherwise, with different seeds, stages could compute different inputs and targets.
-    """
-    states = processes.gather_object(rng_state(device))
-    set_rng_state(states[ranks.members[ranks.reader * ranks.parts]], device)
-
-
 def _grad_shard(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a gradient, after setting a missing gradient to zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local_shard(parameter.grad)
-
-
-def _named_buffers(task: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield the module, key and full name of each buffer."""
-    for prefix, module in task.named_modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            name = f"{prefix}.{key}" if prefix else key
-            if buffer is not None:
-                yield module, key, name

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
+from tests.strategies.context.joining import join_sequence
 from trainwright.core.errors import ConfigurationError
-from trainwright.strategies.context.split import join_sequence, positions, split_sequence
+from trainwright.strategies.context.split import positions, split_sequence
 
 pytestmark = pytest.mark.distributed
 
@@ -51,12 +52,3 @@ def test_a_length_that_is_not_divisible_is_refused_with_the_next_one_that_is(ord
     message = run_distributed(_refused, 2, order)[0]
     assert "9 positions" in message
     assert f"Pad it to {following}" in message
-
-
-def _refused_part() -> None:
-    with pytest.raises(ConfigurationError, match="A part of 3 positions"):
-        join_sequence(torch.zeros(1, 3), 1, None, "zigzag")
-
-
-def test_a_part_with_an_odd_length_is_not_joined_as_a_zigzag() -> None:
-    run_distributed(_refused_part, 2)
