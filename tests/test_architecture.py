@@ -314,6 +314,14 @@ def test_functions_are_short() -> None:
     assert set(LONG_FUNCTIONS) - set(long) == set(), "excused without need"
 
 
+def test_the_package_is_small() -> None:
+    assert sum(map(code_rules.written_lines, [*SOURCES, *stub_sources()])) <= code_rules.MAX_PACKAGE_LINES
+
+
+def test_blank_lines_are_not_counted() -> None:
+    assert code_rules.written_lines(Source("trainwright.core.x", "x = 1\n\n    \ny = 2\n")) == 2
+
+
 def test_a_long_file_is_measured() -> None:
     assert code_rules.file_lines(Source("trainwright.core.x", "x = 1\n" * 501)) == 501
 

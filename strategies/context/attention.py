@@ -56,7 +56,9 @@ def _exchange(tensor: Tensor, group: dist.ProcessGroup | None, *, to_heads: bool
     """Split heads and join the sequence over the ranks (`to_heads`), or the reverse. Collective, in backward too."""
     split, join = (1, 2) if to_heads else (2, 1)
     sent = torch.stack(tensor.chunk(dist.get_world_size(group), split))
-    received = all_to_all_single_autograd(sent, None, None, group or dist.distributed_c10d._get_default_group())
+    group = group or dist.group.WORLD
+    assert group is not None  # the world's exists once processes have joined
+    received = all_to_all_single_autograd(sent, None, None, group)
     return torch.cat(received.unbind(), join)
 
 

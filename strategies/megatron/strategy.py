@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.optimizer import load_named_optimizer_state
@@ -21,6 +23,7 @@ from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.names.known_arguments import known_arguments
+from trainwright.core.process import Topology
 from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
@@ -234,6 +237,14 @@ class PipelineEngine(FSDPEngine):
     strategy: MegatronStrategy
     mesh: DeviceMesh
     state: PipelineState
+
+    def start(self, topology: Topology) -> None:
+        if "return_outputs" not in inspect.signature(PipelineScheduleSingle.step).parameters:
+            raise ConfigurationError(
+                f"pp={self.strategy.pp} needs a newer torch than {torch.__version__}, whose pipeline schedules have no "
+                "argument return_outputs. Torch 2.13 was tested."
+            )
+        super().start(topology)
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
         num = plan.accumulate_grad_batches * self.strategy.num_micro_batches

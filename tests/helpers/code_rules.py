@@ -10,6 +10,7 @@ from tests.helpers.sources import Breach, Source
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAX_PACKAGE_LINES = 70_000
 
 _BACKENDS = {
     "cuda", "nccl", "gloo", "mpi", "hccl", "mps", "xla", "xpu", "hpu", "npu", "tpu", "rocm",
@@ -64,6 +65,11 @@ def _backends_in(text: str) -> list[str]:
 def file_lines(source: Source) -> int:
     """Return the number of lines of a module."""
     return len(source.text.splitlines())
+
+
+def written_lines(source: Source) -> int:
+    """Return the number of lines of a module that are not blank."""
+    return sum(not line.isspace() for line in source.text.splitlines(keepends=True))
 
 
 def long_functions(source: Source) -> list[tuple[str, int, int]]:

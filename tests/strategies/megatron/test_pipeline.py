@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -17,6 +18,7 @@ from tests.helpers.runs import quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
 from trainwright.cli.parity_tape import GRADIENT, LOSS, NORM, PARAMETER, StepTape, Tape, Tolerance, compare
 from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.process import detect
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.layers.plan import need_divisible
 from trainwright.strategies.megatron.runner import SCHEDULES
@@ -303,6 +305,13 @@ def test_sizes_that_do_not_multiply_to_the_processes_name_the_nearest_meshes(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         quiet_trainer(strategy=MegatronStrategy(**sizes), devices=world)
+
+
+def test_a_torch_whose_schedules_do_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PipelineScheduleSingle, "step", lambda self: None)
+    engine = quiet_trainer(strategy=MegatronStrategy(pp=2), devices=2).run.engine
+    with pytest.raises(ConfigurationError, match="pp=2 needs a newer torch than"):
+        engine.start(detect())
 
 
 class SplitLayers(Speaker):
