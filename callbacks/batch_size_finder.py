@@ -112,7 +112,8 @@ class BatchSizeFinder(Callback):
         try:
             with trainer.trial_steps(alone=True, remakes_loaders=True) as trials:
                 try:
-                    found = self._search(_Tries(trials, attribute, self._steps_per_trial), trials.capacity())
+                    tries = _Tries(trials, attribute, self._steps_per_trial)
+                    found = self._search(tries, trials.capacity(), trainer.world_size)
                 finally:
                     attribute.set(before)  # as the trial run must find it
                 trials.at_end(lambda: attribute.set(found))
@@ -122,11 +123,14 @@ class BatchSizeFinder(Callback):
         self.optimal_batch_size = found
         trainer.print(f"BatchSizeFinder: {attribute.name} = {found}")
 
-    def _search(self, tries: _Tries, capacity: int | None) -> int:
+    def _search(self, tries: _Tries, capacity: int | None, world_size: int) -> int:
         """Return the largest size that fitted; every rank gets the same result, from the same values."""
         limit = self._max_val if capacity is None else min(self._max_val, capacity)
         if limit < 1:
-            raise ConfigurationError("BatchSizeFinder: there are fewer samples than processes. Use fewer processes.")
+            raise ConfigurationError(
+                f"BatchSizeFinder: there are fewer samples than processes ({world_size}). Use fewer processes or more "
+                "samples."
+            )
         high: int | None = None  # the smallest size that did not fit
         low, size = 0, min(self._init_val, limit)
         fitted = 0

@@ -19,28 +19,27 @@ from trainwright.core.task import TaskModule
 
 
 class StochasticWeightAveraging(Callback):
-    """Callback that averages the weights from an epoch on, anneals the learning rate meanwhile, and ends with the
-    average.
+    """Callback for Stochastic Weight Averaging: replaces the weights at the end of a fit by their mean over epochs.
 
-    From `swa_epoch_start` on the weights are added to the mean at the start of each epoch, the task's own schedule is
-    paused, and the learning rate is annealed to `swa_lrs` epoch by epoch. Training and validation use the current
-    weights throughout, and so do checkpoints; the mean is in this callback's state, so that a resume is exact. When the
-    fit has run to its end the mean is put into the task's parameters, and batch normalization's statistics, if there
-    are any, are recomputed in one pass over the training data, without gradients, and averaged over ranks. (Izmailov et
-    al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.)
+    From `swa_epoch_start` on, the start of each epoch adds the weights to the mean, the task's own schedule is paused,
+    and the learning rate is annealed to `swa_lrs` epoch by epoch. Training, validation and checkpoints use the current
+    weights. The mean is saved in this callback's state, so that a resume is exact. At the end of training the mean is
+    copied into the task's parameters. Batch normalization statistics are then recomputed in one pass over the training
+    data, without gradients, and averaged over ranks. (Izmailov et al., Averaging Weights Leads to Wider Optima and
+    Better Generalization, UAI 2018.)
 
     Args:
         swa_lrs: the learning rate to anneal to, or one for each parameter group.
-        swa_epoch_start: the first epoch of the average, counted from 1; a float is a share of `max_epochs`.
+        swa_epoch_start: the first epoch of the average, counted from 1; a float is a fraction of `max_epochs`.
             Default: 0.8.
         annealing_epochs: number of epochs over which the learning rate changes. Default: 10.
         annealing_strategy: `"cos"` or `"linear"`. Default: `"cos"`.
-        avg_fn: `(average, current, num_averaged) -> new average`; equal weights by default.
-        device: where the mean is kept; None: on the device of the weights. Default: `"cpu"`.
+        avg_fn: `(average, current, num_averaged) -> new average`. Default: None, which weights all epochs equally.
+        device: device of the mean. None uses the device of the weights. Default: `"cpu"`.
 
     Raises:
         ConfigurationError: a value out of its range; in a Trainer, a strategy whose ranks have different parameters; in
-            a run, several optimizers or schedules, or a share without `max_epochs`.
+            a run, several optimizers or schedules, or a fraction without `max_epochs`.
     """
 
     needs = ("weight_averages",)
@@ -190,7 +189,7 @@ class StochasticWeightAveraging(Callback):
             return
         self._weights.swap()
         if _norms(task):
-            _count_statistics_anew(trainer, task)
+            _recompute_statistics(trainer, task)
 
     def on_fit_end(self, trainer: Run, task: TaskModule) -> None:
         if self._weights is not None:
@@ -206,8 +205,8 @@ def _norms(task: TaskModule) -> list[_BatchNorm]:
 
 
 @torch.no_grad()
-def _count_statistics_anew(run: Run, task: TaskModule) -> None:
-    """Recompute the statistics of batch normalization over the training data. Collective at its end."""
+def _recompute_statistics(run: Run, task: TaskModule) -> None:
+    """Recompute batch normalization statistics over the training data, and average them over ranks. Collective."""
     norms = _norms(task)
     momenta = [norm.momentum for norm in norms]
     for norm in norms:

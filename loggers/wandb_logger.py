@@ -164,11 +164,11 @@ class WandbLogger(RemoteLogger):
         self._log({key: _wandb().Table(columns=columns, data=rows)}, step)
 
     def log_audio(self, key: str, audios: list[Any], step: int | None = None, **options: list[Any]) -> None:
-        """Log sounds: arrays or paths; each of `options`, such as `sample_rate=[…]`, is a list with one for each."""
+        """Log arrays or paths of sounds. Each option, such as `sample_rate=[…]`, is a list with one value per sound."""
         self._log_several("Audio", key, audios, step, options)
 
     def log_video(self, key: str, videos: list[Any], step: int | None = None, **options: list[Any]) -> None:
-        """Log videos: arrays or paths; each of `options`, such as `fps=[…]`, is a list with one for each."""
+        """Log arrays or paths of videos. Each option, such as `fps=[…]`, is a list with one value per video."""
         self._log_several("Video", key, videos, step, options)
 
     def _log_several(

@@ -175,11 +175,12 @@ class LoopChoice:
     """The strategy of a user-written loop, before it is checked against the hardware.
 
     Attributes:
-        strategies: Names or strategies, one for each plugin, or one in total. The engine uses the first.
-        argument: The argument of the plugins; None if there are none.
-        plugins: The plugins by their names.
-        overridden: A message for each environment variable that is overridden.
-        arrangement: The `ParallelismConfig` for the processes of a plugin's strategy, or None.
+        strategies: The strategy (or name) of each plugin. Without plugins, the one that was passed. The engine uses the
+            first.
+        argument: Name of the argument that received the plugins, such as `"fsdp_plugin"`. None without plugins.
+        plugins: The plugins by name.
+        overridden: A message for each environment variable or argument that has no effect.
+        arrangement: The `ParallelismConfig` that sets the mesh of a plugin's strategy, or None.
     """
 
     strategies: list[str | Strategy]

@@ -158,7 +158,7 @@ class Prefetcher:
         return job.value
 
     def release(self) -> None:
-        """Record the end of a unit's use. The reader does not end while units are in use."""
+        """Record the end of a unit's use. The reader thread keeps running while any unit is in use."""
         with self._condition:
             self._num_used -= 1
 
@@ -306,7 +306,7 @@ class Prefetcher:
 
 
 def _read(reference: weakref.ref[Prefetcher]) -> None:
-    """Run fetches until there are none. Holds no reference to the prefetcher in between, to keep no model alive."""
+    """Run fetches until none is left. Between fetches, hold no reference to the prefetcher, so that it can be freed."""
     while True:
         prefetcher = reference()
         job = None if prefetcher is None else prefetcher._wait()

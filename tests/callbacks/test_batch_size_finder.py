@@ -309,6 +309,7 @@ class _Run:
 
     fast_dev_run = False
     datamodule = None
+    world_size = 4
 
     def __init__(self, trials: _Bounded) -> None:
         self.trials = trials
@@ -345,6 +346,13 @@ def test_what_is_found_has_run_and_nothing_is_tried_twice(
         assert found == max(1, int(min(fits, bound) * (1 - margin)))
     elif init <= min(fits, bound):
         assert found * 2 > min(fits, bound)  # type: ignore[operator]  # a size was found
+
+
+def test_fewer_samples_than_processes_are_refused() -> None:
+    task = RegressionTask()
+    task.batch_size = 1  # type: ignore[assignment]  # a plain attribute
+    with pytest.raises(ConfigurationError, match=r"fewer samples than processes \(4\)"):
+        BatchSizeFinder().scale_batch_size(_Run(_Bounded(task, 1, 0)), task)  # type: ignore[arg-type]
 
 
 def test_a_loader_with_drop_last_is_searched_up_to_the_data() -> None:

@@ -29,7 +29,7 @@ class PlannedSetting:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a fit will do. `str(plan)` is a text with tables.
+    """Plan of a fit. `str(plan)` is a text with tables.
 
     None means that a value is not known without training. `notes` say why.
 

@@ -823,7 +823,7 @@ class Accelerator:
 
     @property
     def _shards(self) -> bool:
-        """Whether several processes hold parts of gradients or weights, so that reading them in full is collective."""
+        """True if gradients or weights are sharded over processes, so that reading them in full is collective."""
         return self.state.num_processes > 1 and self.engine.capabilities.gradients != "full"
 
     def _meet(self, call: str) -> None:

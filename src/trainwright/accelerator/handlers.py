@@ -91,7 +91,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class Handlers:
-    """What `kwargs_handlers` holds: at most one of each kind; None for a kind that is missing."""
+    """The handlers in `kwargs_handlers`, at most one of each kind. None for a kind that is missing."""
 
     ddp: DistributedDataParallelKwargs | None = None
     scaler: GradScalerKwargs | None = None

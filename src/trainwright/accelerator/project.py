@@ -20,7 +20,7 @@ _NAME = re.compile(r"checkpoint_(\d+)")
 
 @dataclass(slots=True)
 class ProjectConfiguration:
-    """Where an `Accelerator` saves its states, and how many it keeps; Accelerate's name.
+    """Folders of an `Accelerator`'s saved states and trackers, and the number of states to keep.
 
     Args:
         project_dir: Folder of the project, or its URL, such as `s3://bucket/run`. Default: None.
@@ -36,7 +36,8 @@ class ProjectConfiguration:
             them. The next save, `load_state` and the end of the script wait for it. Default: False.
 
     Raises:
-        ConfigurationError: A value is not one of these.
+        ConfigurationError: `total_limit` is less than 1, `save_on_each_node` is True, or `project_dir` is missing with
+            `automatic_checkpoint_naming`.
     """
 
     project_dir: str | None = None
@@ -66,7 +67,7 @@ class ProjectConfiguration:
 
 
 class StateFolders:
-    """Where the states of a loop are, on this machine and in remote folders.
+    """Local and remote paths of the saved states of a user-written training loop.
 
     A state at a URL is written below `project_dir/checkpoints` (below `checkpoints` if that is a URL or None) and
     uploaded from there; downloads are below `downloaded` beside it. On several nodes both are on a shared file system.
@@ -92,7 +93,7 @@ class StateFolders:
         return f"{project.rstrip('/')}/checkpoints" if is_url(project) else os.fspath(self._root / "checkpoints")
 
     def on_disk(self, place: str) -> Path:
-        """Return where on this machine the state at a path or URL is written."""
+        """Return the local path to which the state at a path or URL is written."""
         if not is_url(place):
             return Path(place)
         return local_folder(self._root / "checkpoints", parent_url(place)) / last_part(place)

@@ -233,10 +233,10 @@ def _with_group_options(strategy: Strategy, handlers: Handlers) -> Strategy:
 
 
 def accumulation_of(steps: int, plugin: object) -> GradientAccumulationPlugin:
-    """Return how gradients are accumulated, from the two arguments that may say it.
+    """Return the gradient accumulation that `gradient_accumulation_steps` or `gradient_accumulation_plugin` sets.
 
     Raises:
-        ConfigurationError: both do, or one is not what it should be.
+        ConfigurationError: Both are set, `steps` is not a positive integer, or `plugin` is of another class.
     """
     check_steps("gradient_accumulation_steps", steps)
     if plugin is None:
@@ -254,7 +254,7 @@ def schedule_steps_of(value: Literal["once", "per_process"] | None) -> Literal["
     """Return how a schedule advances: as in Accelerate after `trainwright.as_accelerate()`, unless it is set.
 
     Raises:
-        ConfigurationError: The value is another one.
+        ConfigurationError: The value is unknown.
     """
     if value not in (None, "once", "per_process"):
         raise ConfigurationError(f"schedule_steps={value!r}: expected 'once', 'per_process' or None.")

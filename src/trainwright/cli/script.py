@@ -44,7 +44,8 @@ class CLI:
         model_class: the task's class, or a function that creates one; None: set in the configuration. Default: None.
         datamodule_class: the same for the data module; None: may be set in the configuration. Default: None.
         save_config_callback: callback that saves the settings when `fit` begins; None: they are not saved.
-            save_config_kwargs: its further arguments. Default: `SaveConfigCallback`.
+            Default: `SaveConfigCallback`.
+        save_config_kwargs: its further arguments. Default: None.
         trainer_class: a sub-class of Trainer, or a function that creates one. Default: `Trainer`.
         trainer_defaults: defaults of the Trainer's arguments; its callbacks are added to those of the configuration.
             Default: None.

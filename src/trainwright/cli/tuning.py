@@ -224,7 +224,8 @@ class Tuning:
 
     Args:
         words: configuration and overrides.
-        steps, warmup: optimizer steps of a trial. repeats: number of trials of each side of a comparison.
+        steps, warmup: optimizer steps of a trial.
+        repeats: number of trials of each side of a comparison.
         tell: receives each row as it is known.
     """
 

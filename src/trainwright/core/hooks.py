@@ -30,7 +30,7 @@ StepOutput: TypeAlias = Any
 
 
 class DataHooks:
-    """What a task or a data module may say about the data of a run."""
+    """Hooks for data that a task or a data module may define."""
 
     def prepare_data(self) -> None:
         """Download or write data, on one process per node, before `setup`; assign nothing to `self`: others miss it."""

@@ -22,7 +22,8 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     Args:
         seed: 0 ≤ seed < 2³². Default: 0.
         workers: accepted for compatibility with Lightning; loader workers are always seeded from torch's generator.
-            verbose: accepted for compatibility; nothing is printed. Default: True.
+            Default: True.
+        verbose: accepted for compatibility; nothing is printed. Default: False.
 
     Every rank calls it with the same seed, so that models start equal.
     """

@@ -47,8 +47,9 @@ class SaveRequest:
 
     Attributes:
         name: folder name of the checkpoint, relative to `folder`.
-        folder: parent folder; None: the run's checkpoint folder. weights_only: omit optimizers, progress and
-            generators. metrics: the values that retention and `best` use.
+        folder: parent folder; None: the run's checkpoint folder.
+        weights_only: omit optimizers, progress and generators.
+        metrics: the values that retention and `best` use.
         remove: folder names of earlier checkpoints of this run, deleted after this one is published.
         remote: URL of a folder to which the published checkpoint is uploaded; those in `remove` are deleted there too.
             If `folder` is None: that of the run's ModelCheckpoint, if it has one.
@@ -92,8 +93,9 @@ class TrialSteps(Protocol):
         all get the same result; there is no communication while steps run.
 
         Raises:
-            ConfigurationError: the loader cannot be created. TrainwrightError: another rank failed with another error
-                than out of memory. An error of this rank is raised here.
+            ConfigurationError: the loader cannot be created.
+            TrainwrightError: another rank failed with another error than out of memory. An error of this rank is raised
+                here.
         """
 
     def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
@@ -279,9 +281,9 @@ class Run(Protocol):
         request.
 
         Args:
-            reason: reported if the stop has to wait. closes_epoch: the interrupted epoch is validated and counts as
-                finished, as with `should_stop`. False: it stays open, as at a bound, and a resume continues in its
-                middle.
+            reason: reported if the stop has to wait.
+            closes_epoch: validate the interrupted epoch and count it as finished, as with `should_stop`. False leaves
+                it open, as a limit such as `max_steps` does, and a resume continues in its middle. Default: True.
         """
 
     def request_rollback(self, reason: str, *, before_step: int) -> None:

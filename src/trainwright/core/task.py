@@ -88,29 +88,33 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         return []
 
     def shard_units(self) -> Iterable[nn.Module] | None:
-        """Return the units that a sharding strategy shards and gathers one at a time, for example `self.blocks`. They
-        must be called as modules (`block(x)`) in the steps. Parameters outside of them are gathered for the full step.
-        Called after the model is built; None: the strategy's own arguments define them.
+        """Return the modules that a sharding strategy shards and gathers one at a time, for example `self.blocks`.
+
+        The steps must call each of them as a module (`block(x)`). Parameters of other modules stay gathered during the
+        step. Called after the model is built. None leaves the choice to the strategy's arguments.
         """
         return None
 
     def pipeline_stages(self) -> Sequence[Sequence[nn.Module]] | None:
-        """Return the modules of each stage of a pipeline, in the order in which the model calls them; called after the
-        model is built. Each module of a stage gets, as its first argument, what the one before it has returned. A
-        module that several stages use is in each of them. None: the strategy divides the layers.
+        """Return the modules of each stage of a pipeline, in the order in which the model calls them.
+
+        The first argument of each module is the output of the previous one. A module that several stages use is listed
+        in each of them. Called after the model is built. None lets the strategy divide the layers.
         """
         return None
 
     def tensor_parallel_plan(self, mesh: torch.distributed.device_mesh.DeviceMesh) -> Mapping[str, Any] | None:
-        """Return how layers are split over the ranks of a tensor-parallel group; called after the model is built.
+        """Return the style in which each layer is split over the ranks of a tensor-parallel group.
+
+        Called after the model is built.
 
         Args:
             mesh: torch's `DeviceMesh` of the run, with the axis `"tp"` and those of the data among its names.
 
         Returns:
             Pattern of module names (`"blocks.*.up"`) → a style: `"colwise"`, `"rowwise"`, `"embedding"`,
-            `"sequence"`, … (see the strategies' documentation), a torch `ParallelStyle`, or a list of them. None: the
-                strategy's own argument, or a built-in plan for a model of transformers.
+            `"sequence"`, … (see the strategies' documentation), a torch `ParallelStyle`, or a list of them. None uses
+            the strategy's own argument, or a built-in plan for a model of transformers.
         """
         return None
 

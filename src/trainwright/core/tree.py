@@ -121,7 +121,8 @@ def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None 
     host and to MPS are synchronous: their values may be read, and their sources written, immediately.
 
     Args:
-        tree: a batch; other objects in it with a `to(device)` method are moved too. device: the target.
+        tree: a batch; other objects in it with a `to(device)` method are moved too.
+        device: the target.
         float_dtype: dtype for floating-point tensors; others keep theirs. Default: None.
     """
     beside = properties(device.type).copies_beside

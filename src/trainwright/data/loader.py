@@ -100,10 +100,13 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
 
 
 def _check_split(loader: object, options: LoaderOptions) -> LoaderOptions:
-    """Return the options for dividing each batch. An incomplete last batch is dropped as a whole with `drop_last`.
+    """Check that each batch of a loader can be divided over the ranks, and return the options to do so.
+
+    If the loader drops incomplete batches, all ranks drop the last one together.
 
     Raises:
-        ConfigurationError: the loader has no batches of samples, or they cannot be divided.
+        ConfigurationError: the loader has no batch size or one that is not divisible by the number of ranks, or its
+            sampler already divides the data.
     """
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         raise ConfigurationError(

@@ -24,8 +24,11 @@ def command(first: object) -> list[str]:
 
 
 def become(launcher: int, program: list[str]) -> None:
-    """Become `program`, which is killed when the process `launcher`, this one's parent, ends in any way. Only Linux can
-    do that; elsewhere the program is not killed.
+    """Replace this process with `program`, and have Linux kill it when its parent process ends. Does not return.
+
+    Args:
+        launcher: Process ID of the parent.
+        program: Command line of the program. On systems other than Linux it is not killed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -35,8 +38,8 @@ def become(launcher: int, program: list[str]) -> None:
 
 
 def run_machine(program: list[str]) -> int:
-    """Run `program` until it ends, or until standard input is closed with the connection to the machine that has
-    started it. Return its exit code.
+    """Run `program` and return its exit code. Terminate it when standard input is closed, which happens when the
+    connection to the launching machine is lost.
     """
     import subprocess
     import threading

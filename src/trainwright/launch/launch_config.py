@@ -313,7 +313,7 @@ class LaunchConfig:
 
     @property
     def engine(self) -> str | None:
-        """What starts the processes: the name of an engine's flag, such as `"slurm"`. None: the launcher."""
+        """Name of the flag of the engine that starts the processes, such as `"slurm"`. None: the launcher."""
         if self.mpi or self.mpirun_hostfile:
             return "mpi"
         engines = ("slurm", "ray", "kubernetes", "sagemaker")

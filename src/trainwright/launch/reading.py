@@ -47,15 +47,20 @@ DEVICES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MUL
 
 @dataclass(frozen=True, slots=True)
 class LaunchCommand:
-    """A script (path, module or program, as `kind` says), its arguments, and the options.
+    """A parsed command line of `trainwright launch`.
 
-    `notes` has a text for each option that two places set differently.
+    Attributes:
+        config: The options.
+        script: Path, module name or program.
+        arguments: Arguments of the script.
+        kind: `"script"`, `"module"` (`-m`) or `"program"` (`--no_python`).
+        notes: A message for each option that a flag, an environment variable or the file set differently.
     """
 
     config: LaunchConfig
     script: str
     arguments: list[str]
-    kind: str  # "script", "module" (-m) or "program" (--no_python)
+    kind: str
     notes: list[str]
 
     @property

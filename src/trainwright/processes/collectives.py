@@ -81,7 +81,8 @@ def send_to_device(
     """Return nested tensors, and other objects with a `to` method, on a device. Not collective.
 
     Args:
-        tensor: nested tensors. device: the target.
+        tensor: nested tensors.
+        device: the target.
         non_blocking: do not wait for copies from pinned memory, or to the host: read those after a synchronization.
             Default: False.
         skip_keys: keys of mappings whose values are not moved, at every depth. Default: None.
@@ -285,8 +286,9 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
 
     Args:
         tensor: each tensor with the same number of dimensions on every process.
-        dim: the dimension; tensors without it are unchanged. pad_index: the padding value. pad_first: pad at the front
-            instead of the end. Default: 0.
+        dim: the dimension; tensors without it are unchanged. Default: 0.
+        pad_index: the padding value. Default: 0.
+        pad_first: pad at the front instead of the end. Default: False.
 
     Raises:
         TypeError: a leaf that is not a tensor.

@@ -250,7 +250,8 @@ def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
     cannot import.
 
     Args:
-        work: see `worker.main`. by_value: functions, classes, or objects whose classes may be in such modules.
+        work: see `worker.main`.
+        by_value: functions, classes, or objects whose classes may be in such modules.
 
     Raises:
         ConfigurationError: Something cannot be pickled.

@@ -56,15 +56,18 @@ class PartialState:
             collective may take: a timedelta, seconds, or text such as `"30 min"`), `init_method` (`"env://"` alone).
 
     Attributes:
-        device: device of this process; a node's accelerators are assigned by `local_process_index`. backend: backend of
-            torch's default group; None for a single process.
+        device: device of this process; a node's accelerators are assigned by `local_process_index`.
+        backend: backend of torch's default group; None for a single process.
         distributed_type: see `DistributedType`.
-        num_processes: number on all nodes. process_index: index among them; also `local_process_index`, on this node.
+        num_processes: number of processes on all nodes.
+        process_index: index of this process among them.
+        local_process_index: index of this process on its node.
         debug: `pad_across_processes` compares dtypes over processes too (shapes and dtypes that must be equal are
             always compared); set it, or the variable `TRAINWRIGHT_DEBUG_MODE` (or Accelerate's `ACCELERATE_DEBUG_MODE`)
             to 1.
-        fork_launched: the variable `FORK_LAUNCHED` is set: a notebook forked this process. processes: the communication
-            of the processes on the host. topology: this process's topology, with its evidence.
+        fork_launched: the variable `FORK_LAUNCHED` is set: a notebook forked this process.
+        processes: the communication of the processes on the host.
+        topology: this process's topology, and how it was detected.
 
     Raises:
         ConfigurationError: an unknown or unusable argument, one that contradicts the existing state, or more processes
@@ -240,8 +243,9 @@ class PartialState:
         """Decorate a function so that it runs on one process of each node only; a single process always runs it.
 
         Args:
-            function: the function. local_process_index: index of the process; on a node without it the function is not
-                run. local_process_idx: another name of it. Default: None.
+            function: the function.
+            local_process_index: index of the process; on a node without it the function is not run.
+            local_process_idx: another name of `local_process_index`. Default: None.
 
         Raises:
             ConfigurationError: no index.

@@ -190,7 +190,8 @@ class ProcessGroup(Processes):
     """Processes of a distributed run, connected through torch.distributed.
 
     Args:
-        topology: topology of this process. timeout: how long a collective may take before it is an error.
+        topology: topology of this process.
+        timeout: how long a collective may take before it is an error. Default: None, which is `DEFAULT_TIMEOUT`.
         backend: torch.distributed's backend; None: chosen by device: gloo on the host, and also the vendor's own
             library on accelerators, so that objects never pass through the device. Default: None.
         hang_timeout: time without progress of a rank after which the positions of all ranks are reported; `"auto"`:
@@ -408,11 +409,11 @@ def length_of_time(name: str, value: float | datetime.timedelta | Duration | str
 
 
 def _abandon_groups() -> None:
-    """Release all process groups without waiting for pending operations, after a failed run.
+    """Abort all process groups after a failed run, without waiting for pending operations.
 
-    Freeing a gloo group waits until its last collective is over, which the others may never complete (torch 2.13: an
-    all-reduce of a backward pass, for the group's timeout). They are therefore never freed, not even when the
-    interpreter ends; the operating system closes their connections then. Other backends abort pending operations.
+    Freeing a gloo group waits for its last collective, which the other ranks may never complete (torch 2.13: an
+    all-reduce of a backward pass, for the group's timeout). The groups are therefore never freed: the operating system
+    closes their connections when the process ends. Other backends abort pending operations.
     """
     world = dist.distributed_c10d._world
     for group in list(world.pg_map):

@@ -15,7 +15,7 @@ _TOP = 20  # actions in the short form
 
 
 class SimpleProfiler(Profiler):
-    """Records the duration of each action, with and without the actions inside of it.
+    """Profiler of the duration of each action, with and without the actions inside of it.
 
     On a GPU, kernels run after the calls that start them: use `PyTorchProfiler` for the time of kernels.
 
@@ -66,9 +66,9 @@ class SimpleProfiler(Profiler):
 
 
 class AdvancedProfiler(Profiler):
-    """Records the function calls of each action with cProfile, which makes actions several times slower.
+    """Profiler of the function calls of each action, with cProfile. Actions take several times longer.
 
-    Python runs one cProfile at a time: a call belongs to the innermost action that is being recorded.
+    Only one cProfile can be active at a time, so a call is counted only for the innermost running action.
 
     Args:
         dirpath, filename: see `Profiler`.

@@ -139,7 +139,7 @@ def _opener(path: str) -> Callable[..., Any]:
 
 
 class PyTorchProfiler(Profiler):
-    """Records operators, kernels and the Trainer's actions in chosen steps. Each rank writes a chrome trace
+    """Profiler of operators, kernels and the Trainer's actions in chosen steps. Each rank writes a chrome trace
     `{stage}-{filename}-{rank}.json`, and rank 0 merges them in `{stage}-{filename}-merged.json`.
 
     Args:

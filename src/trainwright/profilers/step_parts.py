@@ -32,7 +32,7 @@ def part_of(name: str) -> str | None:
 
 
 class StepPartsProfiler(SimpleProfiler):
-    """Sums the own seconds of each part over some steps. A step begins when the one before it ends.
+    """Profiler that sums the own seconds of each part over some steps. A step begins when the one before it ends.
 
     Args:
         steps: number of steps to measure.

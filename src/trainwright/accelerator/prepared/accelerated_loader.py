@@ -111,7 +111,10 @@ class AcceleratedLoader(SkippableLoader):
         return SkippedStart(self, num_batches)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
-        """Return an iterator over this rank's micro-batches of the next epoch. Collective for data without length."""
+        """Return an iterator over this rank's micro-batches of the next epoch.
+
+        Collective with `rng_types`, and for data without length.
+        """
         return self.begin_pass(None)
 
     def begin_pass(self, first: int | None) -> Iterator[Any]:
@@ -253,7 +256,10 @@ def _generator_of(loader: object) -> torch.Generator | None:
 
 
 class SkippedStart(SkippableLoader):
-    """A prepared loader whose passes skip their first `num_batches` micro-batches. `loader` counts the passes."""
+    """A prepared loader that skips the first `num_batches` micro-batches of each epoch.
+
+    It has no epoch counter of its own: each pass advances the epoch of `loader`.
+    """
 
     def __init__(self, loader: AcceleratedLoader, num_batches: int) -> None:
         self.loader = loader

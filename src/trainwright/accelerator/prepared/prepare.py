@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LoopPlan:
-    """What is known about a user-written training before its engine starts; see `TrainingPlan`."""
+    """Settings of a user-written training loop that are known before its engine starts; see `TrainingPlan`."""
 
     lr_scheduler_configs: list[SchedulerConfig]
     accumulate_grad_batches: int

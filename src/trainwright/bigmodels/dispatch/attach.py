@@ -46,7 +46,7 @@ def attach_execution_device_hook(
     """Run a module and all submodules that contain weights on a device. Modules that have a hook keep it.
 
     Args:
-        module: Is changed. Its weights are moved to the device.
+        module: Modified in place. Its weights are moved to the device.
         execution_device: The device.
         skip_keys: See `AlignDevicesHook`.
         preload_module_classes: Names of classes whose submodules do not get hooks. They run on the device of the outer
@@ -80,7 +80,7 @@ def attach_align_device_hook(
     """Add an `AlignDevicesHook` to each module that has weights of its own. Existing hooks stay.
 
     Args:
-        module: Is changed, with all its submodules.
+        module: Modified in place, with all its submodules.
         execution_device: The device where they run.
         offload: Offload their weights between forwards.
         weights_map: The weights by their names in the full model. Default: a copy of each on the CPU.
@@ -109,7 +109,7 @@ def attach_align_device_hook_on_blocks(
     """Add hooks to the blocks of a model, each with its own device and with its weights offloaded or not.
 
     Args:
-        module: Is changed, with all its submodules.
+        module: Modified in place, with all its submodules.
         execution_device: One device, or a device for each block by name. `""` is the model itself.
         offload: One value, or a value for each block by name.
         weights_map, module_name, preload_module_classes: See `attach_align_device_hook`.

@@ -48,8 +48,9 @@ def dispatch_model(
     """Move each part of a model to its place in a device map, and add the hooks that run it there.
 
     Args:
-        model: Is changed. The previous placement of a dispatched or offloaded model is removed first. Parts on the meta
-            device must be on the disk, where a load has left them or in `offload_dir`, or in `state_dict`.
+        model: Modified in place. The previous placement of a dispatched or offloaded model is removed first. Values of
+            tensors on the meta device must be in `state_dict` or on the disk, in `offload_dir` or where a load left
+            them.
         device_map: Module name → device, `"cpu"` or `"disk"`, such as `{"": "disk"}`. It covers the model, except for
             the parameters in its `_no_placement_params`, which stay where they are. Or `"auto"`, `"balanced"`,
             `"balanced_low_0"`, `"sequential"`: a map for the memory that is free now, which does not split the
@@ -286,7 +287,7 @@ def cpu_offload(
     """Offload a model's weights to host memory, and load those of each module to a device during its forward.
 
     Args:
-        model: Is changed.
+        model: Modified in place.
         execution_device: The device that runs it. Default: the accelerator that it is on, or the current one.
         state_dict: Weights on the CPU, and values of tensors on the meta device. Default: the model's own.
         offload_buffers, preload_module_classes, prefetch_bytes: See `dispatch_model`.
@@ -317,7 +318,7 @@ def disk_offload(
     """Offload a model's weights to the disk, and load those of each module to a device during its forward.
 
     Args:
-        model: Is changed. Weights on the meta device must be in `offload_dir`. Others are written there.
+        model: Modified in place. Weights on the meta device must be in `offload_dir`. Others are written there.
         offload_dir: A folder; created if it does not exist.
         execution_device: See `cpu_offload`.
         offload_buffers, preload_module_classes, prefetch_bytes: See `dispatch_model`.
@@ -347,7 +348,7 @@ def cpu_offload_with_hook(
     Faster than `cpu_offload` for a model that runs in a loop. The device must have enough memory for the full model.
 
     Args:
-        model: Is changed.
+        model: Modified in place.
         execution_device: The device that runs it. Default: the current accelerator, or the CPU.
         prev_module_hook: The hook that this function returned for the previous model of a pipeline. Calling this model
             moves that one back to the CPU.

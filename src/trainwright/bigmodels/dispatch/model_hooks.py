@@ -66,7 +66,7 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:
-        """Whether one of the hooks disables gradients. Assigning sets it for all of them."""
+        """True if one of the hooks disables gradients. Assigning sets it for all of them."""
         return any(hook.no_grad for hook in self.hooks)
 
     @no_grad.setter
@@ -159,7 +159,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     """Add a hook to a module.
 
     Args:
-        module: Is changed.
+        module: Modified in place.
         hook: Also stored as `module._hf_hook`.
         append: Keep an existing hook, and run the new one after it. Default: the existing hook is removed, with its
             `detach_hook`.
@@ -227,7 +227,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     """Remove a module's hook, with its `detach_hook`.
 
     Args:
-        module: Is changed, if it has a hook.
+        module: Modified in place.
         recurse: Also remove the hooks of all submodules.
     """
     hook = module.__dict__.get(_HOOK)

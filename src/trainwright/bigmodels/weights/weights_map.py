@@ -36,10 +36,11 @@ def offload_weight(
 ) -> Index:
     """Write one tensor to `NAME.dat` in an existing folder, under a temporary name first. Blocks.
 
-    Return the index, or a new one, with the entry of the tensor. `save_offload_index` writes it.
+    Returns:
+        `index`, or a new dict, to which the tensor's entry has been added. Write it with `save_offload_index`.
 
     Raises:
-        CheckpointError: It is on the meta device or cannot be written. The folder is as before.
+        CheckpointError: The tensor is on the meta device or cannot be written. The folder is as before.
     """
     partial, target = _write_beside(weight, weight_name, Path(offload_folder))
     os.replace(partial, target)  # existing mappings keep the former file
@@ -154,7 +155,9 @@ def offload_state_dict(
     except BaseException as error:
         _remove([partial for partial, _ in written], new_folders)
         if isinstance(error, OSError):
-            raise CheckpointError(f"weights cannot be offloaded to {folder}: {error.strerror}.") from error
+            raise CheckpointError(
+                f"weights cannot be offloaded to {folder}: {error.strerror}. Use another folder."
+            ) from error
         raise
 
 

@@ -186,7 +186,10 @@ class _Encoder:
 
     def _hashable(self, key: object, path: str, depth: int) -> Any:
         if isinstance(key, torch.Tensor):
-            raise CheckpointError(f"{path or 'the state'} has a tensor as a key or set member. Use plain values.")
+            raise CheckpointError(
+                f"{path or 'the state'} has a tensor as a key or set member, which cannot be saved. Use a number, "
+                "such as tensor.item(), or a string."
+            )
         return self.value(key, _join(path, key), depth)
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:

@@ -182,7 +182,9 @@ def read_index(path: Path, files: Collection[str] | None = None) -> ShardIndex:
         notes = dict(index.get("metadata", {}).get("trainwright", {}))
         tied, dtypes = dict(notes.get("tied", {})), dict(notes.get("dtypes", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not an index of safetensors shards: {error!r}.") from error
+        raise CheckpointError(
+            f"{path} is not an index of safetensors shards: {error!r}. Copy it again, or use another checkpoint."
+        ) from error
     shards: dict[Path, list[str]] = {}
     for file in dict.fromkeys(weight_map.values()):
         shard = inside(path.parent, file, str(path))

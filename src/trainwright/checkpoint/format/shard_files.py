@@ -105,8 +105,13 @@ class ShardFiles:
             CheckpointError: shards are missing, overlap, or belong to another tensor.
         """
         found = self._by_name.get(name, [])
-        if any(shard.shape != shape or shard.dtype != dtype for shard in found):
-            raise CheckpointError(f"the shards of {name!r} do not belong to a {dtype} tensor of shape {shape}.")
+        for shard in found:
+            if shard.shape != shape or shard.dtype != dtype:
+                raise CheckpointError(
+                    f"the shards of {name!r} do not belong to a {dtype} tensor of shape {shape}: {shard.file.name} has "
+                    f"one of a {shard.dtype} tensor of shape {shard.shape}. Copy the files of all ranks again, or use "
+                    "another checkpoint."
+                )
         regions = [shard.region for shard in found]
         held, wanted = sum(map(num_elements, regions)), num_elements(full_region(shape))
         if held != wanted or overlap(regions, shape):

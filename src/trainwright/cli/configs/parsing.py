@@ -33,7 +33,8 @@ def parse(
 
     Args:
         parser: jsonargparse's.
-        config: settings of the files; changed in place. line: overrides; its files are not read here.
+        config: settings of the files; changed in place.
+        line: overrides; its files are not read here.
         known: the allowed top-level keys.
         classes: key → the class whose arguments are written directly below that key (`model.lr`). Default: None.
     """

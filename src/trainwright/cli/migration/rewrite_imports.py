@@ -29,7 +29,7 @@ _TOP = ("lightning", "lightning.pytorch", "accelerate", "accelerate.utils")
 
 @dataclass(frozen=True, order=True)
 class Unsettled:
-    """Manual change that a rewrite requires: a 1-based line, and what to do there."""
+    """Manual change that a rewrite leaves to the user: a 1-based line number and an instruction."""
 
     line: int
     text: str
@@ -37,7 +37,7 @@ class Unsettled:
 
 @dataclass
 class Rewritten:
-    """Program after the rewrite: its bytes, and the manual changes, by line."""
+    """Result of a rewrite: the new source code, and the manual changes that remain, sorted by line."""
 
     code: bytes
     unsettled: list[Unsettled] = field(default_factory=list)

@@ -47,7 +47,7 @@ class Curve:
 
 @dataclass(slots=True)
 class RunFiles:
-    """What the files of a run contain.
+    """Contents of the files of a run.
 
     Attributes:
         folder: folder of the record or, without one, of the curves.

@@ -70,14 +70,14 @@ class LoggerType(_Choice):
 
 
 class ComputeEnvironment(_Choice):
-    """Where processes run."""
+    """Environment in which processes run."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class SageMakerDistributedType(_Choice):
-    """How SageMaker distributes a training."""
+    """Distribution method of a SageMaker training."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
