@@ -80,8 +80,8 @@ class DeepSpeedPlugin(KwargsHandler):
 
     @cached_property
     def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration. Its values may be changed until the model is prepared. Values that `prepare` infers
-        from the model and the data remain `"auto"`.
+        """DeepSpeed's configuration. Its values may be changed until the model is prepared. Values that `prepare`
+        infers from the model and the data remain `"auto"`.
         """
         content = self.strategy(1).config.content
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
