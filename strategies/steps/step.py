@@ -259,9 +259,7 @@ class Step(ABC):
 
     def to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Return a batch on this process's device, through the task's or data module's transfer hooks."""
-        self.sink.share = None
-        if self.parts.split is not None:
-            batch, self.sink.share = self.parts.split(batch)
+        batch, self.sink.share = (batch, None) if self.parts.split is None else self.parts.split(batch)
         return batch if self._transfer is None else self._transfer(batch, dataloader_idx)
 
     def evaluate(self, name: str | Callable[..., Any], batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
