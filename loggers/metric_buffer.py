@@ -85,7 +85,8 @@ class MetricBuffer:
         in_step: True during a training or evaluation step (or a hook of one batch).
         batch: the current micro-batch, which determines the weight in a mean; None outside. Set it to None again after
             the batch, otherwise the buffer keeps it alive.
-        share: weight of the batch in a mean over the ranks that split its sequences, 1 on average; None: not split.
+        share: weight of the batch in a mean over the ranks that split its sequences, 1 on average; None: not split; 0:
+            the batch is padding of a rank without data.
         dataloader_idx: index of the evaluation loader of the batch, if there are several; None outside.
         diverted: takes the arguments of each call of `log`, which then does nothing else; None: nothing is diverted.
     """
@@ -218,7 +219,7 @@ class MetricBuffer:
             slot.last = kept
             if slot.weigh_step:
                 slot.last_weight = self._weight(batch_size)
-        if slot.on_epoch:
+        if slot.on_epoch and (self.share != 0 or self.batch is None):  # not for padding
             slot.values.append(kept)
             slot.weights.append(self._weight(batch_size) if slot.weigh else 1)
             if len(slot.values) >= FOLD_EVERY:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class DeepSpeedPlugin(KwargsHandler):
     """Options of `DeepSpeedStrategy`, with the names of Hugging Face Accelerate.
 
     A field that is None takes the value of its environment variable (`ACCELERATE_DEEPSPEED_ZERO_STAGE`, …). A plugin
-    is immutable: `dataclasses.replace` returns a changed copy.
+    is immutable, except for its `deepspeed_config`: `dataclasses.replace` returns a changed copy.
 
     Attributes:
         hf_ds_config: DeepSpeed's own configuration: a dict, the path of a JSON file or a `HfDeepSpeedConfig`, whose
@@ -73,14 +74,20 @@ class DeepSpeedPlugin(KwargsHandler):
             object.__setattr__(self, "zero_stage", 2)
 
     @property
-    def _content(self) -> dict[str, Any]:
+    def _given(self) -> str | Path | Mapping[str, Any] | None:
         own = self.hf_ds_config
-        return read_config(own.config if isinstance(own, HfDeepSpeedConfig) else own)
+        return own.config if isinstance(own, HfDeepSpeedConfig) else vars(self).get("deepspeed_config", own)
 
-    @property
+    @cached_property
     def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration. `prepare` replaces `"auto"` by values."""
-        return self.strategy(1).config.content
+        """DeepSpeed's configuration. Its values may be changed until the model is prepared. Values that `prepare`
+        infers from the model and the data remain `"auto"`.
+        """
+        content = self.strategy(1).config.content
+        if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+            return content
+        self.hf_ds_config.config.update(content)
+        return self.hf_ds_config.config
 
     def strategy(self, num_processes: int) -> DeepSpeedStrategy:
         """Return the strategy with the same options.
@@ -88,7 +95,7 @@ class DeepSpeedPlugin(KwargsHandler):
         Raises:
             ConfigurationError: An option is unknown, the strategy does not support it, or `hf_ds_config` differs.
         """
-        content = self._content
+        content = read_config(self._given)
         different = [
             f"{name}={own!r} ({'.'.join(path)}={found!r})"
             for name, path in _PATHS.items()
@@ -100,8 +107,7 @@ class DeepSpeedPlugin(KwargsHandler):
                 f'parentheses): {", ".join(different)}. Remove them, or write "auto" in the configuration.'
             )
         config = {one.name: getattr(self, one.name) for one in fields(self)}
-        if isinstance(self.hf_ds_config, HfDeepSpeedConfig):
-            config["hf_ds_config"] = content
+        config["hf_ds_config"] = self._given
         if not self.enable_msamp:
             del config["enable_msamp"], config["msamp_opt_level"]
         return DeepSpeedStrategy.from_config(config)

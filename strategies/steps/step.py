@@ -155,8 +155,8 @@ class Step(ABC):
             if self._transfer is not None:
                 batch = self._transfer(batch)
             sink.batch = batch
-            if shares is not None:
-                sink.share = shares[i]
+            is_padding = group.weights is not None and not group.weights[i]
+            sink.share = 0.0 if is_padding else shares[i] if shares is not None else None
             for hook in hooks.on_train_batch_start:
                 if hook(self.run, self.task, batch, idx) == -1:
                     raise SkipRestOfEpoch
@@ -259,8 +259,7 @@ class Step(ABC):
 
     def to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Return a batch on this process's device, through the task's or data module's transfer hooks."""
-        if self.parts.split is not None:
-            batch, self.sink.share = self.parts.split(batch)
+        batch, self.sink.share = (batch, None) if self.parts.split is None else self.parts.split(batch)
         return batch if self._transfer is None else self._transfer(batch, dataloader_idx)
 
     def evaluate(self, name: str | Callable[..., Any], batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:

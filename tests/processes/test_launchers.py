@@ -175,6 +175,32 @@ def test_the_trainer_starts_the_processes_of_a_script_without_running_it_again(t
     check(results_in(tmp_path), [0])
 
 
+_OWN_BATCHES = """import dataclasses
+import torch.distributed as dist
+
+@dataclasses.dataclass
+class Batch:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    def __getitem__(self, index):
+        return (self.inputs, self.targets)[index]
+
+def collate(samples):
+    return Batch(*map(torch.stack, zip(*samples)))
+"""
+
+
+@pytest.mark.slow
+def test_started_processes_pickle_classes_of_the_script_for_loader_workers_and_other_ranks(tmp_path: Path) -> None:
+    step = "gathered = [None] * 2; dist.all_gather_object(gathered, batch); assert type(gathered[1]) is Batch"
+    script = write_script(tmp_path, arguments="devices=2", imports=_OWN_BATCHES, step=step)
+    options = "batch_size=1, collate_fn=collate, num_workers=1"
+    script.write_text(script.read_text().replace("batch_size=1", options))
+    done = run([sys.executable, str(script), str(tmp_path)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    check(results_in(tmp_path), [0])
+
+
 @pytest.mark.exhaustive
 def test_the_trainer_starts_processes_for_a_task_of_this_test(capfd: pytest.CaptureFixture[str]) -> None:
     trainer = quiet_trainer(devices=2, max_epochs=1)

@@ -97,6 +97,25 @@ def test_padding_and_stopping_train_on_the_mean_of_the_real_batches() -> None:
             torch.testing.assert_close(found, weights, rtol=0, atol=1e-6)
 
 
+def _logged_on_rank() -> dict[str, Any]:
+    class Logging(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            self.log("mean", batch[0].sum(), on_step=False, on_epoch=True)
+            self.log("count", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet_trainer(devices="auto", max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(Logging(), _batches(trainer.settings.selection.topology.rank))
+    return {name: float(trainer.callback_metrics[name]) for name in ("mean", "count")}
+
+
+@pytest.mark.distributed
+def test_metrics_of_an_epoch_do_not_count_padding() -> None:
+    sums = [float(batch[0].sum()) for rank in (0, 1) for batch in _batches(rank)]
+    for found in run_distributed(_logged_on_rank, 2, timeout=90):
+        assert found == {"mean": pytest.approx(sum(sums) / len(sums)), "count": 16.0}
+
+
 def test_the_policies_differ() -> None:
     # A test of the test above.
     (padded, first), (stopped, second) = _by_hand("pad", 1), _by_hand("stop", 1)

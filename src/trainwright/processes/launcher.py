@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import os
 import pickle
 import secrets
@@ -247,7 +248,7 @@ def clear_environment() -> Iterator[None]:
 
 def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
     """Return work for `trainwright.processes.worker`, with classes and functions of modules that a new interpreter
-    cannot import.
+    cannot import. These follow in a second pickle, so that the worker can enter them into their modules.
 
     Args:
         work: see `worker.main`.
@@ -258,6 +259,14 @@ def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
     """
     import cloudpickle
 
+    definitions: list[type | FunctionType] = []
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
+        def reducer_override(self, obj: object) -> object:
+            if isinstance(obj, (type, FunctionType)) and obj.__module__ in by_value_modules:
+                definitions.append(obj)
+            return super().reducer_override(obj)
+
     registered = []
     for obj in by_value:
         owner = obj if isinstance(obj, (type, FunctionType)) else type(obj)
@@ -265,9 +274,13 @@ def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
         if module is not None and not _importable(module.__name__):
             cloudpickle.register_pickle_by_value(module)
             registered.append(module)
+    by_value_modules = {"__main__", *(module.__name__ for module in registered)}
+    file = io.BytesIO()
     try:
-        payload: bytes = cloudpickle.dumps(work)
-        return payload
+        pickler = Pickler(file)
+        pickler.dump(work)
+        pickler.dump(definitions)
+        return file.getvalue()
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigurationError(
             f"the work or its data cannot be sent to another process: {error}. Build what cannot be "

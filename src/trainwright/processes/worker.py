@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 from trainwright.core.errors import PREEMPTED, Preempted
 from trainwright.core.process import started_by_trainer, variable
@@ -25,6 +26,17 @@ def end_with(parent: int, folder: Path) -> None:
     os._exit(1)
 
 
+def define(definitions: list[type | FunctionType]) -> None:
+    """Enter classes and functions that were sent by value into their modules, so that their instances can be pickled
+    here, by a worker of a DataLoader or for another rank.
+    """
+    sys.modules["__main__"] = ModuleType("__main__")  # that of the script, instead of this file
+    for definition in definitions:
+        module = sys.modules.setdefault(definition.__module__, ModuleType(definition.__module__))
+        if "." not in definition.__qualname__:
+            setattr(module, definition.__name__, definition)
+
+
 def main(work_file: str) -> int:
     """Run the pickled work; write the traceback to `error-RANK.txt` beside it if it fails. Return the exit code. The
     file was just written by the parent process, in a folder that only this user can read.
@@ -32,7 +44,10 @@ def main(work_file: str) -> int:
     error_file = Path(work_file).with_name(f"error-{variable('RANK')}.txt")
     error_file.unlink(missing_ok=True)  # of an earlier attempt
     try:
-        before, work, sys.argv = pickle.loads(Path(work_file).read_bytes())
+        with open(work_file, "rb") as file:
+            unpickler = pickle.Unpickler(file)
+            before, work, sys.argv = unpickler.load()
+            define(unpickler.load())
         if before is not None:
             before()
         work()

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.distributed import run_distributed
-from trainwright import Accelerator, DeepSpeedStrategy
+from trainwright import Accelerator, AcceleratorState, DeepSpeedPlugin, DeepSpeedStrategy
 from trainwright.core.errors import ConfigurationError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -71,13 +71,20 @@ def test_each_of_two_models_has_its_engine(stage: int) -> None:
         torch.testing.assert_close(found[seed - 1], wanted, rtol=1e-4, atol=1e-5)
 
 
-def _clipped_by_config(stage: int) -> dict[str, torch.Tensor]:
+def _clipped_by_config(stage: int, written_later: bool = False) -> dict[str, torch.Tensor]:
     """Train with the configuration's clipping and micro-batches; the loop itself does not clip."""
     config = {
         "zero_optimization": {"stage": stage}, "gradient_clipping": 0.1, "gradient_accumulation_steps": 2,
         "zero_allow_untested_optimizer": True,
     }  # fmt: skip
-    accelerator = Accelerator(strategy=DeepSpeedStrategy(config), gradient_accumulation_steps=2, seed=0)
+    if written_later:
+        config["gradient_clipping"] = "auto"
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), seed=0)
+        plugin = AcceleratorState().deepspeed_plugin
+        assert plugin is not None
+        plugin.deepspeed_config["gradient_clipping"] = 0.1
+    else:
+        accelerator = Accelerator(strategy=DeepSpeedStrategy(config), gradient_accumulation_steps=2, seed=0)
     net = _net(1)
     model, optimizer, batches = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5), _loader(2))
     for inputs, targets in batches:
@@ -96,6 +103,12 @@ def _clipped_by_config(stage: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_configuration_clips_too(stage: int) -> None:
     found, _ = run_distributed(_clipped_by_config, 2, stage, init=False, timeout=240)
+    wanted = _alone(1, sign=1.0, rates=[0.5, 0.5], clip=0.1)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_values_that_are_written_into_the_plugins_configuration_before_prepare_are_used() -> None:
+    found, _ = run_distributed(_clipped_by_config, 2, 1, True, init=False, timeout=240)
     wanted = _alone(1, sign=1.0, rates=[0.5, 0.5], clip=0.1)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
