@@ -272,6 +272,27 @@ def test_processes_that_the_trainer_started_end_with_it(whole_group: bool, tmp_p
     assert _kill(script, tmp_path, signal.SIGTERM, whole_group=whole_group) == 143
 
 
+@pytest.mark.slow
+def test_a_process_that_hangs_outside_of_python_ends_after_the_grace(tmp_path: Path) -> None:
+    # A collective that another rank does not reach hangs so, too: Python runs no handler until it returns.
+    hang = "mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock"
+    script = _script(tmp_path, steps=10**9, fails="self.trainer.global_step == 5 and hang()")
+    hang = f"import ctypes\ndef hang():\n    {hang}\n    lock(mutex), lock(mutex)\n"
+    script.write_text(hang + script.read_text().replace("callbacks=", "preemption_grace=2, callbacks="))
+    command = [sys.executable, str(script), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "running\n" in iter(process.stdout.readline, "")
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        try:
+            _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 143
+    assert "no step ended within preemption_grace=2" in errors
+
+
 # Launchers
 
 
