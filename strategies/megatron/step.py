@@ -94,7 +94,7 @@ class PipelineStep(AutomaticStep):
                 self._batches.append(part)
                 self._batch_indices.append(i)
                 of_ranks.append(of_rank)
-                self._shares.append(of_row * of_rank)
+                self._shares.append(of_row * of_rank if weight else 0.0)  # 0: padding
         self._weights = weights
         if self._items is not None:
             self._weights = self._weigh_items(Group(full, group.first_idx, weights=weights))
