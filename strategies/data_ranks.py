@@ -119,12 +119,29 @@ class DataRanks:
         if self.alone or self.size == 1:
             return torch.stack([tensor if sync_grads else tensor.detach()] * self.size)
         if sync_grads:
-            from torch.distributed.nn.functional import all_gather as all_gather_with_grad
+            gathered: torch.Tensor = _Gather.apply(tensor, self)  # type: ignore[no-untyped-call]  # torch has no types here
+            return gathered
+        return self._gather(tensor)
 
-            return torch.stack(all_gather_with_grad(tensor, self.group))  # type: ignore[no-untyped-call]  # torch has no types here
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         found = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(found, tensor.contiguous(), group=self.group)
         return torch.stack(found)
+
+
+class _Gather(torch.autograd.Function):
+    """Gather a tensor over ranks. The gradient of each rank's tensor is the sum of those from all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: DataRanks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return ranks._gather(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.ranks.group)
+        return total[ctx.ranks.rank], None
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import datetime
 import gc
 import importlib
 import time
+import warnings
 import weakref
 from typing import Any
 
@@ -309,6 +310,30 @@ def test_a_process_group_ends_with_its_stage_and_is_not_left_to_the_collector() 
     # there. torch.distributed.nn keeps the first group of a process for good, as a default argument.
     for alive in run_distributed(_groups_left, 2, init=False):
         assert alive[1:] == [False, False]
+
+
+class Contrastive(RegressionTask):
+    """Its loss is one of all samples of all ranks."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        outputs = self.all_gather(self(batch[0]), sync_grads=True)
+        assert type(outputs) is torch.Tensor
+        return torch.logsumexp(outputs.flatten(), 0)
+
+
+def _fit_contrastive() -> dict[str, torch.Tensor]:
+    task, world = Contrastive(), dist.get_world_size() if dist.is_initialized() else 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet_trainer(devices="auto", max_epochs=1).fit(task, regression_loader(batch_size=8 // world))
+    return weights_of(task)
+
+
+@pytest.mark.distributed
+def test_gradients_pass_through_gathered_values() -> None:
+    alone = _fit_contrastive()
+    for of_rank in run_distributed(_fit_contrastive, 2):
+        torch.testing.assert_close(of_rank, alone, rtol=0, atol=1e-6)
 
 
 def test_layers_that_configure_model_builds_are_synchronized_too() -> None:
