@@ -46,7 +46,7 @@ class StageTrialSteps:
         show: sets the run that the Trainer's attributes describe.
         new_clock: receives the training progress and returns the progress of a trial.
         alone: run steps without the other ranks.
-        remakes_loaders: create the run's loaders again after a trials without errors.
+        remakes_loaders: create the run's loaders again after trials without errors.
     """
 
     def __init__(
