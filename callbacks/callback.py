@@ -43,7 +43,7 @@ from trainwright.core.tree import Batch
 
 
 class Order(IntEnum):
-    """Priority of a callback among the others at the same event; equal ones keep the order of the list."""
+    """Priority of a callback at each event. Callbacks of equal priority run in the order of the list."""
 
     FIRST = 0
     NORMAL = 50
@@ -51,13 +51,13 @@ class Order(IntEnum):
 
 
 class Callback:
-    """Base class of callbacks: override the events you need, the others cost nothing.
+    """Base class of callbacks. Override the events that you need. Other events cost nothing.
 
     Attributes:
-        order: priority among the other callbacks; any integer.
-        reads_only: True if none of its methods writes weights, so that a strategy may copy them to the device before it
-            is called; declared by each class, not inherited by sub-classes.
-        needs: fields of the strategy's `Capabilities` without which it cannot work; checked before a run starts.
+        order: priority among the callbacks; any integer.
+        reads_only: True if no method of the callback writes weights. A strategy may then copy the weights to the device
+            before it calls the callback. Sub-classes do not inherit the value.
+        needs: fields of the strategy's `Capabilities` that the callback requires. They are checked before a run starts.
     """
 
     order: int = Order.NORMAL
@@ -66,7 +66,7 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The key of this callback's state in a checkpoint; override it when several of one class are used."""
+        """The key of this callback's state in a checkpoint. Override it if a run has several callbacks of the class."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Callback:
         """Run before the validation batches that `fit` runs first."""
 
     def on_sanity_check_end(self, trainer: Run, task: TaskModule) -> None:
-        """Run after them."""
+        """Run after the validation batches that `fit` runs first."""
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
         """Run before the first epoch."""
@@ -149,7 +149,7 @@ class Callback:
         """Run after predicting."""
 
     def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
-        """Run when an exception (KeyboardInterrupt too) ends the run; must not communicate between ranks."""
+        """Run when an exception, including KeyboardInterrupt, ends the run. Must not communicate between ranks."""
 
     # Once per epoch
     def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
@@ -181,7 +181,7 @@ class Callback:
         """Run before a step's group of micro-batches, still on the host."""
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
-        """Run after an optimizer step; `result` is on the device: reading it waits for the device."""
+        """Run after an optimizer step. `result` is on the device, so reading it waits for the device."""
 
     def on_before_zero_grad(self, trainer: Run, task: TaskModule, optimizer: Optimizer) -> None:
         """Run before gradients are cleared."""
@@ -193,7 +193,7 @@ class Callback:
         """Run after backward of a micro-batch."""
 
     def on_before_optimizer_step(self, trainer: Run, task: TaskModule, optimizer: Optimizer) -> None:
-        """Run before each optimizer's step: gradients are accumulated and unscaled, not clipped yet."""
+        """Run before each optimizer's step, with accumulated, unscaled gradients that are not clipped yet."""
 
     # Once per batch
     def on_train_batch_start(self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int) -> None:
@@ -202,7 +202,7 @@ class Callback:
     def on_train_batch_end(
         self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        """Run after a training micro-batch; after the optimizer step when it was the last of its group."""
+        """Run after a training micro-batch. For the last one of a group, run after the optimizer step."""
 
     def on_validation_batch_start(
         self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
@@ -236,17 +236,15 @@ class Callback:
 
     # Checkpoints
     def on_save_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Add entries to `checkpoint` before it is written; called on every rank.
+        """Add entries to `checkpoint` before it is written. Called on every rank.
 
-        `checkpoint["state_dict"]` may be changed; the other entries with Lightning's names are read-only.
+        `checkpoint["state_dict"]` may be changed. Other entries with Lightning's names are read-only.
         """
 
     def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Read the entries that `on_save_checkpoint` added; called after the task is built and before it has
-        optimizers.
+        """Read the entries that `on_save_checkpoint` added. Called before optimizers are created.
 
-        `checkpoint["state_dict"]` may be changed; the other entries, including those with Lightning's names, are
-        read-only.
+        `checkpoint["state_dict"]` may be changed. All other entries are read-only.
         """
 
 
@@ -254,7 +252,7 @@ _TASK = "_task_of_stage"  # the attribute of a callback that holds the task it l
 
 
 def log_through(task: TaskModule | None, callbacks: Iterable[Callback]) -> None:
-    """Let callbacks log through a task during a stage; None ends this."""
+    """Let callbacks log through a task during a stage. None ends it."""
     for callback in callbacks:
         if task is not None:
             object.__setattr__(callback, _TASK, task)  # also on a frozen dataclass

@@ -424,9 +424,7 @@ class StageData:
         self.place = dict(saved) or None
 
     def close(self, *, keep_state: bool) -> None:
-        """End the loader workers. A reference in an error's traceback or in the Trainer could keep them alive
-        otherwise.
-        """
+        """End the loader workers. An error's traceback or the Trainer could otherwise keep them alive."""
         if self.made is not None and keep_state:
             self.made.keep_state()
         self.workers.close()

@@ -97,9 +97,7 @@ def saved_names(run: StageRun) -> list[str]:
 
 
 def on_this_machine(run: StageRun, path: str) -> Path:
-    """Return a local checkpoint for a path or URL. For a URL it is the uploaded local checkpoint, or else a
-    download.
-    """
+    """Return the local checkpoint for a path or URL. For a URL, the uploaded original is preferred to a download."""
     if not is_url(path):
         return Path(path)
     ours = run.checkpoint_dir / last_part(path)

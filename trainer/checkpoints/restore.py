@@ -109,9 +109,7 @@ def _processes_text(world_size: int, dp_size: int) -> str:
 
 
 def restore_metrics(run: StageRun, of_ranks: list[dict[str, Any]], origin: object) -> None:
-    """Restore the aggregated metrics of an unfinished epoch. Call it on every rank after `begin_epoch` of the
-    metrics.
-    """
+    """Restore the metrics of an unfinished epoch. Every rank calls it, after `MetricBuffer.begin`."""
     device, rank = run.engine.device, run.engine.data_ranks.rank
     if len(of_ranks) == run.engine.data_ranks.size:
         run.logs.metrics.load_state_dict(of_ranks[rank]["logged"], device)

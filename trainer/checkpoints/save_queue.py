@@ -88,7 +88,7 @@ class SaveQueue:
         self._names.close()
 
     def finish_copy(self) -> None:
-        """Wait until the state to save is copied. Call it before other code than an optimizer changes the state. Not
+        """Wait until the state to save is copied. Afterwards code other than an optimizer may change it. Not
         collective.
         """
         if self.writer is not None:

@@ -265,9 +265,7 @@ def _write_alone(run: StageRun, snapshot: Snapshot, targets: list[SaveTarget]) -
 def _keep_books(
     saves: SaveQueue, path: Path, *, request: SaveRequest, run_id: str, aliases: tuple[str, ...], since: float
 ) -> None:
-    """Add a checkpoint to the index, update the link to it and delete the checkpoints that it replaces. Called on the
-    writer's thread.
-    """
+    """Add a checkpoint to the index, update its link and delete replaced checkpoints. Runs on the writer's thread."""
     saves.longest_write_s = max(saves.longest_write_s, time.monotonic() - since)
     folder = RunFolder(path.parent, run=run_id)
     index = folder.index
