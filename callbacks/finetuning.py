@@ -52,9 +52,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return the modules in (nested lists of) modules, and their submodules, that have parameters or no
-        children.
-        """
+        """Flatten modules, or nested lists of modules, to the modules that have own parameters or no children."""
         if isinstance(modules, nn.Module):
             return [one for one in modules.modules() if one._parameters or not one._modules]
         return [one for module in modules for one in BaseFinetuning.flatten_modules(module)]

@@ -164,8 +164,8 @@ class LearningRateFinder(Callback):
         max_lr: the largest learning rate. Default: 1.
         num_training_steps: number of learning rates, with one optimizer step each. Default: 100.
         mode: `"exponential"` or `"linear"`: growth of the rates. Default: `"exponential"`.
-        early_stop_threshold: end the test when the smoothed loss exceeds this multiple of its best value. A negative
-            best value -b is treated like b. None disables the check. Default: 4.0.
+        early_stop_threshold: end the test when the smoothed loss exceeds `best + (early_stop_threshold - 1) × |best|`,
+            where `best` is the lowest smoothed loss so far. None disables the check. Default: 4.0.
         update_attr: set the attribute, and the running optimizer, to the suggestion. Default: True.
         attr_name: an attribute of the task, of the data module, or of the `hparams` of either. Default: `"lr"` or
             `"learning_rate"`.
