@@ -1,27 +1,29 @@
 """The base of every callback: one method per event, the order in which callbacks run, and their saved state.
 
-The order of events in a run (indented: once per event above):
+The order of events in a run (an indented event occurs for each event above it):
 
     setup
-    on_load_checkpoint of a checkpoint; then optimizers are created on_fit_start on_sanity_check_start …
-    on_sanity_check_end validation events between them on_train_start
+    on_load_checkpoint                                         of a resumed run; then optimizers are created
+    on_fit_start
+    on_sanity_check_start … on_sanity_check_end                with validation events between them
+    on_train_start
         on_train_epoch_start                                   not when the epoch is resumed in its middle
             on_train_step_start                                one optimizer step: a group of micro-batches
                 on_train_batch_start                           one micro-batch
                 on_before_zero_grad, on_before_backward, on_after_backward
-            on_before_optimizer_step                           per optimizer; then clipping and the step itself
+                on_before_optimizer_step                       per optimizer; then clipping and the step itself
                 on_train_batch_end
             on_train_step_end                                  `trainer.state` already counts the step
             on_validation_start … on_validation_end            when a validation is due
-            requested checkpoints are written on_save_checkpoint
+            on_save_checkpoint                                 when requested checkpoints are written
         on_train_epoch_end
-        checkpoints requested at the epoch's end are written
+        on_save_checkpoint                                     if a checkpoint is requested at the epoch's end
     on_train_end
     on_fit_end
     teardown                                                   also after an exception
 
-`on_validation_*`, `on_test_*` and `on_predict_*` each come as `start, epoch_start, batch_start, batch_end, epoch_end,
-end`. `on_exception` is called once, with the exception that ended the run, including Ctrl-C.
+`on_validation_*`, `on_test_*` and `on_predict_*` each exist as `start, epoch_start, batch_start, batch_end,
+epoch_end, end`. `on_exception` is called once, with the exception that ended the run, including Ctrl-C.
 """
 
 from __future__ import annotations

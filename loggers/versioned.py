@@ -29,8 +29,8 @@ class VersionedLogger(Logger):
 
     The steps of a curve always increase. A resumed run (see `load_state_dict`) first removes entries that were logged
     after its checkpoint. Any other run in a folder with a log replaces curves with later steps than its own, with a
-    warning. Other curves are continued. A second value at the last step of a curve, for example of a second test, is
-    added to the first.
+    warning. Other curves are continued. If a value of the same step exists, for example of an earlier test, both values
+    are kept.
 
     Args:
         save_dir: parent folder. Default: None, the run's root folder.
