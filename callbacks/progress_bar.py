@@ -68,9 +68,7 @@ class ProgressBar(Callback):
         self._evaluating: _Progress | None = None
 
     def _refuse_foreign_names(self) -> None:
-        """Check that sub-classes do not override methods of Lightning's progress bars. Such methods are never
-        called.
-        """
+        """Check that sub-classes do not override methods of Lightning's progress bars, which are never called."""
         for name in _ELSEWHERE:
             if hasattr(type(self), name):
                 raise ConfigurationError(

@@ -154,9 +154,7 @@ class Logger(ABC):
     # Optional
 
     def log_image(self, key: str, image: Any, step: int) -> None:
-        """Record one image: a tensor C×H×W or H×W, an array H×W×C or H×W (uint8, or floats in [0, 1]), or a PIL
-        image.
-        """
+        """Record an image: a tensor C×H×W or H×W, an array H×W×C or H×W (uint8, or floats in [0, 1]), or PIL."""
         _cannot_log(self, "images")
 
     def log_figure(self, key: str, figure: Any, step: int) -> None:
@@ -175,9 +173,7 @@ class Logger(ABC):
         dataframe: object = None,
         step: int | None = None,
     ) -> None:
-        """Record a table: `columns` with rows of `data`, or a pandas frame. By default it is logged as Markdown
-        text.
-        """
+        """Record a table: `columns` with rows of `data`, or a pandas frame. Default: logged as Markdown text."""
         if self._begin():
             self._put_table(key, *_cells(columns, data, dataframe), step)
 
@@ -230,9 +226,7 @@ class Logger(ABC):
 
     @property
     def experiment(self) -> Any:
-        """The backend's object. Starts the logger if needed. On other ranks than the main rank, an object without
-        effect.
-        """
+        """The backend's object. Starts the logger if needed. Only on the main rank its methods have an effect."""
         if self.muted:
             return Silence()
         return self._backend() if self._begin() else Silence()

@@ -134,16 +134,12 @@ class MetricBuffer:
             slot.begin_epoch()
 
     def switch(self, stage: EpochStage) -> None:
-        """Make `stage` the current stage without a new epoch, for example when training continues after a
-        validation.
-        """
+        """Make `stage` the current stage without a new epoch, for example `"train"` after a validation."""
         self._stage, self._closed = stage, ""
         self._by_name = self._stages[stage].by_name
 
     def close(self, where: str) -> None:
-        """Make `log` raise an error until the next `begin` or `switch`. Values logged in the hook `where` would not be
-        read.
-        """
+        """Make `log` raise an error until `begin` or `switch`. Values logged in the hook `where` would be lost."""
         self._closed, self._by_name = where, {}
 
     @contextlib.contextmanager

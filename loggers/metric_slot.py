@@ -200,9 +200,7 @@ class MetricSlot:
         return self.weight, len(self.values), getattr(self.metric, "_update_count", 0)
 
     def fold(self) -> None:
-        """Add the pending values to the aggregate, with one stack per device and dtype. Does not wait for the
-        device.
-        """
+        """Add the pending values to the aggregate, with one stack per device and dtype. Does not wait."""
         if self.kind == "custom":  # in their order
             for kind, run in itertools.groupby(self.values, _place_and_dtype):
                 values: list[Any] = list(run)

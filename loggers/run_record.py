@@ -38,9 +38,7 @@ class RunRecord:
         self._file: TextIO | None = None
 
     def add(self, event: str, step: int, facts: Mapping[str, Any]) -> None:
-        """Append an event after `step` completed optimizer steps. Values in `facts` that JSON does not support become
-        text.
-        """
+        """Append an event after `step` completed optimizer steps. `facts` that JSON does not support become text."""
         line = {"event": event, "step": step, "time": time.time(), **json_safe(plain(facts))}
         try:
             if self._file is None:

@@ -150,9 +150,7 @@ class VersionedLogger(Logger):
 
     @abstractmethod
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
-        """Remove entries at `step` or later from the folder's log. If `names` is passed, only those curves are
-        changed.
-        """
+        """Remove entries at `step` or later from the folder's log. `names` restricts it to some curves."""
 
     def _close(self) -> None:
         """Close open files."""

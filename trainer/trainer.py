@@ -99,8 +99,7 @@ class Trainer(Planner, LightningNames):
         enable_autolog_hparams: pass hyper-parameters to the loggers when a fit starts. Default: True.
         profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `trainwright.profilers.Profiler`. Default: None.
         plugins, model_registry: only None is accepted (for `plugins` also an empty list); others raise an error.
-        compile: True, a mode, or a dict of `torch.compile`'s arguments to compile the step. `"regional"` compiles each
-            block.
+        compile: True, a mode, or a dict of `torch.compile`'s arguments compiles the step, `"regional"` each block.
         launcher: the launcher whose environment variables contain the rank: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"`
             or `"none"`. `"ray"`, with options as in `"ray:max_restarts=2:cpus=4"`, runs each stage in actors of Ray.
         uneven_batches: the policy for ranks with different numbers of batches: `"pad"`, `"stop"` or `"error"`.
@@ -122,8 +121,7 @@ class Trainer(Planner, LightningNames):
             (default at a prompt or in a notebook) or `"raise"` (default in a script).
 
     Raises:
-        ConfigurationError: an argument is unknown, impossible, or contradicts another. It is raised before devices,
-            processes and files are used.
+        ConfigurationError: an argument is unknown or invalid, or contradicts another. No device or file has been used.
     """
 
     @known_arguments(refuse_unknown)
@@ -225,8 +223,7 @@ class Trainer(Planner, LightningNames):
             strict: raise an error for missing or unexpected weights. Default: the task's `strict_loading`.
             allow_missing: parts that may be missing and then start from scratch with a warning: `"optimizer"`,
                 `"rng"`, `"schedulers"`, `"scaler"`, `"datamodule"`, `"callbacks"`, `"loggers"`.
-            on_damaged: `"error"`, or `"fall_back"` to the newest valid earlier checkpoint. Default: `"fall_back"` for
-                `ckpt_path="last"`, else `"error"`.
+            on_damaged: `"error"` (default), or `"fall_back"` (default for `"last"`) to the newest valid earlier one.
 
         Raises:
             ConfigurationError, FileNotFoundError, CheckpointError: an argument or the checkpoint is invalid.
@@ -459,8 +456,7 @@ class Trainer(Planner, LightningNames):
         within a step, the checkpoint contains the state of the previous step.
 
         Args:
-            filepath: path or URL. For a URL the checkpoint is written below `default_root_dir/checkpoints` and
-                uploaded.
+            filepath: path or URL. With a URL, the local folder is below `default_root_dir/checkpoints`.
             weights_only: exclude the optimizers, progress and generators. Default: False.
             storage_options: options for fsspec, such as credentials, if `filepath` is a URL.
 

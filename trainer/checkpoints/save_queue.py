@@ -88,9 +88,7 @@ class SaveQueue:
         self._names.close()
 
     def finish_copy(self) -> None:
-        """Wait until the state to save is copied. Afterwards code other than an optimizer may change it. Not
-        collective.
-        """
+        """Wait until the state to save is copied, after which all code may change it. Not collective."""
         if self.writer is not None:
             self.writer.finish_copy()
 

@@ -103,9 +103,7 @@ class ExportMixin(nn.Module):
 
 
 def _script(module: nn.Module, **options: Any) -> Any:
-    """Compile a task with torch.jit.script. Exclude properties of this package's classes, which torch would compile
-    too.
-    """
+    """Compile a task with torch.jit.script, without the properties of this package's classes."""
     cls = type(module)
     ours = [base for base in cls.__mro__ if base.__module__.startswith("trainwright.")]
     names = [name for base in ours for name, value in vars(base).items() if isinstance(value, property)]

@@ -155,9 +155,7 @@ def _from_slurm(env: Mapping[str, str]) -> Topology | None:
 
 
 def _slurm_not_used(env: Mapping[str, str]) -> str:
-    """Return the reason why Slurm's variables are ignored, because srun did not start this process; else an empty
-    text.
-    """
+    """Return the reason why srun did not start this process despite Slurm's variables, or an empty text."""
     if not any(name.startswith("SLURM_") for name in env):
         return ""
     if "SLURM_STEP_ID" not in env:

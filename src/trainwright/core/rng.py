@@ -66,9 +66,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
 
 
 def begin_alike() -> Callable[[], None]:
-    """Return a function that sets another process's generators, on all devices, to the current state of this
-    process.
-    """
+    """Return a function that sets the generators of another process to the current state of this process."""
     return partial(_begin_with, torch.initial_seed(), rng_state())
 
 

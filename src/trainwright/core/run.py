@@ -84,9 +84,7 @@ class TrialSteps(Protocol):
         """Return the largest batch that the data can fill on every rank; None if its length is unknown."""
 
     def at_end(self, action: Callable[[], None]) -> None:
-        """Call `action` at the end, after all state is restored and before loaders are recreated. Not called after an
-        error.
-        """
+        """Call `action` after all state is restored and before loaders are recreated. Not called after an error."""
 
     def try_out(self, num_steps: int) -> Trial:
         """Run some steps of the current stage with new loaders, then restore all state.
@@ -256,9 +254,7 @@ class Run(Protocol):
         """
 
     def request_save(self, request: SaveRequest) -> None:
-        """Request a checkpoint at the end of the current step. Every rank must make the same request. Rank 0's is
-        executed.
-        """
+        """Request a checkpoint at the end of the current step. Every rank must make the same request."""
 
     def wrote_into(self, folder: Path) -> bool:
         """Return whether the index in a folder lists existing checkpoints of this run. Not collective."""

@@ -171,9 +171,7 @@ def check_signatures(obj: object, base: type, hooks: Iterable[str]) -> None:
 
 
 def _runs_later(hook: Callable[..., Any], name: str) -> str | None:
-    """Return the kind of a hook whose call does not run its body (a coroutine or generator). Loaders may be
-    generators.
-    """
+    """Return the kind of a function whose call does not run its body. Hooks for loaders may be generators."""
     function = inspect.unwrap(hook)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         return "an async function"

@@ -81,9 +81,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         )
 
     def configure_model(self) -> None:
-        """Build large layers here instead of in `__init__`, so that a strategy can choose the device. May be called
-        twice.
-        """
+        """Build large layers here instead of in `__init__`. A strategy chooses the device. May be called twice."""
 
     def configure_callbacks(self) -> Any:
         """Return the callback(s) of this task. Each replaces the Trainer's callbacks of the same type."""

@@ -95,9 +95,7 @@ class BatchSamplerShard(BatchSampler):
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
-        """Return the number of batches of this process. With `split_batches` and without `even_batches` it may be one
-        less.
-        """
+        """Return the number of batches of this process. The last may be missing without `even_batches`."""
         if self.split_batches:
             return self.total_length
         length, rest = divmod(self.total_length, self.num_processes)

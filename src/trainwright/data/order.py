@@ -93,9 +93,7 @@ class KeyedPermutation:
         return int(self.take([place])[0])
 
     def slice(self, start: int, stop: int) -> Indices:
-        """Return the items at positions `start <= i < stop`, int64 of shape (stop - start,). Both ends are clipped to
-        [0, n].
-        """
+        """Return the items at positions `start <= i < stop`, int64 of shape (stop - start,). Clips both ends."""
         start, stop = max(0, start), min(stop, self.n)
         return self.take(np.arange(start, max(start, stop), dtype=np.uint64))
 

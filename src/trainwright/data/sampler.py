@@ -92,9 +92,7 @@ class Dealer(Sampler[Any], ABC):
         self._start_round = batch
 
     def counts(self) -> list[int] | None:
-        """Return the number of batches of each rank in this epoch, including rounds before the anchor; None if
-        unknown.
-        """
+        """Return the number of batches of each rank in this epoch, also before the anchor; None if unknown."""
         left = self.micro_batches_left
         if left is None:
             return None

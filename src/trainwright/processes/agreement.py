@@ -40,9 +40,7 @@ class Agreement:
         return count >= self._next
 
     def hold(self, count: int, values: list[int]) -> list[list[int]]:
-        """Return the `values` of every rank, in rank order. Collective, on the host. All ranks pass the same
-        `count`.
-        """
+        """Return the `values` of every rank, in rank order. Collective, on the host, with equal `count`."""
         now = time.perf_counter()
         pace_us = int((now - self._since) / max(count - self._last, 1) * 1e6)
         everyone = self._processes.gather_integers([*values, pace_us])

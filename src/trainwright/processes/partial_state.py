@@ -48,8 +48,7 @@ class PartialState:
     All instances share one state. The first one detects this process's rank from the launcher's variables and sets the
     current accelerator. With several processes it also creates torch's default group, or uses the script's existing
     group. Every process must then create a state, which blocks until all have joined. A single process creates no
-    group. The group stays open until the process ends. A `Trainer` in the same script uses the group and does not close
-    it.
+    group. The group stays open until the process ends, and a `Trainer` in the same script uses it.
 
     Args:
         cpu: use the CPU even if there is an accelerator. Default: False.
@@ -176,11 +175,10 @@ class PartialState:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: object, apply_padding: bool = False) -> Iterator[Any]:
-        """Return this process's part of `inputs`. Every process passes the same inputs. Not collective.
+        """Return this process's consecutive part of `inputs`, which are the same on every process. Not collective.
 
-        The parts are consecutive. If the inputs are not divisible, the first processes get one more: of three inputs,
-        two processes get two and one. With fewer inputs than processes, the last parts are empty. A single process gets
-        all inputs unchanged.
+        If the inputs are not divisible, the first processes get one more: of three inputs, two processes get two and
+        one. With fewer inputs than processes, the last parts are empty. A single process gets all inputs unchanged.
 
         Args:
             inputs: a list, a tuple, a tensor (split along its first dimension; its device does not change), a
@@ -262,8 +260,7 @@ class PartialState:
             print(*args, **kwargs)  # noqa: T201 -- the user's own line
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Close a process group of torch. Waits for pending operations. Not collective, but every process should call
-        it.
+        """Close a process group of torch on this process. Every process should call it. Waits for pending operations.
 
         Args:
             group: the group. Default: None, which closes all groups. Later collective operations open a new default
@@ -303,11 +300,9 @@ class PartialState:
 
     @contextlib.contextmanager
     def _goes_first(self, is_first: bool, corner: str) -> Iterator[None]:
-        """Let one process run the body first. It reports the result through the store, so that no process waits for a
-        failed one.
-
-        As in Accelerate, a barrier follows, after which the first process continues. A nested block has no barrier,
-        because the other processes still wait for the outer block.
+        """Let one process run the body first. It reports its success to the others through the store. As in Accelerate,
+        a barrier follows, after which the first process continues. A nested block has no barrier, because the other
+        processes still wait for the outer block.
         """
         processes = self.joined()
         if processes.world_size == 1:
@@ -335,9 +330,8 @@ class PartialState:
             _open_blocks.pop()
 
     def _refresh(self) -> None:
-        """Detect the topology again if the group has changed. Not collective.
-
-        A Trainer changes the group when it starts processes or creates a group for each stage.
+        """Detect the topology again if the group has changed, for example because a Trainer has started processes or
+        created a group for a stage. Not collective.
         """
         world = _default_group()
         if world is self._world:
@@ -480,9 +474,7 @@ def _leave() -> None:
 
 
 def _wait_for(store: Any, turn: str, timeout: timedelta) -> None:
-    """Wait until the first process has reported its result. This polls the store, because the wait may take hours and
-    Ctrl-C must end it.
-    """
+    """Wait until the first process has reported its result. Polls the store, so that Ctrl-C can end the wait."""
     start_s, look_s = time.monotonic(), 0.001
     while not store.check([turn]):
         if time.monotonic() - start_s > timeout.total_seconds():

@@ -113,9 +113,7 @@ class Processes:
         return [value]
 
     def gather_integers(self, values: list[int]) -> list[list[int]]:
-        """Return the lists of all ranks, which must have equal lengths, in rank order. Collective, on the host,
-        fast.
-        """
+        """Return the lists of all ranks, of equal length, in rank order. Collective, on the host, fast."""
         return [values]
 
     def broadcast_object(self, value: object, src: int = 0) -> Any:

@@ -43,9 +43,7 @@ def synchronize_rng_states(
 
 
 def synchronize_rng_state(rng_type: str | RNGType | None = None, generator: torch.Generator | None = None) -> None:
-    """Set one generator of all processes to the state of the first process. Collective; see
-    `synchronize_rng_states`.
-    """
+    """Set a generator of all processes to the first process's state. Collective; see `synchronize_rng_states`."""
     state = PartialState()
     kind = "torch" if rng_type is None else str(rng_type)
     if kind == "generator":

@@ -75,9 +75,7 @@ class _RankActor:
     def run(
         self, command: Sequence[str], variables: Mapping[str, str], work: bytes | None
     ) -> tuple[int, str, bytes | None]:
-        """Run the program until it ends. Return its exit code, and the error and the result that it has written to
-        files.
-        """
+        """Run the program until it ends. Return its exit code, and its error and result from files."""
         with tempfile.TemporaryDirectory(prefix="trainwright-ray-") as folder:
             file = Path(folder, "work.pkl")
             if work is not None:

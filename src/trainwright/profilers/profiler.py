@@ -53,9 +53,7 @@ class Profiler:
         """Start recording the action `name`."""
 
     def stop(self, name: str) -> None:
-        """Stop recording the action `name`. SimpleProfiler and AdvancedProfiler raise ValueError if it is not
-        running.
-        """
+        """Stop recording the action `name`. Simple and AdvancedProfiler raise ValueError if it is not running."""
 
     @contextmanager
     def profile(self, name: str) -> Iterator[None]:

@@ -82,9 +82,7 @@ is_xpu_available = _has_device("xpu")
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether torch_xla is installed and has a device of the requested kind. The check for a kind starts
-    torch_xla.
-    """
+    """Return whether torch_xla is installed. If a kind of device is requested, start torch_xla and check for it."""
     if not _is_there("torch_xla")():
         return False
     if not (check_is_tpu or check_is_gpu):
