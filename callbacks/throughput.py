@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Counters:
-    """Counters at one log step; seconds are those of training, without evaluations."""
+    """Counters at one log step. Seconds do not include evaluations."""
 
     seconds: float
     step: int

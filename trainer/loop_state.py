@@ -19,7 +19,7 @@ from trainwright.trainer.schedule import Stop, ValidationSchedule
 
 
 class Guard(Protocol):
-    """Checks losses and gradients (see `recovery.non_finite`)."""
+    """Protocol of the check of losses and gradients in `recovery.non_finite`."""
 
     def look(self) -> None:
         """Raise if a step since the last check was not finite. Collective."""

@@ -185,7 +185,7 @@ def warn_of_joint_steps(task: TaskModule, num_optimizers: int) -> None:
 
 
 class Schedules:
-    """Steps learning-rate schedules at their intervals, independent of world size and accumulation.
+    """Learning-rate schedules that step at their intervals, independent of world size and accumulation.
 
     Args:
         configs: the schedules. With manual optimization the task steps them itself.

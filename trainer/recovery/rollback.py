@@ -35,7 +35,7 @@ class RollbackRequest:
 
 
 class RollBack(Exception):
-    """Exits the current epoch for a rollback. Raised on every rank."""
+    """Exception that exits the current epoch for a rollback. Raised on every rank."""
 
     def __init__(self, request: RollbackRequest) -> None:
         super().__init__(request.reason)

@@ -22,7 +22,7 @@ _KINDS: dict[str, Stage] = {"fit": "fit", "validate": "validate", "test": "test"
 
 
 class Tuner:
-    """Searches with a Trainer's settings and sets the result on the task or data module.
+    """Search with a Trainer's settings for a batch size or learning rate, which is set on the task or data module.
 
     A search sets up a stage like the Trainer, without callbacks and loggers. Afterwards only the attribute has changed,
     not the Trainer, the task's weights, the generators or the files. Arguments and defaults are those of Lightning 2.6.

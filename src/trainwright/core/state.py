@@ -12,7 +12,7 @@ import torch
 
 @dataclass(slots=True)
 class TrainState:
-    """Progress of a training run; JSON-compatible, saved in every checkpoint.
+    """Progress of a training run. It is JSON-compatible and saved in every checkpoint.
 
     Attributes:
         step: completed optimizer steps. Several optimizers that step for one group count as one step.

@@ -52,7 +52,7 @@ class Helpers(Protocol):
 
 
 class Processes:
-    """Processes of a run with one process: every exchange is the identity. Base class of `ProcessGroup`."""
+    """Processes of a run with a single process, without communication. Base class of `ProcessGroup`."""
 
     timeout = DEFAULT_TIMEOUT
 
