@@ -12,12 +12,12 @@ MAX_STEPS_BETWEEN_CHECKS = 1000
 
 
 class AgreedClock:
-    """Timer whose end all ranks see at the same step, by rank 0's clock.
+    """Timer that ends at the same step on all ranks, by rank 0's clock.
 
-    With one process the clock is read at every step. With several, rank 0 broadcasts only at steps that all ranks know
-    beforehand: each check also sets the number of steps until the next one, so that at the current pace half of the
-    remaining time will have passed (at least 1 step, at most 1000). Any duration thus costs about twenty broadcasts of
-    two numbers, and the steps in between one comparison.
+    With one process the clock is read at every step. With several processes, rank 0 broadcasts its clock only at agreed
+    steps. Each check sets the number of steps (1 to 1000) until the next check, such that half of the remaining time
+    will have passed at the current pace. Any duration thus costs about twenty broadcasts of two numbers. Other steps
+    cost one comparison.
     """
 
     def __init__(self, remaining_s: Callable[[], float]) -> None:
@@ -33,7 +33,7 @@ class AgreedClock:
         self._checked_at_s = time.monotonic()
 
     def is_up(self, run: Run) -> bool:
-        """Return, after a step, whether time is up. Collective at the agreed steps; never waits for the device."""
+        """Return whether time is up, after a step. Collective at the agreed steps; never waits for the device."""
         if run.world_size == 1:
             return self._remaining_s() <= 0
         if run.state.step < self._next_check:

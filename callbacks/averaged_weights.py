@@ -1,5 +1,6 @@
-"""A running average of a task's weights, kept in memory, and the exact exchange of the two. Sharded weights are
-averaged shard by shard on each rank, without communication; they are gathered only when they are read.
+"""A running average of a task's weights in memory, which can be swapped with the weights.
+
+Each rank averages its own shards without communication. Shards are gathered only when the average is read.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ Tensors = Mapping[str, torch.Tensor]
 class AveragedWeights:
     """Average of a task's parameters, and optionally of its floating-point buffers, over the updates so far.
 
-    It starts with the weights of the first update; before that there is no average. Updates are counted on the host, so
-    that an update never waits for the device unless the average is kept on another one.
+    The first update copies the weights. Before it there is no average. Updates are counted on the host. An update waits
+    for the device only if the average is on another device than the weights.
 
     Args:
-        task: the task whose weights are averaged; they must already be on their final device.
-        run: gathers and shards weights; None: weights are not sharded. Default: None.
-        device: where the average is kept; None: on the device of each weight. Default: None.
+        task: the task whose weights are averaged. The weights must already be on their final device.
+        run: gathers and shards weights. Default: None, for weights that are not sharded.
+        device: device of the average. Default: None, which uses the device of each weight.
         use_buffers: average floating-point buffers of the state dict too. Integer buffers (counters) are never
             averaged. Default: True.
         avg_fn: `(average, current, num_averaged) -> new average` of one tensor. Default: None.
-        multi_avg_fn: the same over lists of tensors of one device and dtype, in place. With neither of the two, all
-            updates have equal weight. Default: None.
+        multi_avg_fn: updates lists of tensors of one device and dtype in place, instead of `avg_fn`. Without both
+            functions, all updates have equal weight. Default: None.
 
     Attributes:
         num_averaged: number of updates.
@@ -88,7 +89,7 @@ class AveragedWeights:
 
     @property
     def _live(self) -> list[torch.Tensor]:
-        """Return this rank's parts of the task's weights; they share memory with them."""
+        """Return this rank's shards of the task's weights. They share memory with the weights."""
         return [_local(value) for value in self._held]
 
     @property
@@ -117,10 +118,9 @@ class AveragedWeights:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the task's weights and the average, bit for bit; a second call undoes it. No effect if there is
-        none.
+        """Swap the task's weights and the average exactly. A second call undoes it. No effect without an average.
 
-        Works in inference mode too. The parameters stay the same objects: optimizers and wrappers are not affected.
+        Works in inference mode too. The parameters stay the same objects, so optimizers and wrappers are not affected.
         """
         if self.num_averaged == 0:
             return
@@ -131,9 +131,9 @@ class AveragedWeights:
         self.swapped = not self.swapped
 
     def put_average_into(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict of the task with the averaged values replaced; references, not copies.
+        """Return `state`, a state dict of the task, with averaged values. These are references, not copies.
 
-        Collective if the weights are sharded and those of `state` are full.
+        Collective if the task's weights are sharded and `state` contains full weights.
         """
         if self.num_averaged == 0:
             return dict(state)
@@ -142,9 +142,10 @@ class AveragedWeights:
         return {name: average.get(_plain(name), value) for name, value in state.items()}
 
     def average(self) -> dict[str, torch.Tensor]:
-        """Return the average by name (tied weights under each); empty while there is none; references, not copies.
+        """Return the average by name (tied weights under each name). Empty before the first update.
 
-        Collective if the weights are sharded: then full copies, on the main rank's host.
+        Values are references, not copies. For sharded weights the call is collective and returns full copies on the
+        main rank's host.
         """
         return self._named(self._live if self.swapped else self._own) if self.num_averaged else {}
 
@@ -154,7 +155,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def restore(self, num_averaged: int, *, average: Tensors | None = None, current: Tensors | None = None) -> None:
-        """Restore saved values, which are copied; values that are not given are unchanged."""
+        """Copy saved values into this object. Values that are not passed are unchanged."""
         for values, targets in ((average, self._own), (current, self._live)):
             if values is None:
                 continue
@@ -185,7 +186,7 @@ class AveragedWeights:
             self._whole = True
 
     def _as_held(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's values as sharded tensors where the task's weights are sharded; shares memory."""
+        """Return this rank's values, as sharded tensors if the task's weights are sharded. They share memory."""
         if not self.in_shards:
             return values
         from torch.distributed.tensor import DTensor

@@ -16,34 +16,34 @@ from trainwright.core.task import TaskModule
 class BatchSizeFinder(Callback):
     """Callback that finds the largest batch size that fits into memory before a stage begins, and sets it.
 
-    A trial runs some steps with each size, with new loaders from the methods of the task or data module; these must
-    therefore create the loaders from the attribute. Trials are not logged or saved, and everything but the attribute is
-    restored afterwards. With several processes each runs its trials independently; a size that is too large for one of
-    them is too large for all. The size found has run on every rank.
+    A trial runs some steps with one size. It creates new loaders by the methods of the task or data module, which must
+    read the size from the attribute. Trials are not logged or saved. All state except the attribute is restored
+    afterwards. Each process runs its trials independently. A size that is too large for one process is too large for
+    all. The result has run on every rank.
 
-    `"power"` doubles the size until memory runs out or the data holds no batch of that size on every rank;
-    `"binsearch"` then halves the distance between the largest size that fitted and the smallest that did not.
+    `"power"` doubles the size until memory runs out or the data has no batch of that size on every rank. `"binsearch"`
+    does the same, then bisects between the largest size that fitted and the smallest that did not.
 
     Args:
         mode: `"power"` or `"binsearch"`. Default: `"power"`.
         steps_per_trial: steps to try with each size; in `fit` also as many validation batches. Default: 3.
         init_val: the first size. Default: 2.
         max_trials: the search ends after this many sizes that fitted. Default: 25.
-        batch_arg_name: the attribute that holds the size: of the task, its `hparams`, the data module or its `hparams`;
-            all of them are set. Default: `"batch_size"`.
-        margin: share by which the size is reduced in the end, in `"binsearch"`. Default: 0.05.
-        max_val: the largest size to try; None: no limit. The operating system may kill a process that allocates too
+        batch_arg_name: name of the attribute. It is set on the task, on the data module, and in the `hparams` of both,
+            wherever it exists. Default: `"batch_size"`.
+        margin: fraction by which `"binsearch"` reduces the size at the end. Default: 0.05.
+        max_val: the largest size to try. None is no limit. The operating system may kill a process that allocates too
             much host memory, instead of raising an error. Default: 8192.
 
     Attributes:
-        optimal_batch_size: the size found; `init_val` before.
+        optimal_batch_size: the result of the search; `init_val` before the search.
 
     Override `on_fit_start` to do nothing and call `scale_batch_size` from `on_train_epoch_start` to search at chosen
     epochs.
 
     Raises:
-        ConfigurationError: an argument out of range; in a run: the attribute does not exist, loaders were passed to the
-            Trainer or do not depend on it, or the strategy cannot run steps on a single process.
+        ConfigurationError: an argument is out of range. In a run: the attribute does not exist, loaders were passed to
+            the Trainer or do not depend on the attribute, or the strategy cannot run steps on a single process.
         BatchSizeError: in a run: not even one sample fits.
     """
 
@@ -91,7 +91,7 @@ class BatchSizeFinder(Callback):
         """Return the attribute that holds the batch size.
 
         Raises:
-            ConfigurationError: it does not exist; the message lists the existing ones.
+            ConfigurationError: the attribute does not exist. The message lists existing attributes.
         """
         return TunedAttribute(
             [self._batch_arg_name], task, datamodule, purpose="BatchSizeFinder(batch_arg_name=...)", kind=int
@@ -101,7 +101,7 @@ class BatchSizeFinder(Callback):
         self.attribute(task, trainer.datamodule)
 
     def scale_batch_size(self, trainer: Run, task: TaskModule) -> None:
-        """Search now, and set the attribute and `optimal_batch_size`. Collective; at a step boundary."""
+        """Search now, and set the attribute and `optimal_batch_size`. Collective. Call it at a step boundary."""
         if trainer.fast_dev_run:
             warnings.warn("fast_dev_run: the batch size is not searched for.", TrainwrightWarning, stacklevel=2)
             self.optimal_batch_size = None
@@ -124,7 +124,7 @@ class BatchSizeFinder(Callback):
         trainer.print(f"BatchSizeFinder: {attribute.name} = {found}")
 
     def _search(self, tries: _Tries, capacity: int | None, world_size: int) -> int:
-        """Return the largest size that fitted; every rank gets the same result, from the same values."""
+        """Return the largest size that fitted. The result is the same on every rank."""
         limit = self._max_val if capacity is None else min(self._max_val, capacity)
         if limit < 1:
             raise ConfigurationError(
@@ -151,7 +151,7 @@ class BatchSizeFinder(Callback):
         return low
 
     def _next(self, low: int, high: int | None, limit: int) -> int:
-        """Return the size to try next; a size not above `low` ends the search."""
+        """Return the size to try next. A size that is not above `low` ends the search."""
         if low == 0:
             assert high is not None  # the first size has been tried
             return high // 2

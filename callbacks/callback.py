@@ -1,27 +1,29 @@
 """The base of every callback: one method per event, the order in which callbacks run, and their saved state.
 
-The order of events in a run (indented: once per event above):
+The order of events in a run (an indented event occurs for each event above it):
 
     setup
-    on_load_checkpoint of a checkpoint; then optimizers are created on_fit_start on_sanity_check_start …
-    on_sanity_check_end validation events between them on_train_start
+    on_load_checkpoint                                         of a resumed run; then optimizers are created
+    on_fit_start
+    on_sanity_check_start … on_sanity_check_end                with validation events between them
+    on_train_start
         on_train_epoch_start                                   not when the epoch is resumed in its middle
             on_train_step_start                                one optimizer step: a group of micro-batches
                 on_train_batch_start                           one micro-batch
                 on_before_zero_grad, on_before_backward, on_after_backward
-            on_before_optimizer_step                           per optimizer; then clipping and the step itself
+                on_before_optimizer_step                       per optimizer; then clipping and the step itself
                 on_train_batch_end
             on_train_step_end                                  `trainer.state` already counts the step
             on_validation_start … on_validation_end            when a validation is due
-            requested checkpoints are written on_save_checkpoint
+            on_save_checkpoint                                 when requested checkpoints are written
         on_train_epoch_end
-        checkpoints requested at the epoch's end are written
+        on_save_checkpoint                                     if a checkpoint is requested at the epoch's end
     on_train_end
     on_fit_end
     teardown                                                   also after an exception
 
-`on_validation_*`, `on_test_*` and `on_predict_*` each come as `start, epoch_start, batch_start, batch_end, epoch_end,
-end`. `on_exception` is called once, with the exception that ended the run, including Ctrl-C.
+`on_validation_*`, `on_test_*` and `on_predict_*` each exist as `start, epoch_start, batch_start, batch_end,
+epoch_end, end`. `on_exception` is called once, with the exception that ended the run, including Ctrl-C.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from trainwright.core.tree import Batch
 
 
 class Order(IntEnum):
-    """Priority of a callback among the others at the same event; equal ones keep the order of the list."""
+    """Priority of a callback at each event. Callbacks of equal priority run in the order of the list."""
 
     FIRST = 0
     NORMAL = 50
@@ -51,13 +53,13 @@ class Order(IntEnum):
 
 
 class Callback:
-    """Base class of callbacks: override the events you need, the others cost nothing.
+    """Base class of callbacks. Override the events that you need. Other events cost nothing.
 
     Attributes:
-        order: priority among the other callbacks; any integer.
-        reads_only: True if none of its methods writes weights, so that a strategy may copy them to the device before it
-            is called; declared by each class, not inherited by sub-classes.
-        needs: fields of the strategy's `Capabilities` without which it cannot work; checked before a run starts.
+        order: priority among the callbacks; any integer.
+        reads_only: True if no method of the callback writes weights. A strategy may then copy the weights to the device
+            before it calls the callback. Sub-classes do not inherit the value.
+        needs: fields of the strategy's `Capabilities` that the callback requires. They are checked before a run starts.
     """
 
     order: int = Order.NORMAL
@@ -66,7 +68,7 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The key of this callback's state in a checkpoint; override it when several of one class are used."""
+        """The key of this callback's state in a checkpoint. Override it if a run has several callbacks of the class."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,7 +124,7 @@ class Callback:
         """Run before the validation batches that `fit` runs first."""
 
     def on_sanity_check_end(self, trainer: Run, task: TaskModule) -> None:
-        """Run after them."""
+        """Run after the validation batches that `fit` runs first."""
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
         """Run before the first epoch."""
@@ -149,7 +151,7 @@ class Callback:
         """Run after predicting."""
 
     def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
-        """Run when an exception (KeyboardInterrupt too) ends the run; must not communicate between ranks."""
+        """Run when an exception, including KeyboardInterrupt, ends the run. Must not communicate between ranks."""
 
     # Once per epoch
     def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
@@ -181,7 +183,7 @@ class Callback:
         """Run before a step's group of micro-batches, still on the host."""
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
-        """Run after an optimizer step; `result` is on the device: reading it waits for the device."""
+        """Run after an optimizer step. `result` is on the device, so reading it waits for the device."""
 
     def on_before_zero_grad(self, trainer: Run, task: TaskModule, optimizer: Optimizer) -> None:
         """Run before gradients are cleared."""
@@ -193,7 +195,7 @@ class Callback:
         """Run after backward of a micro-batch."""
 
     def on_before_optimizer_step(self, trainer: Run, task: TaskModule, optimizer: Optimizer) -> None:
-        """Run before each optimizer's step: gradients are accumulated and unscaled, not clipped yet."""
+        """Run before each optimizer's step, with accumulated, unscaled gradients that are not clipped yet."""
 
     # Once per batch
     def on_train_batch_start(self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int) -> None:
@@ -202,7 +204,7 @@ class Callback:
     def on_train_batch_end(
         self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        """Run after a training micro-batch; after the optimizer step when it was the last of its group."""
+        """Run after a training micro-batch. For the last one of a group, run after the optimizer step."""
 
     def on_validation_batch_start(
         self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
@@ -236,17 +238,15 @@ class Callback:
 
     # Checkpoints
     def on_save_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Add entries to `checkpoint` before it is written; called on every rank.
+        """Add entries to `checkpoint` before it is written. Called on every rank.
 
-        `checkpoint["state_dict"]` may be changed; the other entries with Lightning's names are read-only.
+        `checkpoint["state_dict"]` may be changed. Other entries with Lightning's names are read-only.
         """
 
     def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Read the entries that `on_save_checkpoint` added; called after the task is built and before it has
-        optimizers.
+        """Read the entries that `on_save_checkpoint` added. Called before optimizers are created.
 
-        `checkpoint["state_dict"]` may be changed; the other entries, including those with Lightning's names, are
-        read-only.
+        `checkpoint["state_dict"]` may be changed. All other entries are read-only.
         """
 
 
@@ -254,7 +254,7 @@ _TASK = "_task_of_stage"  # the attribute of a callback that holds the task it l
 
 
 def log_through(task: TaskModule | None, callbacks: Iterable[Callback]) -> None:
-    """Let callbacks log through a task during a stage; None ends this."""
+    """Let callbacks log through a task during a stage. None ends it."""
     for callback in callbacks:
         if task is not None:
             object.__setattr__(callback, _TASK, task)  # also on a frozen dataclass

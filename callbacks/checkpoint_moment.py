@@ -1,4 +1,4 @@
-"""Rank 0's values when a checkpoint is due: all ranks decide by them."""
+"""Values of rank 0 at the time of a save, by which all ranks make the same decision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Moment:
 
     @property
     def values(self) -> dict[str, float]:
-        """The metrics with `epoch` and `step`; values that the user logged under these names take precedence, as
+        """The metrics, with `epoch` and `step`. Values that the user logged under these names take precedence, as
         integers.
         """
         counters = {"epoch": self.epoch, "step": self.step}

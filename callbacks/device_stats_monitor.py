@@ -19,17 +19,16 @@ _MEMORY_READINGS = ("current_allocated_memory", "driver_allocated_memory", "memo
 class DeviceStatsMonitor(Callback):
     """Callback that logs the main process's memory statistics at log steps, as `DeviceStatsMonitor/…`.
 
-    On an accelerator these are the allocator's own counters, in bytes and counts, read without waiting for the device;
-    on the CPU they come from psutil: `cpu_percent`, `cpu_vm_percent`, `cpu_swap_percent` (of the machine) and
-    `process_rss_bytes`.
+    On an accelerator these are counters of the allocator, which are read without waiting for the device. On the CPU
+    they come from psutil: `cpu_percent`, `cpu_vm_percent`, `cpu_swap_percent` (of the machine) and `process_rss_bytes`.
 
     Args:
-        cpu_stats: None: the host's statistics only when training runs on the CPU; True: always; False: never.
-            Default: None.
+        cpu_stats: log the host's statistics. Default: None, which logs them only if training runs on the CPU.
 
     Raises:
         ConfigurationError: in a run, the Trainer has no logger.
-        MissingPackageError: the host's statistics are requested and psutil is not installed; before training starts.
+        MissingPackageError: the host's statistics are requested and psutil is not installed. Raised before training
+            starts.
     """
 
     reads_only = True
@@ -66,7 +65,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def memory_statistics(device: torch.device) -> dict[str, float]:
-    """Return the counters of `device`'s memory allocator: bytes and counts; empty on the CPU. Never waits."""
+    """Return the counters of `device`'s memory allocator, in bytes or counts. Empty on the CPU. Never waits."""
     if device.type == "cpu":
         return {}
     backend = torch.get_device_module(device)

@@ -25,7 +25,7 @@ from trainwright.core.task import TaskModule
 
 
 class EarlyStoppingReason(StrEnum):
-    """Reason for which an EarlyStopping requested the end."""
+    """Reason for which `EarlyStopping` has requested the end of training."""
 
     NOT_STOPPED = "not_stopped"
     STOPPING_THRESHOLD = "stopping_threshold"
@@ -37,33 +37,32 @@ class EarlyStoppingReason(StrEnum):
 class EarlyStopping(Callback):
     """Callback that ends training when a monitored metric stops improving.
 
-    It checks after every validation (after every training epoch without validation), at the step's safe point, when
-    metrics of training and of validation are both known. Rank 0's value is broadcast then and used on every rank, so
-    that all stop at the same step. min_epochs and min_steps are respected.
+    The metric is checked after every validation or, without validation, after every training epoch. The check runs at
+    the end of the step, when training and validation metrics are known. Rank 0's value is broadcast, so that all ranks
+    stop at the same step. The stop takes effect once min_epochs and min_steps are reached.
 
     Args:
         monitor: the metric to monitor.
-        min_delta: an improvement is a change by more than this. Default: 0.0.
+        min_delta: smaller changes of the metric are not an improvement. Default: 0.0.
         patience: stop after this many consecutive checks without improvement. Default: 3.
         verbose: print a message when the metric improves or training ends. Default: False.
-        mode: `"min"` or `"max"`: which values are better. Default: `"min"`.
-        strict: a metric that was not logged is an error (True) or a warning (False). Default: True.
+        mode: `"min"` if lower values are better, `"max"` if higher values are better. Default: `"min"`.
+        strict: raise an error if the metric was not logged. False warns. Default: True.
         check_finite: stop when the metric is NaN or infinite. Default: True.
         stopping_threshold: stop as soon as the metric is better than this. Default: None.
         divergence_threshold: stop as soon as the metric is worse than this. Default: None.
-        check_on_train_epoch_end: True: check at the end of the training epoch, False: after validations; None: see
-            above. Default: None.
-        log_rank_zero_only: accepted for compatibility: all ranks make the same decision, and only the main one prints.
-            Default: False.
+        check_on_train_epoch_end: True checks at the end of the training epoch, False after validations. Default: None,
+            see above.
+        log_rank_zero_only: accepted for compatibility, without effect. Only the main rank prints. Default: False.
 
     Attributes:
         wait_count: checks since the last improvement.
-        stopped_epoch: 0-based epoch in which it requested the end; 0 if it has not.
-        best_score: the best value so far, with the methods of a tensor; ±inf before the first.
+        stopped_epoch: 0-based epoch in which the callback requested the end; 0 if it has not.
+        best_score: the best value so far, with the methods of a tensor; ±inf before the first check.
         stopping_reason, stopping_reason_message: the reason, as a member of `EarlyStoppingReason` and as text.
 
     Raises:
-        ConfigurationError: an unknown mode; in a run, the metric was not logged (with `strict`).
+        ConfigurationError: the mode is unknown. In a run with `strict`: the metric was not logged.
     """
 
     reads_only = True
@@ -148,7 +147,7 @@ class EarlyStopping(Callback):
             run.request_stop(f"EarlyStopping: {message}")
 
     def judge(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
-        """Add a value of the metric; return the reason to stop, if any, and a message."""
+        """Add a value of the metric. Return the reason to stop, if any, and a message."""
         name, best = self.monitor, self.best_score
         compared = "<" if self.mode == "min" else ">"
         if self.check_finite and not math.isfinite(value):

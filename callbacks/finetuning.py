@@ -25,10 +25,10 @@ class BaseFinetuning(Callback):
 
     A sub-class defines `freeze_before_training`, which calls `freeze`, and `finetune_function`, which calls
     `unfreeze_and_add_param_group` in some epochs. Checkpoints contain the added parameter groups, so a resumed run has
-    the same ones. Learning rate schedules of `torch.optim` do not change the learning rates of added groups, except
-    schedules that compute a rate from the previous one.
+    the same groups. Schedules of `torch.optim` change the learning rates of added groups only if they compute a rate
+    from the previous rate.
 
-    The modules must exist before `setup`: create them in the task's `__init__`.
+    Create the modules in the task's `__init__`, because they must exist before `setup`.
 
     Raises:
         ConfigurationError: in a run: the task has its own `configure_model`, or the strategy's optimizers cannot take
@@ -47,20 +47,21 @@ class BaseFinetuning(Callback):
         raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training(self, task).")
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze modules; called for each optimizer at the start of each epoch (0-based)."""
+        """Unfreeze modules. Called for each optimizer at the start of each epoch (0-based)."""
         raise NotImplementedError(f"{type(self).__name__} must define finetune_function(self, task, epoch, optimizer).")
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return the modules, in nested lists too, and those inside them that have parameters or no children."""
+        """Flatten modules, or nested lists of modules, to the modules that have own parameters or no children."""
         if isinstance(modules, nn.Module):
             return [one for one in modules.modules() if one._parameters or not one._modules]
         return [one for module in modules for one in BaseFinetuning.flatten_modules(module)]
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of modules that are trained, or with `requires_grad=False` those that are frozen. Those
-        of BatchNorm layers are among them if `train_bn`.
+        """Yield the parameters of modules that require gradients, or with `requires_grad=False` those that do not.
+
+        Parameters of BatchNorm layers are included if `train_bn`.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm) and not train_bn:
@@ -69,12 +70,12 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the parameters of a module itself, and the statistics of a BatchNorm layer."""
+        """Freeze a module's own parameters, and its running statistics if it is a BatchNorm layer."""
         _set_trained(module, False)
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze modules; with `train_bn` their BatchNorm layers stay trained."""
+        """Freeze modules. With `train_bn` their BatchNorm layers are still trained."""
         for module in BaseFinetuning.flatten_modules(modules):
             _set_trained(module, train_bn and isinstance(module, _BatchNorm))
 
@@ -86,7 +87,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters that are not in the optimizer yet; warn if some are."""
+        """Return the parameters that are not in the optimizer yet. Warn if some are already in it."""
         params, known = list(params), _ids_in(optimizer)
         found = [p for p in params if id(p) not in known]
         if len(found) < len(params):
@@ -109,11 +110,11 @@ class BaseFinetuning(Callback):
         """Unfreeze modules, and add their parameters to an optimizer as a new group.
 
         Args:
-            modules: in nested lists too.
+            modules: a module, or nested lists of modules.
             optimizer: the task's optimizer.
-            lr: learning rate of the group. Default: None, which divides that of the first group by `initial_denom_lr`.
-            initial_denom_lr: see `lr`. Default: 10.
-            train_bn: BatchNorm layers belong to the group. Default: True.
+            lr: learning rate of the group. Default: None, the rate of the first group divided by `initial_denom_lr`.
+            initial_denom_lr: divisor if `lr` is None. Default: 10.
+            train_bn: add parameters of BatchNorm layers to the group. Default: True.
         """
         never_frozen = {id(p) for p in BaseFinetuning.filter_params(modules)} & _ids_in(optimizer)
         BaseFinetuning.make_trainable(modules)
@@ -166,21 +167,22 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Freeze `task.backbone`, and train it from an epoch on, with a learning rate that grows to that of the rest.
+    """Callback that trains `task.backbone` only from a later epoch on, with an initially lower learning rate.
 
     Args:
-        unfreeze_backbone_at_epoch: the first epoch (0-based) that trains it. Default: 10.
-        lambda_func: factor of its learning rate from one epoch to the next, by the epoch. Default: always 2.
-        backbone_initial_ratio_lr: its first learning rate divided by that of the first group. Default: 0.1.
-        backbone_initial_lr: its first learning rate. Default: None, which uses the ratio.
-        should_align: its learning rate does not grow beyond that of the first group. Default: True.
-        initial_denom_lr: accepted; the first learning rate follows from the two above. Default: 10.
+        unfreeze_backbone_at_epoch: first epoch (0-based) that trains the backbone. Default: 10.
+        lambda_func: function of the epoch that returns the factor for the backbone's learning rate. Default: always 2.
+        backbone_initial_ratio_lr: initial learning rate of the backbone divided by that of the first group. Default:
+            0.1.
+        backbone_initial_lr: initial learning rate of the backbone. Default: None, which uses the ratio.
+        should_align: limit the backbone's learning rate to that of the first group. Default: True.
+        initial_denom_lr: accepted for compatibility, without effect. Default: 10.
         train_bn: BatchNorm layers of the backbone are trained from the beginning. Default: True.
         verbose: print the learning rates at each epoch. Default: False.
-        rounding: digits of what is printed. Default: 12.
+        rounding: digits of printed learning rates. Default: 12.
 
     Raises:
-        ConfigurationError: in a run: the task has no module `backbone`; see also `BaseFinetuning`.
+        ConfigurationError: in a run: the task has no module `backbone`. See also `BaseFinetuning`.
     """
 
     def __init__(
@@ -240,7 +242,7 @@ def _ids_in(optimizer: Optimizer) -> set[int]:
 
 
 def _set_trained(module: nn.Module, trained: bool) -> None:
-    """Freeze or unfreeze the parameters of a module itself."""
+    """Freeze or unfreeze a module's own parameters."""
     if isinstance(module, _BatchNorm):
         module.track_running_stats = trained
     for parameter in module.parameters(recurse=False):

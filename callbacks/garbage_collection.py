@@ -23,7 +23,7 @@ class GarbageCollection(Callback):
             end of the fit, and after each validation. Default: 1.
 
     Raises:
-        ConfigurationError: a number of steps below 1, or an unknown generation.
+        ConfigurationError: the number of steps is below 1, or the generation is unknown.
     """
 
     reads_only = True

@@ -14,12 +14,12 @@ class GradientAccumulationScheduler(Callback):
     """Callback that sets `accumulate_grad_batches` by epoch.
 
     Args:
-        scheduling: first epoch (0-based) → micro-batches per optimizer step from there on: `{0: 8, 4: 4, 8: 1}`.
-            Epochs before the first entry do not accumulate.
+        scheduling: dict from an epoch (0-based) to the micro-batches per optimizer step from this epoch on, such as
+            `{0: 8, 4: 4, 8: 1}`. Epochs before the first entry do not accumulate.
 
     Raises:
-        ConfigurationError: an empty table, a negative epoch, a factor below 1; in a run, a Trainer that has its own
-            accumulate_grad_batches, or a task with manual optimization.
+        ConfigurationError: the dict is empty, an epoch is negative, or a number is below 1. In a run: the Trainer has
+            its own accumulate_grad_batches, or the task uses manual optimization.
     """
 
     reads_only = True
@@ -48,7 +48,7 @@ class GradientAccumulationScheduler(Callback):
         return list(self.scheduling)
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Return the number of micro-batches per step in an epoch: Lightning's name for `factor`."""
+        """Return the result of `factor`. This is Lightning's name."""
         return self.factor(epoch)
 
     def going_to_accumulate_grad_batches(self) -> bool:

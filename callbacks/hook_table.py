@@ -1,9 +1,9 @@
-"""The table {event: registered hooks}, built once before a run, and the search for misspelt hooks.
+"""The table of registered hooks by event, built once before a run, and the check for misspelt hooks.
 
 An event's entry is a tuple of callables `(trainer, task, …)`: the bound methods of the callbacks that override the
-event, in their order, then the task's own hook. Firing an event is one loop over that tuple; an event without hooks
-costs one look-up whatever the number of callbacks. Arguments that a hook does not accept are not passed to it (see
-`core.signatures`): evaluations pass `dataloader_idx` with several loaders only.
+event, in their order, then the task's own hook. Firing an event is one loop over that tuple. An event without hooks
+costs one look-up. Arguments that a hook does not accept are not passed to it (see `core.signatures`): evaluations pass
+`dataloader_idx` with several loaders only.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ class HookTable:
             setattr(self, event, tuple(named))
 
     def only_read(self, events: Iterable[str]) -> bool:
-        """Return whether all hooks of some events are declared not to write weights (`Callback.reads_only`). A task's
-        own hooks and plain functions are not.
-        """
+        """Return whether all hooks of some events belong to callbacks with `reads_only`. False for other hooks."""
         return all(_only_reads(listener) for event in events for listener in getattr(self, event))
 
     def __getattr__(self, event: str) -> Listeners:  # for type checkers: the entries are set above
@@ -67,8 +65,8 @@ def check_hook_names(obj: object, base: type, known: Sequence[str]) -> None:
     """Find hooks of `obj` that are misspelt or belong to an older interface.
 
     Raises:
-        ConfigurationError: it is one edit away from a hook that `obj` does not have, or a hook of older versions of
-            Lightning; the message names the method and its replacement. Less similar names give a warning.
+        ConfigurationError: a method's name is one edit away from a hook that `obj` does not have, or is a hook of older
+            versions of Lightning. Less similar names cause a warning.
     """
     own: dict[str, None] = {}
     for cls in type(obj).__mro__:

@@ -14,7 +14,7 @@ Length = int | str | Duration | datetime.timedelta
 
 
 class KeepEvery:
-    """Intervals of training, and the checkpoints that were kept for them."""
+    """Intervals of training with one permanent checkpoint each."""
 
     def __init__(self, every: Length | None) -> None:
         self.names: list[str] = []
@@ -29,27 +29,27 @@ class KeepEvery:
         self._at = now if self._at is None else min(self._at, now)  # a new run may pass the same intervals again
 
     def look(self, run: Run) -> float | None:
-        """Return the progress of the run if an interval has ended since the last kept checkpoint, else None."""
+        """Return the progress of the run if an interval has ended since the last permanent checkpoint, else None."""
         if self._every is None:
             return None
         now, at = self._progress(run), self._at or 0.0
         return now if self._stretch(now) > self._stretch(at) else None
 
     def keep(self, name: str, at: float) -> None:
-        """Keep a checkpoint for the interval that has ended at `at`."""
+        """Add a permanent checkpoint for the interval that has ended at `at`."""
         self.names.append(name)
         self._at = at
 
     def forget(self, names: set[str]) -> None:
-        """Forget checkpoints that no longer exist."""
+        """Remove entries of checkpoints that no longer exist."""
         self.names = [name for name in self.names if name not in names]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the names and the progress; JSON."""
+        """Return the names and the progress, serializable as JSON."""
         return {"names": self.names, "unit": None if self._every is None else self._every.unit, "at": self._at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned; an interval in another unit starts now."""
+        """Restore the result of `state_dict`. An interval whose unit has changed starts at the current progress."""
         self.names = list(state["names"])
         same = self._every is not None and state["unit"] == self._every.unit
         self._at = state["at"] if same else None

@@ -14,11 +14,11 @@ class LambdaCallback(Callback):
     `LambdaCallback(on_train_epoch_end=lambda trainer, task: print(trainer.state))`.
 
     Args:
-        events: event name → function with the event's arguments, `(trainer, task, …)`. Functions that are sent to other
-            processes by plain pickle must be module-level functions.
+        events: function for each event name. It receives the event's arguments, `(trainer, task, …)`. Functions that
+            are sent to other processes by plain pickle must be module-level functions.
 
     Raises:
-        ConfigurationError: no such event, or not a function.
+        ConfigurationError: an event does not exist, or its value is not a function.
     """
 
     def __init__(self, **events: Callable[..., Any]) -> None:

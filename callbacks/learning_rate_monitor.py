@@ -17,13 +17,14 @@ from trainwright.core.task import TaskModule
 class LearningRateMonitor(Callback):
     """Callback that logs the learning rate of each optimizer step.
 
-    Names are `lr-AdamW`, `lr-AdamW/pg1` and so on when there are several parameter groups (or the groups' own names),
-    `lr-AdamW-1` for a second AdamW, and the scheduler's `name` if its configuration has one. Rates are read as numbers
-    on the host at log steps only.
+    The name is `lr-AdamW`, or `lr-AdamW-1` for a second AdamW, or the `name` in the scheduler's configuration. With
+    several parameter groups `/pg1`, `/pg2`, … or the groups' own names are appended. Rates are read on the host, at log
+    steps only.
 
     Args:
-        logging_interval: `"step"`: at every log step; `"epoch"`: at the first step of every epoch; None: as the
-            optimizer's scheduler steps, and both for an optimizer without one. Default: None.
+        logging_interval: `"step"` logs at every log step, `"epoch"` at the first step of every epoch. Default: None,
+            which uses the interval of the optimizer's scheduler, and both intervals for an optimizer without a
+            scheduler.
         log_momentum: also log `…-momentum` (the first beta of an Adam; 0 for an optimizer without momentum).
             Default: False.
         log_weight_decay: also log `…-weight_decay`. Default: False.
@@ -33,7 +34,7 @@ class LearningRateMonitor(Callback):
         last_momentum_values, last_weight_decay_values: the latest values by name, if they are logged.
 
     Raises:
-        ConfigurationError: an unknown interval; in a run, the Trainer has no logger, or several groups of one
+        ConfigurationError: the interval is unknown. In a run: the Trainer has no logger, or several groups of one
             optimizer have the same name.
     """
 

@@ -30,28 +30,28 @@ class LossSpikeDetector(Callback):
 
         loss > median + threshold × max(1.4826 × MAD, 0.01 × |median|)
 
-    or when it is NaN or infinite. Median and MAD (the median absolute deviation from it) are taken over the `window`
-    finite losses before it, so that single outliers have little effect. Detection starts when half a window of losses
-    is known.
+    or when it is NaN or infinite. Median and MAD (median absolute deviation) are those of the previous `window` finite
+    losses, so that single outliers have little effect. Detection starts after half a window of losses.
 
-    The loss is that of the full step, over micro-batches and ranks. It stays on the device and is read after every
-    `log_every_n_steps`-th step, all values at once: a spike is detected at the next such step. Rank 0 decides.
+    The loss is that of the full step, over micro-batches and ranks. Losses stay on the device. After every
+    `log_every_n_steps` steps all new losses are read at once, and spikes are detected. Rank 0 decides.
 
     Args:
         window: number of losses for median and MAD; at least 4. Default: 100.
         threshold: how many (robust) standard deviations above the median are a spike. Default: 8.0.
         patience: act after this many consecutive spikes, so that a single bad batch can be tolerated. Default: 1.
-        action: `"warn"`; `"stop"`: request the end of training; `"rollback"`: go back to the newest checkpoint from
-            before the first of these spikes, and skip all data that was consumed since it (see `Run.request_rollback`,
-            and `trainer.skipped_batches` for the skipped data). The checkpoint must still exist: have ModelCheckpoint
-            keep several. Default: `"warn"`.
+        action: `"warn"`, `"stop"` or `"rollback"`. `"stop"` requests the end of training. `"rollback"` returns to the
+            newest checkpoint from before these spikes and skips all data consumed since then (see
+            `Run.request_rollback` and `trainer.skipped_batches`). Configure ModelCheckpoint to keep several checkpoints
+            for it. Default: `"warn"`.
 
     Attributes:
-        num_spikes: number of times it has acted; a rollback does not reset it.
-        last_spike: 0-based index of the first step of the last one; None before.
+        num_spikes: number of actions. A rollback does not reset it.
+        last_spike: 0-based index of the first step that caused the last action; None before the first action.
 
     Raises:
-        ConfigurationError: a value out of its range, an unknown action; in a run, a task with manual optimization.
+        ConfigurationError: a value is out of range, or the action is unknown. In a run: the task uses manual
+            optimization.
     """
 
     reads_only = True
@@ -88,7 +88,7 @@ class LossSpikeDetector(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the losses that have been read; those that are still on the device are not included."""
+        """Return the losses that have been read. Losses that are still on the device are not included."""
         return {
             "losses": list(self._losses),
             "in_a_row": self._in_a_row,
@@ -139,7 +139,7 @@ class LossSpikeDetector(Callback):
             self._act(run, *found)
 
     def _judge(self, steps: list[int], losses: list[float]) -> tuple[int, float, float] | None:
-        """Add losses; return the first step, loss and bound of the first sequence of spikes that is long enough."""
+        """Add losses. Return step, loss and bound at the start of the first sequence of `patience` spikes, if any."""
         found = None
         for step, loss in zip(steps, losses, strict=True):
             bound = self._bound()

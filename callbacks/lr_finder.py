@@ -29,12 +29,12 @@ class LRFinder:
     Args:
         mode: `"exponential"` or `"linear"`: growth of the learning rates.
         lr_min: the first learning rate.
-        lr_max: the last one.
+        lr_max: the last learning rate.
         num_training: number of learning rates to try.
 
     Attributes:
-        results: `"lr"`: the tested learning rates; `"loss"`: the running mean of the losses (of all ranks) after each,
-            with bias correction; `"step_loss"`: the loss of each step.
+        results: lists with one value per step: `"lr"`, the learning rate; `"step_loss"`, the loss over all ranks; and
+            `"loss"`, its running mean with bias correction.
     """
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
@@ -46,7 +46,7 @@ class LRFinder:
         self._optimal_idx: int | None = None
 
     def lr_of(self, step: int) -> float:
-        """Return the learning rate of a 0-based step: `lr_min` for the first, `lr_max` for the last."""
+        """Return the learning rate of a 0-based step, from `lr_min` to `lr_max`."""
         share = step / max(self.num_training - 1, 1)
         if self.mode == "linear":
             return self.lr_min + share * (self.lr_max - self.lr_min)
@@ -55,8 +55,8 @@ class LRFinder:
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the learning rate at which the loss falls most steeply over the logarithm of the rate.
 
-        The slope at a rate is that of the straight line fitted to the losses of the steps around it, an eighth of all
-        on each side, to reduce the noise of single batches.
+        The slope at a rate is that of a line fitted to the losses around it. The line uses an eighth of all steps on
+        each side, to reduce the noise of single batches.
 
         Args:
             skip_begin: Number of points to skip at the beginning. Default: 10.
@@ -74,7 +74,7 @@ class LRFinder:
         return lr
 
     def examine(self, skip_begin: int = 10, skip_end: int = 1) -> tuple[float | None, str]:
-        """Return the suggestion, and the text of its warning; empty without a warning."""
+        """Return the suggestion and the text of its warning. The text is empty without a warning."""
         lrs, losses = self.results["lr"], self.results.get("step_loss") or self.results["loss"]
         points = [i for i in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[i])]
         self._optimal_idx = None
@@ -156,28 +156,28 @@ def _fit(points: list[int], lrs: list[float], losses: list[float]) -> _FittedLin
 class LearningRateFinder(Callback):
     """Callback that tests a range of learning rates before training and sets the best one.
 
-    Each rank trains as in the run; all changes of the steps are undone, and they are not logged or saved. A fit that
-    resumes from a checkpoint, or continues an earlier fit, keeps its learning rates: there is no search then.
+    The test runs training steps, which are not logged or saved, and undoes all their changes. There is no test in a fit
+    that resumes from a checkpoint or continues an earlier fit: it keeps its learning rates.
 
     Args:
         min_lr: the smallest learning rate. Default: 1e-8.
-        max_lr: the largest. Default: 1.
+        max_lr: the largest learning rate. Default: 1.
         num_training_steps: number of learning rates, with one optimizer step each. Default: 100.
         mode: `"exponential"` or `"linear"`: growth of the rates. Default: `"exponential"`.
-        early_stop_threshold: the test ends when the smoothed loss is above this multiple of its best value (for a
-            negative loss: by the same distance above it); None: it continues. Default: 4.0.
+        early_stop_threshold: end the test when the smoothed loss exceeds `best + (early_stop_threshold - 1) × |best|`,
+            where `best` is the lowest smoothed loss so far. None disables the check. Default: 4.0.
         update_attr: set the attribute, and the running optimizer, to the suggestion. Default: True.
-        attr_name: the attribute: of the task, its `hparams`, the data module or its `hparams`. Default: `"lr"` or
+        attr_name: an attribute of the task, of the data module, or of the `hparams` of either. Default: `"lr"` or
             `"learning_rate"`.
 
     Attributes:
-        optimal_lr: the test's result, an `LRFinder`; None before.
+        optimal_lr: the test's result, an `LRFinder`; None before the test.
 
     Override `on_fit_start` to do nothing and call `lr_find` from `on_train_epoch_start` to test at chosen epochs.
 
     Raises:
-        ConfigurationError: an argument out of range; in a run: the attribute does not exist, there is not exactly one
-            optimizer, or the task uses manual optimization.
+        ConfigurationError: an argument is out of range. In a run: the attribute does not exist, there is not exactly
+            one optimizer, or the task uses manual optimization.
     """
 
     order = Order.FIRST
@@ -214,10 +214,10 @@ class LearningRateFinder(Callback):
         self._attr_name = attr_name
 
     def attribute(self, task: HyperparametersMixin, datamodule: HyperparametersMixin | None) -> TunedAttribute | None:
-        """Return the attribute that holds the learning rate; None when it is not to be set.
+        """Return the attribute that holds the learning rate, or None without `update_attr`.
 
         Raises:
-            ConfigurationError: it does not exist; the message lists the existing ones.
+            ConfigurationError: the attribute does not exist. The message lists existing attributes.
         """
         if not self._update_attr:
             return None
@@ -235,7 +235,7 @@ class LearningRateFinder(Callback):
             )
 
     def lr_find(self, trainer: Run, task: TaskModule) -> None:
-        """Run the test now; set `optimal_lr` and, with `update_attr`, the learning rate. Collective; at a step
+        """Run the test now. Set `optimal_lr` and, with `update_attr`, the learning rate. Collective. Call it at a step
         boundary.
         """
         if trainer.fast_dev_run:
@@ -265,7 +265,7 @@ class LearningRateFinder(Callback):
             trainer.print(f"LearningRateFinder: {attribute.name} = {lr:.3g}")
 
     def apply(self, trainer: Run, lr: float) -> None:
-        """Make the running optimizer and its schedules continue from `lr`; a warm-up keeps its position."""
+        """Make the running optimizer and its schedules continue from `lr`. A warm-up continues at its current step."""
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 base = group.get("initial_lr")

@@ -27,40 +27,40 @@ from trainwright.core.task import TaskModule
 
 
 class ModelCheckpoint(Callback):
-    """Callback that decides when to save, under which name, and what to delete; the Trainer writes.
+    """Callback that decides when checkpoints are saved, how they are named and which ones are deleted.
 
-    By default it saves after every validation (after every training epoch without validation) and keeps the latest.
-    Scores are compared as `trainer.callback_metrics` holds them at the step's safe point: after validation and, at an
-    epoch's end, after `on_train_epoch_end`; so a metric of training and one of validation can both be monitored. Rank
-    0's values are used, and broadcast only then. A NaN counts as the worst score. Only checkpoints in this callback's
-    own index are ever deleted, and the index holds names relative to the folder, so that a run's folder may be moved.
+    Default: save after every validation (or training epoch, without validation) and keep the latest checkpoint. The
+    score is the value in `trainer.callback_metrics` at the end of the step, after validation and, at an epoch's end,
+    after `on_train_epoch_end`. Training and validation metrics can be monitored. Rank 0's values are broadcast when a
+    save is due. NaN is the worst score. Only checkpoints in this callback's index are deleted. The index contains names
+    relative to the folder, so a run's folder may be moved.
 
     Args:
-        dirpath: folder of the checkpoints; a URL that fsspec supports (`s3://bucket/run`): each checkpoint is uploaded
-            after it is written below `trainer.default_root_dir/checkpoints`, and deleted in both places. Default: the
-            run's own (`trainer.checkpoint_dir`).
-        filename: template of the name, `"{epoch}-{val_loss:.2f}"` → `epoch=3-val_loss=0.12`; a checkpoint is a folder,
-            so there is no extension. Default: `"{epoch}-{step}"`.
-        monitor: the metric to rank by; None keeps the latest. Default: None.
+        dirpath: folder of the checkpoints, or a URL that fsspec supports (`s3://bucket/run`). With a URL, checkpoints
+            are written below `trainer.default_root_dir/checkpoints` and uploaded; local and remote copies are deleted
+            together. Default: `trainer.checkpoint_dir`.
+        filename: template of the folder's name: `"{epoch}-{val_loss:.2f}"` becomes `epoch=3-val_loss=0.12`. Default:
+            `"{epoch}-{step}"`.
+        monitor: the metric to rank by. Default: None, which keeps the latest checkpoint.
         verbose: print what is saved. Default: False.
-        save_last: True also writes a checkpoint named `last` each time; `"link"` creates a relative symbolic link of
-            that name to the newest one, without a second write. Default: None.
-        save_top_k: how many to keep; -1 all, 0 none. Without `monitor` only -1, 0 and 1 are valid. Default: 1.
+        save_last: True also writes a checkpoint named `last` at each save. `"link"` instead creates a relative symbolic
+            link `last` to the newest checkpoint. Default: None, for neither.
+        save_top_k: number of checkpoints to keep; -1 for all. Without `monitor` only -1, 0 and 1 are valid. Default: 1.
         save_on_exception: save from the main process after an exception (see `Run.emergency_save`). Default: False.
         save_weights_only: omit optimizers, progress and generators. Default: False.
-        mode: `"min"` or `"max"`: which scores are better. Default: `"min"`.
+        mode: `"min"` if lower scores are better, `"max"` if higher scores are better. Default: `"min"`.
         auto_insert_metric_name: write `name=` before each value in the name. Default: True.
-        every_n_train_steps: save when `state.step` is a multiple of it, instead of per epoch. Default: None.
-        train_time_interval: save after this time since the last such save, instead of per epoch. Default: None.
-        every_n_epochs: save at the validations (or ends) of every n-th epoch; 0: never. Default: None.
-        save_on_train_epoch_end: True: at the end of the training epoch, False: at validations. Default: see above.
-        keep_every: in addition, permanently keep one checkpoint per such interval of training, the first that is due
-            after it: a length (`"1000 steps"`, `"1 epoch"`, `"1 h"`), or a number of steps. With `monitor` that one is
-            written even if its score is not among the best. Default: None.
-        enable_version_counter: append `-v1`, `-v2`, … if a name is taken; else replace the checkpoint. Default: True.
+        every_n_train_steps: save when `state.step` is a multiple of this number, instead of per epoch. Default: None.
+        train_time_interval: save at intervals of this duration, instead of per epoch. Default: None.
+        every_n_epochs: save at the validations (or ends) of every n-th epoch. 0 disables it. Default: None.
+        save_on_train_epoch_end: True saves at the end of the training epoch, False at validations. Default: see above.
+        keep_every: interval of training (`"1000 steps"`, `"1 epoch"`, `"1 h"`, or a number of steps) after which the
+            next checkpoint is kept permanently. With `monitor` it is written even if its score is not among the best.
+            Default: None.
+        enable_version_counter: append `-v1`, `-v2`, … if a name is taken. False replaces the checkpoint. Default: True.
 
     Raises:
-        ConfigurationError: contradicting arguments; in a run, a monitored metric that was not logged by the end of
+        ConfigurationError: arguments contradict each other. In a run: the monitored metric was not logged by the end of
             validation (or of an epoch, without validation).
     """
 
@@ -164,37 +164,37 @@ class ModelCheckpoint(Callback):
 
     @property
     def dirpath(self) -> Path | str | None:
-        """The folder of the checkpoints, or its URL; None before a run if none was given."""
+        """The folder or URL of the checkpoints; None before a run without an argument `dirpath`."""
         return self.remote or self._folder
 
     @property
     def local_dirpath(self) -> Path | None:
-        """The folder on this machine; None before a run when none was given."""
+        """The local folder of the checkpoints; None before a run without an argument `dirpath`."""
         return self._folder
 
     @property
     def best_model_path(self) -> str:
-        """Path of the best checkpoint, or of the latest without a monitor; empty when there is none."""
+        """Path of the best checkpoint, or of the latest without a monitor; empty without a checkpoint."""
         return self._path(self._latest if self.monitor is None else self._top.best)
 
     @property
     def best_model_score(self) -> MetricValue | None:
-        """Score of the best checkpoint, with the methods of a tensor; None without a monitor or before the first."""
+        """Score of the best checkpoint, with the methods of a tensor; None without a monitor or a checkpoint."""
         return None if self._top.best is None else MetricValue(self._top.scores[self._top.best])
 
     @property
     def best_k_models(self) -> dict[str, MetricValue]:
-        """Path → score of every checkpoint that is kept for its score."""
+        """Scores of the best checkpoints by path."""
         return {self._path(name): MetricValue(score) for name, score in self._top.scores.items()}
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the worst checkpoint among the kept; empty when there is none."""
+        """Path of the worst checkpoint in `best_k_models`; empty if there is none."""
         return self._path(self._top.kth_best)
 
     @property
     def last_model_path(self) -> str:
-        """Path of the checkpoint (or link) named `last`; empty when there is none."""
+        """Path of the checkpoint (or link) named `last`; empty if there is none."""
         return self._path(self._last)
 
     def _path(self, name: str | None) -> str:
@@ -208,10 +208,10 @@ class ModelCheckpoint(Callback):
         """Return the name of a checkpoint, relative to the folder.
 
         Args:
-            metrics: values for the template's fields; a missing one is written as `nan`.
-            filename: another template than this callback's. Default: None.
+            metrics: values for the template's fields. A missing value is written as `nan`.
+            filename: the template. Default: None, which uses this callback's template.
             ver: a version to append, `-v1`. Default: None.
-            prefix: text to put before it, with a hyphen. Default: None.
+            prefix: text before the name, followed by a hyphen. Default: None.
         """
         template = filename or self.filename or DEFAULT_TEMPLATE
         name = format_name(template, metrics, insert_names=self.auto_insert_metric_name)
@@ -358,8 +358,8 @@ class ModelCheckpoint(Callback):
         return Moment(epoch, step, dict(run.callback_metrics), present, claimed, index_holds, self._kept.look(run))
 
     def _is_same_folder(self, run: Run, recorded: str) -> bool:
-        """Return whether the names of a loaded index mean what is in the folder: it is the same one, maybe by a link,
-        or was moved or copied with its index. In another folder equal names belong to others and are never deleted.
+        """Return whether a loaded index belongs to the folder: it is the same, a link to it, or was moved or copied
+        with its index. In another folder, checkpoints of equal names belong to another run and are never deleted.
         """
         if recorded == str(self.dirpath) or is_url(recorded) or self.remote is not None or self._folder is None:
             return recorded == str(self.dirpath)
@@ -399,7 +399,7 @@ class ModelCheckpoint(Callback):
         )
 
     def _add_last(self, run: Run, moment: Moment, request: SaveRequest | None) -> None:
-        """Request `request`, if any, and the checkpoint or link named `last`."""
+        """Execute the save request, if any, and request the checkpoint or link named `last`."""
         previous, self._last = self._last, self._free_name(run, moment, self.CHECKPOINT_NAME_LAST, reuse=self._last)
         if self.save_last != "link":
             if request is not None:
@@ -432,7 +432,7 @@ class ModelCheckpoint(Callback):
             run.print(f"Epoch {moment.epoch}, step {moment.step}{score}: saving {request.name!r}.")
 
     def _free_name(self, run: Run, moment: Moment, template: str | None, *, reuse: str | None) -> str:
-        """Return a name that is free in the folder; `reuse` may be replaced by the new checkpoint."""
+        """Return a name that is free in the folder, or `reuse`, whose checkpoint may be replaced."""
         name = self.format_checkpoint_name(moment.values, template)
         kept = set(self._kept.names)  # those stay, even with equal names
         # Checkpoints that others requested now may not be in the folder yet.
@@ -445,7 +445,7 @@ class ModelCheckpoint(Callback):
         return name
 
     def _names_in_use(self, run: Run) -> set[str]:
-        """Return the names that this and other callbacks keep in the folder."""
+        """Return the names of checkpoints that this and other callbacks have in the folder."""
         mates = (c for c in run.callbacks if isinstance(c, ModelCheckpoint) and c._folder == self._folder)
         return set[str]().union(*(mate._held_names() for mate in mates))
 
@@ -480,7 +480,7 @@ class ModelCheckpoint(Callback):
         )
 
     def _complain_or_wait(self, run: Run, moment: Moment) -> None:
-        """Handle a monitored metric that was not logged: an error if it is overdue."""
+        """Raise an error if the monitored metric should have been logged by now. Otherwise wait for it."""
         message = missing_metric(f"ModelCheckpoint(monitor={self.monitor!r})", str(self.monitor), moment.metrics, run)
         if self._validated or (self._epoch_ended and not run.has_validation):
             raise ConfigurationError(

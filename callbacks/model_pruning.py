@@ -32,9 +32,9 @@ class ModelPruning(Callback):
     """Callback that sets weights to zero at the end of epochs, with masks of `torch.nn.utils.prune`, as in Lightning.
 
     Until the fit ends, a pruned `weight` is computed from the parameter `weight_orig` and the buffer `weight_mask`. A
-    checkpoint contains the pruned weights under their own names, so that any task can load it, and for an exact resume
-    the masks, the masked values, and the first weights for the lottery ticket. All ranks prune the same weights. Each
-    rank needs full weights (one process, DDP).
+    checkpoint contains the pruned weights under their own names, so that any task can load it. For an exact resume it
+    also contains the masks, the masked values, and the initial weights for the lottery ticket. All ranks prune the same
+    weights. Each rank needs full weights (one process, DDP).
 
     Args:
         pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"` or `"random_structured"`; a function
@@ -42,17 +42,20 @@ class ModelPruning(Callback):
         parameters_to_prune: pairs of a module and the name of its parameter. Default: all `parameter_names` of the
             task's modules that have no parameters below them.
         parameter_names: names of the parameters to prune. Default: `("weight", "bias")`.
-        use_global_unstructured: compare the weights of all parameters with each other, not of each one. Default: True.
-        amount: number of weights or share of those left to prune each time, or a function of the epoch. Default: 0.5.
-        apply_pruning: whether to prune, or a function of the epoch. Default: True.
-        make_pruning_permanent: keep plain zeros and no masks at the end of the fit. Default: True.
-        use_lottery_ticket_hypothesis: after each pruning set the weights left to their first values, or a function of
-            the epoch that says whether. Default: True.
-        resample_parameters: set them to newly drawn values instead. Default: False.
+        use_global_unstructured: rank the weights of all parameters together. False ranks them within each parameter.
+            Default: True.
+        amount: number of weights to prune each time, a fraction of the unpruned weights, or a function of the epoch
+            that returns either. Default: 0.5.
+        apply_pruning: enable pruning, or a function of the epoch that returns a bool. Default: True.
+        make_pruning_permanent: replace masks by zeros in the parameters at the end of the fit. Default: True.
+        use_lottery_ticket_hypothesis: reset the unpruned weights to their initial values after each pruning, or a
+            function of the epoch that returns a bool. Default: True.
+        resample_parameters: reset the unpruned weights to new random values instead. Default: False.
         pruning_dim: the dimension along which structured methods prune.
         pruning_norm: the norm of `"ln_structured"`.
-        verbose: 1 prints the share that is pruned, 2 also that of each parameter. Default: 0.
-        prune_on_train_epoch_end: prune at the end of training epochs; False: of validations. Default: True.
+        verbose: 1 prints the fraction of pruned weights, 2 also the fraction in each parameter. Default: 0.
+        prune_on_train_epoch_end: prune at the end of training epochs. False prunes at the end of validations. Default:
+            True.
 
     Raises:
         ConfigurationError: the method is unknown, cannot prune globally, or lacks an argument.
@@ -90,7 +93,7 @@ class ModelPruning(Callback):
         self._first: dict[nn.Module, nn.Module] = {}  # module → a copy with its first weights
 
     def filter_parameters_to_prune(self, parameters_to_prune: list[Target]) -> list[Target]:
-        """Return the pairs to prune; override it to leave some out."""
+        """Return the pairs to prune. Override it to exclude some."""
         return parameters_to_prune
 
     def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
@@ -153,7 +156,7 @@ class ModelPruning(Callback):
                     prune.remove(each, hook._tensor_name)
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune this number of weights, or this share of the remaining ones."""
+        """Prune this number of weights, or this fraction of the unpruned weights."""
         if self._is_global:
             prune.global_unstructured(self._targets, pruning_method=self._method, amount=amount)
             return
@@ -161,7 +164,7 @@ class ModelPruning(Callback):
             self._method(module, name=name, amount=amount)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Set the weights that are left to their first values, or to new ones."""
+        """Reset the unpruned weights to their initial values, or to new random values."""
         for module, first in self._first.items():
             if self._resamples and callable(reset := getattr(first, "reset_parameters", None)):
                 reset()

@@ -33,11 +33,11 @@ class LayerSummary:
     Attributes:
         name: path of the module in the task.
         kind: its class.
-        num_params, num_trainable: elements of all parameters of the module and its children, and of those that require
-            gradients. Shared parameters count once.
+        num_params: elements of all parameters of the module and its children. Shared parameters count once.
+        num_trainable: the same for parameters that require gradients.
         training: True in training mode.
         flops: floating-point operations of one forward; None without an example input.
-        in_size, out_size: shapes at its first call in a forward with the example input; None when not called.
+        in_size, out_size: shapes at the first call of the module with the example input; None if not called.
     """
 
     name: str
@@ -56,8 +56,8 @@ class TaskSummary:
 
     Attributes:
         layers: the rows, in the order of `named_modules`.
-        num_params, num_trainable: elements of all parameters and of those that require gradients. Shared parameters
-            count once, and sharded ones with all shards.
+        num_params: elements of all parameters. Shared parameters count once, sharded parameters with all shards.
+        num_trainable: the same for parameters that require gradients.
         param_bytes, buffer_bytes: sizes of all parameters and of all buffers.
         num_modules_training, num_modules_eval: modules in each mode, without the task itself.
         flops: floating-point operations of one forward; None without an example input.
@@ -75,7 +75,7 @@ class TaskSummary:
     has_lazy: bool = False
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the table's cells, headings first; columns that need an example input only if there was one."""
+        """Return the table's cells, headings first. Columns of an example input are omitted without one."""
         width = len(_HEADINGS) if self.flops is not None else 6
         rows = [_HEADINGS[:width]]
         for index, layer in enumerate(self.layers):
@@ -115,8 +115,8 @@ def summarize(task: nn.Module, max_depth: int = 1) -> TaskSummary:
     """Return a summary of the modules of `task`.
 
     With an `example_input_array` (a tensor, a tuple of arguments, or a dict of keyword arguments) one forward is run
-    for sizes and FLOPs: without gradients, in evaluation mode, on the task's device; modes and random generators are
-    restored afterwards. Under a sharded strategy that forward is collective: call it on every rank.
+    for sizes and FLOPs: without gradients, in evaluation mode, on the task's device. Modes and random generators are
+    restored afterwards. Under a sharded strategy the call is collective.
 
     Args:
         task: any module.
@@ -156,7 +156,7 @@ def summarize(task: nn.Module, max_depth: int = 1) -> TaskSummary:
 
 
 class ModelSummary(Callback):
-    """Callback that prints a summary of the task when `fit` begins: a table in a terminal, plain text elsewhere.
+    """Callback that prints a summary of the task when `fit` begins, as a table in a terminal, else as plain text.
 
     Args:
         max_depth: levels of children to list; -1 all, 0 none (totals only). Default: 1.

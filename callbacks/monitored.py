@@ -33,8 +33,8 @@ def worst(mode: Mode) -> float:
 
 
 def missing_metric(owner: str, name: str, logged: Iterable[str], run: Run | None = None) -> str:
-    """Return the error text for a metric `name` that `owner` needs: the logged ones, most similar first, and a hint if
-    `run` fits without validation.
+    """Return the error text for a missing metric `name` that `owner` needs. The text lists the logged metrics, most
+    similar first, and has a hint if `run` is a fit without validation.
     """
     known = sorted(logged)
     hint = nearest(name, known)
@@ -55,7 +55,7 @@ def from_main_rank(run: Run, value: T) -> T:
 
 
 def to_json(number: float | None) -> float | str | None:
-    """Return a value for strict JSON: infinities and NaN become text."""
+    """Return a value for strict JSON. Infinities and NaN become text."""
     return number if number is None or math.isfinite(number) else str(number)
 
 

@@ -15,16 +15,16 @@ from trainwright.core.task import TaskModule
 class OnExceptionCheckpoint(Callback):
     """Callback that writes a checkpoint from the main process when an exception (including Ctrl-C) ends `fit`.
 
-    It does not communicate with other ranks, so it cannot hang; it saves only what one process holds, as of the last
-    completed step, unless an optimizer was stepping (see `Run.emergency_save`). An earlier checkpoint of the same name
-    is replaced; none is deleted.
+    It does not communicate with other ranks, so it cannot hang. It saves the state of one process after the last
+    completed step, unless an optimizer was stepping (see `Run.emergency_save`). A checkpoint of the same name is
+    replaced. No other checkpoint is deleted.
 
     Args:
         dirpath: folder of the checkpoint.
-        filename: its name, without extension: a checkpoint is a folder. Default: `"on_exception"`.
+        filename: name of the checkpoint, which is a folder. Default: `"on_exception"`.
 
     Raises:
-        ConfigurationError: a name that is not a valid folder name, or a `dirpath` that is a URL.
+        ConfigurationError: `filename` is not a valid folder name, or `dirpath` is a URL.
     """
 
     order = Order.LAST

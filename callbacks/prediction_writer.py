@@ -18,15 +18,15 @@ _INTERVALS = ("batch", "epoch", "batch_and_epoch")
 class BasePredictionWriter(Callback):
     """Base class of callbacks that write the outputs of `predict`.
 
-    Every rank writes its own predictions. Use it with `trainer.predict(..., return_predictions=False)`; with the
-    interval `"batch"` no predictions are kept in memory.
+    Every rank writes its own predictions. With `trainer.predict(..., return_predictions=False)` and the interval
+    `"batch"`, no predictions are kept in memory.
 
     Args:
-        write_interval: `"batch"`: `write_on_batch_end` is called; `"epoch"`: `write_on_epoch_end`, with all predictions
-            of this rank; `"batch_and_epoch"`: both. Default: `"batch"`.
+        write_interval: `"batch"` calls `write_on_batch_end`. `"epoch"` calls `write_on_epoch_end`, with all predictions
+            of this rank. `"batch_and_epoch"` calls both. Default: `"batch"`.
 
     Raises:
-        ConfigurationError: an unknown interval; in a run, the required method is not overridden.
+        ConfigurationError: the interval is unknown. In a run: the required method is not overridden.
     """
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
@@ -50,16 +50,16 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write one batch; override it.
+        """Write the predictions of one batch. Override it.
 
         Args:
             trainer: the run.
             task: the task.
-            prediction: what `predict_step` returned, on its device.
+            prediction: the output of `predict_step`, on its device.
             batch_indices: the batch's indices in the data set; None if only the user's own sampler knows them.
             batch: the batch, on the device.
-            batch_idx: its index among this rank's batches.
-            dataloader_idx: its loader's index.
+            batch_idx: index of the batch among this rank's batches.
+            dataloader_idx: index of the loader.
         """
         raise ConfigurationError(
             f"{type(self).__name__}(write_interval={self.interval!r}) needs write_on_batch_end. Define it."
@@ -68,12 +68,12 @@ class BasePredictionWriter(Callback):
     def write_on_epoch_end(
         self, trainer: Run, task: TaskModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write all of this rank's predictions; override it.
+        """Write all of this rank's predictions. Override it.
 
         Args:
             trainer: the run.
             task: the task.
-            predictions: what `predict_step` returned for each batch; for several loaders a list of such lists.
+            predictions: list of the outputs of `predict_step`. With several loaders, a list of such lists.
             batch_indices: for each loader a list with the indices of each batch (see `write_on_batch_end`).
         """
         raise ConfigurationError(

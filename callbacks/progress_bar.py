@@ -1,4 +1,4 @@
-"""Progress display: the base class of progress bars, which writes plain lines itself."""
+"""The base class of progress bars, which writes plain lines."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ class ProgressBar(Callback):
     """Callback that shows the progress of a run on the main process.
 
     This class writes lines, for files and logs: one at every epoch's end, and one every 30 s in a long epoch. A
-    sub-class that can draw overrides `can_draw`, `open`, `draw`, `close` and `write`; where it cannot draw (the output
-    is not a terminal), it also writes lines. Progress is counted in micro-batches of one rank.
+    sub-class that draws bars overrides `can_draw`, `open`, `draw`, `close` and `write`. If `can_draw` returns False,
+    for example because the output is not a terminal, lines are written. Progress is counted in micro-batches of one
+    rank.
 
-    A step reads the clock once; drawing happens at most ten times a second. The metrics shown are those logged with
-    `prog_bar=True`, as of the last flush: showing them never waits for the device.
+    Each step reads the clock once. A bar is drawn at most ten times per second. It shows the metrics logged with
+    `prog_bar=True`, as of the last flush, and never waits for the device.
 
     Args:
-        refresh_rate: draw after at least this many batches; 0: off. Default: 1.
+        refresh_rate: minimum number of batches between two updates. 0 disables the display. Default: 1.
         leave: keep every epoch's bar on the screen. Default: False.
 
     Raises:
-        ConfigurationError: a negative refresh rate.
+        ConfigurationError: the refresh rate is negative.
     """
 
     reads_only = True
@@ -67,7 +68,7 @@ class ProgressBar(Callback):
         self._evaluating: _Progress | None = None
 
     def _refuse_foreign_names(self) -> None:
-        """Check that sub-classes do not override methods of Lightning's bars, which are never called here."""
+        """Check that sub-classes do not override methods of Lightning's progress bars, which are never called."""
         for name in _ELSEWHERE:
             if hasattr(type(self), name):
                 raise ConfigurationError(
@@ -78,17 +79,17 @@ class ProgressBar(Callback):
     # For sub-classes
 
     def can_draw(self) -> bool:
-        """Return whether the output supports drawing; otherwise lines are written."""
+        """Return whether the output supports drawing. Otherwise lines are written."""
         return False
 
     def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
-        """Start a bar at `done` of `total` batches (None: unknown); the evaluation bar is below the training bar."""
+        """Start a bar at `done` of `total` batches (None: unknown). The evaluation bar is below the training bar."""
 
     def draw(self, kind: Kind, done: int, metrics: Mapping[str, str]) -> None:
         """Update a bar to `done` batches and show `metrics`."""
 
     def close(self, kind: Kind, *, leave: bool, paused_s: float = 0.0) -> None:
-        """End a bar and keep it on the screen or not; `paused_s`: seconds for which the other bar was paused."""
+        """End a bar. `leave` keeps it on the screen. `paused_s`: seconds for which the other bar was paused."""
 
     def write(self, text: str) -> None:
         """Write a line without breaking a bar."""
@@ -96,27 +97,27 @@ class ProgressBar(Callback):
         sys.stdout.flush()
 
     def get_metrics(self, trainer: Run, task: TaskModule) -> dict[str, Any]:
-        """Return the metrics next to the bar, by name; override to add or remove some."""
+        """Return the metrics next to the bar, by name. Override it to add or remove some."""
         return dict(trainer.progress_bar_metrics)
 
     # Public
 
     @property
     def is_enabled(self) -> bool:
-        """True if it shows anything."""
+        """True if progress is shown."""
         return self._enabled and self.refresh_rate > 0
 
     @property
     def is_disabled(self) -> bool:
-        """True if it shows nothing."""
+        """True if no progress is shown."""
         return not self.is_enabled
 
     def enable(self) -> None:
-        """Show it from the next stage on."""
+        """Show progress from the next stage on."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Show nothing from now on."""
+        """Show no progress from now on."""
         self._enabled = self._active = False
 
     def print(
@@ -129,7 +130,7 @@ class ProgressBar(Callback):
     ) -> None:
         """Print without breaking the bar, with the arguments of Python's print.
 
-        The line always ends, because a bar follows it; output to your own file is not changed.
+        A line end is always added, because a bar follows. Output to another file is not changed.
         """
         if file is not None:
             print(*values, sep=sep, end=end, file=file, flush=flush)
@@ -208,7 +209,7 @@ class ProgressBar(Callback):
     # Implementation
 
     def _output(self, output: Callable[..., None], *args: object, **options: object) -> None:
-        """Call what writes, until standard output cannot be written any more."""
+        """Call a function that writes, unless an earlier write to standard output has failed."""
         if not self._lost:
             self._lost = not try_output(output, *args, **options)
 

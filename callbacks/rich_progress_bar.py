@@ -14,10 +14,10 @@ _PURPOSE = "RichProgressBar"
 
 
 class RichProgressBar(ProgressBar):
-    """Progress bar drawn by rich; plain lines where the output is neither a terminal nor a notebook.
+    """Progress bar drawn by rich. Plain lines are written if the output is neither a terminal nor a notebook.
 
     Args:
-        refresh_rate: draw after at least this many batches (and at most ten times a second); 0: off. Default: 1.
+        refresh_rate: see `ProgressBar`. Default: 1.
         leave: keep every epoch's bar on the screen. Default: False.
     """
 

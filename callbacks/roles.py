@@ -1,4 +1,4 @@
-"""What a Trainer needs to know of callbacks with a part of their own to play: whoever has these members plays it."""
+"""Protocols of callbacks that a Trainer treats specially. A callback with these members implements the protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Saver(Protocol):
-    """Decides when to save and where, as `ModelCheckpoint` does."""
+    """Callback that decides when and where to save, such as `ModelCheckpoint`."""
 
     remote: str | None  # URL of the folder that checkpoints are uploaded to
     monitor: str | None
@@ -17,31 +17,31 @@ class Saver(Protocol):
 
     @property
     def local_dirpath(self) -> Path | None:
-        """The folder that it writes into; None before it is known."""
+        """The local folder of the checkpoints; None before it is known."""
 
     @property
     def dirpath(self) -> str | Path | None:
-        """The folder or the address where its checkpoints are found."""
+        """The folder or URL of the checkpoints."""
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint; empty before there is one."""
+        """Path of the best checkpoint; empty if there is none."""
 
     @property
     def best_k_models(self) -> Mapping[str, float]:
-        """The best checkpoints with the values of `monitor`."""
+        """Values of `monitor` of the best checkpoints, by path."""
 
 
 @runtime_checkable
 class Stopper(Protocol):
-    """Ends training by a metric, as `EarlyStopping` does."""
+    """Callback that ends training by a metric, such as `EarlyStopping`."""
 
     stopped_epoch: int
 
 
 @runtime_checkable
 class ProgressDisplay(Protocol):
-    """Shows progress in the terminal: one in a run is enough, and what is printed goes through it."""
+    """Callback that shows progress in the terminal. A run has at most one and prints through it."""
 
     is_progress_bar: bool
 

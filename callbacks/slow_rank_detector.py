@@ -33,17 +33,18 @@ class SlowRankDetector(Callback):
     longer than the forward on every rank, communication is slow.
 
     Each rank measures by its own clock, on an accelerator by events. Every `every_n_steps` steps an asynchronous
-    collective starts that is read at the next such step: no step waits for it.
+    collective starts. Its result is read `every_n_steps` steps later, so no step waits for it.
 
     Args:
         every_n_steps: steps between two comparisons, at least 1. Default: 50.
-        factor: a rank is slow if it takes this many times what the median rank takes, and costs at least a tenth of
-            the step. Default: 1.5.
-        communication_factor: communication is slow if the backward takes this many times the forward on every rank. A
-            backward computes about twice as long as its forward. Default: 5.
+        factor: a rank is slow if its time is more than this multiple of the median rank's time, and the difference is
+            at least a tenth of the step. Default: 1.5.
+        communication_factor: communication is slow if the backward takes more than this multiple of the forward on
+            every rank. Without communication the multiple is about 2. Default: 5.
 
     Attributes:
-        seconds: seconds per step in the last comparison, for each rank: of data, forward and backward. Empty before.
+        seconds: seconds per step of each rank in the last comparison, for data, forward and backward. Empty before the
+            first comparison.
 
     Raises:
         ConfigurationError: a number of steps below 1, or a factor of at most 1.

@@ -19,7 +19,7 @@ from trainwright.core.task import TaskModule
 
 
 class StochasticWeightAveraging(Callback):
-    """Callback for Stochastic Weight Averaging: replaces the weights at the end of a fit by their mean over epochs.
+    """Callback that replaces the weights at the end of a fit by their mean over epochs (SWA).
 
     From `swa_epoch_start` on, the start of each epoch adds the weights to the mean, the task's own schedule is paused,
     and the learning rate is annealed to `swa_lrs` epoch by epoch. Training, validation and checkpoints use the current
@@ -29,17 +29,17 @@ class StochasticWeightAveraging(Callback):
     Better Generalization, UAI 2018.)
 
     Args:
-        swa_lrs: the learning rate to anneal to, or one for each parameter group.
-        swa_epoch_start: the first epoch of the average, counted from 1; a float is a fraction of `max_epochs`.
-            Default: 0.8.
+        swa_lrs: the learning rate to anneal to, or a list with one rate per parameter group.
+        swa_epoch_start: the first epoch of the average, counted from 1, or a fraction of `max_epochs` (float). Default:
+            0.8.
         annealing_epochs: number of epochs over which the learning rate changes. Default: 10.
         annealing_strategy: `"cos"` or `"linear"`. Default: `"cos"`.
         avg_fn: `(average, current, num_averaged) -> new average`. Default: None, which weights all epochs equally.
         device: device of the mean. None uses the device of the weights. Default: `"cpu"`.
 
     Raises:
-        ConfigurationError: a value out of its range; in a Trainer, a strategy whose ranks have different parameters; in
-            a run, several optimizers or schedules, or a fraction without `max_epochs`.
+        ConfigurationError: a value is out of range. In a Trainer: the strategy's ranks have different parameters. In a
+            run: there are several optimizers or schedules, or a fraction is used without `max_epochs`.
     """
 
     needs = ("weight_averages",)

@@ -1,4 +1,4 @@
-"""Log the speed of training: steps, samples and tokens per second, and the share of the hardware's peak."""
+"""Log steps, samples, tokens and FLOPs per second, and the model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Counters:
-    """Counters at one log step; seconds are those of training, without evaluations."""
+    """Counters at one log step. Seconds do not include evaluations."""
 
     seconds: float
     step: int
@@ -32,23 +32,23 @@ class _Counters:
 class Throughput(Callback):
     """Callback that logs rates at log steps, over about the last `window_size` steps.
 
-    `throughput/steps_per_s`, `throughput/samples_per_s`, `throughput/tokens_per_s` (when the task overrides
-    `num_tokens`), and with FLOPs `throughput/flops_per_s` and `throughput/mfu`. All are sums over every rank. Time in
-    validation is excluded. It reads the host's clock only and never waits for the device, so that a rate over few steps
-    may be the rate at which steps are queued; over a window it is the true rate.
+    The metrics are `throughput/steps_per_s`, `throughput/samples_per_s`, `throughput/tokens_per_s` (if the task
+    overrides `num_tokens`), and with FLOPs `throughput/flops_per_s` and `throughput/mfu`. Rates are sums over all
+    ranks. Time in validation is excluded. The callback reads the host's clock and never waits for the device. A rate
+    over few steps may therefore be the rate at which steps are queued. Over a window it is the true rate.
 
     Args:
         window_size: number of steps to average over, at least the two latest log steps. Default: 100.
         flops_per_step: floating-point operations of one optimizer step over all ranks, forward and backward.
             Default: None.
-        flops_per_sample: the same for one sample, instead. Default: None.
+        flops_per_sample: floating-point operations of one sample, instead of `flops_per_step`. Default: None.
         peak_flops: peak of one device in FLOP/s, for the model FLOPs utilization (MFU; PaLM, appendix B).
             Default: None.
-        measure_flops: count the FLOPs of the first step with torch's FlopCounterMode on each rank's own part, times the
-            number of ranks; operations inside `torch.compile`d code are not seen. Default: False.
+        measure_flops: count the FLOPs of a rank's first step with torch's FlopCounterMode, and multiply them by the
+            number of ranks. Operations in code compiled by `torch.compile` are not counted. Default: False.
 
     Raises:
-        ConfigurationError: several sources of FLOPs, or a window below 1.
+        ConfigurationError: several arguments define FLOPs, or the window is below 1.
     """
 
     reads_only = True

@@ -22,9 +22,9 @@ _STAGES = ("train", "validate", "test", "predict", "sanity_check")
 class Timer(Callback):
     """Callback that measures the time of each stage and stops training after `duration`.
 
-    Training time is added up across resumes, without the time between sessions. Rank 0's clock is used: with
-    `interval="epoch"` it is broadcast at every epoch's end, with `"step"` at few steps that all ranks know beforehand
-    (see `AgreedClock`), so that most steps cost one comparison.
+    Training time is added up across resumes, without the time between sessions. Rank 0's clock is used. With
+    `interval="epoch"` it is broadcast at every epoch's end. With `"step"` it is broadcast at few agreed steps (see
+    `AgreedClock`), so that most steps cost one comparison.
 
     Args:
         duration: `"00:12:00:00"` (days:hours:minutes:seconds), `"12 h"`, a timedelta, its arguments as a dict
@@ -33,7 +33,7 @@ class Timer(Callback):
         verbose: print a message when time is up. Default: True.
 
     Raises:
-        ConfigurationError: a duration that is not a time, an unknown interval or stage.
+        ConfigurationError: the duration is not a time, or the interval or stage is unknown.
     """
 
     reads_only = True
@@ -64,7 +64,7 @@ class Timer(Callback):
         return self._ended_s.get(_known(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds spent in `stage`: in all of training, or in the latest evaluation."""
+        """Return the seconds spent in `stage`. Training counts in total, an evaluation only its latest run."""
         start = self.start_time(stage)
         offset = self._offset_s if stage == "train" else 0.0
         if start is None:

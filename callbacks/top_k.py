@@ -1,4 +1,4 @@
-"""The k best scores: which checkpoints are kept and which one is deleted."""
+"""The k best scores, which decide which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class TopK:
         return worst(self.mode) if math.isnan(score) else score
 
     def accepts(self, score: float) -> bool:
-        """Return whether `score` is among the best k; a tie with the worst of them is not."""
+        """Return whether `score` is among the best k. False if it equals the worst of them."""
         if self.k == -1 or len(self.scores) < self.k:
             return True
         kth = self.kth_best
         return kth is not None and is_better(self.comparable(score), self.scores[kth], self.mode)
 
     def displaced(self) -> str | None:
-        """Return the name that adding one more would remove; None if there are fewer than k."""
+        """Return the name that the next `add` would remove; None if there are fewer than k."""
         return self.kth_best if self.k != -1 and len(self.scores) >= self.k else None
 
     def add(self, name: str, score: float) -> str | None:
@@ -40,7 +40,7 @@ class TopK:
 
     @property
     def best(self) -> str | None:
-        """The name with the best score, the earliest of equals; None when there is none."""
+        """The name with the best score; None if there is none. Of equal scores the earliest counts."""
         if not self.scores:
             return None
         pick = min if self.mode == "min" else max
@@ -48,7 +48,7 @@ class TopK:
 
     @property
     def kth_best(self) -> str | None:
-        """The name with the worst score, the earliest of equals; None when there is none."""
+        """The name with the worst score; None if there is none. Of equal scores the earliest counts."""
         if not self.scores:
             return None
         pick = max if self.mode == "min" else min

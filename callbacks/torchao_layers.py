@@ -29,7 +29,7 @@ def check_config(config: object) -> None:
 
 
 def torchao_config(config: object, group_size: int) -> Any:
-    """Return the configuration of torchao that a name stands for, or the object itself; see `quantize_model`."""
+    """Return torchao's configuration for a name. A configuration object is returned unchanged. See `quantize_model`."""
     check_config(config)
     kinds = load_torchao(_PURPOSE).quantization
     if isinstance(config, str):
@@ -254,12 +254,12 @@ def write_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_quantized_model(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Load weights that `quantize_model` or `QuantizationAwareTraining` wrote into a model, in place.
+    """Load a file of `quantize_model` or `QuantizationAwareTraining` into a model in place.
 
     No code of the file is executed. torchao reads such files too (`torchao.prototype.safetensors`).
 
     Args:
-        model: The model with plain layers; its own weights are replaced, and may be on the meta device.
+        model: The model with unquantized layers. Its weights are replaced. They may be on the meta device.
         path: The file.
 
     Returns:

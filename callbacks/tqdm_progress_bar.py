@@ -13,10 +13,10 @@ from trainwright.core.process import in_notebook, on_terminal
 
 
 class TQDMProgressBar(ProgressBar):
-    """Progress bar drawn by tqdm; plain lines where the output is neither a terminal nor a notebook.
+    """Progress bar drawn by tqdm. Plain lines are written if the output is neither a terminal nor a notebook.
 
     Args:
-        refresh_rate: draw after at least this many batches (and at most ten times a second); 0: off. Default: 1.
+        refresh_rate: see `ProgressBar`. Default: 1.
         process_position: number of lines to keep free above, if several processes draw into one terminal. Default: 0.
         leave: keep every epoch's bar on the screen. Default: False.
     """
@@ -79,8 +79,8 @@ class TQDMProgressBar(ProgressBar):
 
 
 def _bar_class() -> Any:
-    """Return tqdm's class for a notebook with widgets, else the one for terminals, without its monitor thread. The
-    thread would only draw bars that are updated rarely; and a process with threads must not fork loader workers.
+    """Return tqdm's class for a notebook with widgets, else its class for terminals. Both have no monitor thread,
+    because a process with threads must not fork loader workers. The thread only draws rarely updated bars.
     """
     module = "tqdm.notebook" if in_notebook() and importlib.util.find_spec("ipywidgets") else "tqdm"
     base = require_package(module, purpose="TQDMProgressBar").tqdm

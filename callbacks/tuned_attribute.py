@@ -13,7 +13,7 @@ class TunedAttribute:
     """Attribute of the task, of the data module, or of their `hparams`, under one of several names.
 
     Raises:
-        ConfigurationError: it does not exist; the message lists attributes of that type.
+        ConfigurationError: the attribute does not exist. The message lists attributes of that type.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class TunedAttribute:
         raise ConfigurationError(_nowhere(names, owners, purpose, kind))
 
     def get(self) -> Any:
-        """Return its value: the task's attribute, else the next one that exists."""
+        """Return the value of the first existing attribute; the task's own comes first."""
         if self._attributes:
             return getattr(self._attributes[0], self.name)
         return self._hparams[0][self.name]
 
     def set(self, value: object) -> None:
-        """Set it everywhere."""
+        """Set the attribute on every object that has it."""
         for owner in self._attributes:
             try:
                 setattr(owner, self.name, value)

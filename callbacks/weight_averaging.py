@@ -21,27 +21,26 @@ _FUNCTIONS = ("avg_fn", "multi_avg_fn")
 class WeightAveraging(Callback):
     """Callback that averages the weights after each step, validates with the average, and ends with it in the task.
 
-    The average starts with the weights of the first update; before that this callback has no effect. Afterwards
-    validation runs on the average, swapped in and back bit for bit. The model part of a checkpoint holds the average,
-    so that loading it gives the average; the training weights are in the state of this callback (not in checkpoints
-    with weights only), so that a resume is exact. When a fit has run to its end the average is in the task. Every rank
-    averages its own weights or shards, without communication. Shards are gathered for a checkpoint: then the full
-    training weights are copied to rank 0's host as well.
+    The first update copies the weights; before it this callback has no effect. Afterwards validation runs on the
+    average, which is swapped with the weights exactly. The weights in a checkpoint are the average. The training
+    weights are in the state of this callback, so that a resume is exact, but not in checkpoints with weights only. At
+    the end of a complete fit the task contains the average. Every rank averages its own weights or shards, without
+    communication. A checkpoint gathers the shards and copies the full training weights to rank 0's host.
 
-    Override `should_update` to choose the updates. The average has the dtype of the weights: in bfloat16, small changes
-    of an average over many steps are rounded away.
+    Override `should_update` to choose the updates. The average has the dtype of the weights. In bfloat16, small changes
+    of an average over many steps are lost to rounding.
 
     Args:
-        device: where the average is kept; None: on the device of the weights. Another device saves memory there and
-            costs a blocking copy at each update. Default: None.
-        use_buffers: average floating-point buffers too, such as the statistics of batch normalization; otherwise the
-            current ones are used. Default: True.
+        device: device of the average. Another device than that of the weights saves memory on the latter, and costs a
+            blocking copy at each update. Default: None, the device of the weights.
+        use_buffers: average floating-point buffers too, such as the statistics of batch normalization. False uses the
+            current buffers. Default: True.
         kwargs: `avg_fn` or `multi_avg_fn` as for `torch.optim.swa_utils.AveragedModel`; the number of updates so far is
             passed as an int. By default all updates have equal weight.
 
     Raises:
-        ConfigurationError: other keyword arguments, or both functions; in a Trainer, a strategy whose ranks have
-            different parameters.
+        ConfigurationError: other keyword arguments, or both functions, are passed. In a Trainer: the strategy's ranks
+            have different parameters.
     """
 
     needs = ("weight_averages",)
@@ -71,14 +70,14 @@ class WeightAveraging(Callback):
         """Return whether to update the average now; by default after every step.
 
         Args:
-            step_idx: 0-based index of the completed optimizer step; None at the end of an epoch. Default: None.
-            epoch_idx: 0-based index of the completed epoch; None after a step. An epoch that a bound such as
-                `max_steps` ends in its middle is not completed. Default: None.
+            step_idx: 0-based index of the completed optimizer step. Default: None, at the end of an epoch.
+            epoch_idx: 0-based index of the completed epoch. An epoch that `max_steps` or another limit interrupts is
+                not completed. Default: None, after a step.
         """
         return step_idx is not None
 
     def average_functions(self) -> dict[str, Any]:
-        """Return `avg_fn` or `multi_avg_fn`, or neither, by name; called when a fit starts."""
+        """Return a dict with `avg_fn` or `multi_avg_fn`, or an empty dict. Called when a fit starts."""
         return self._kwargs
 
     # The weights
@@ -175,7 +174,7 @@ class WeightAveraging(Callback):
             checkpoint["state_dict"] = self._weights.put_average_into(checkpoint["state_dict"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts and the training weights; the average is in the model part."""
+        """Return the counts and the training weights. The average is in the weights of the checkpoint."""
         if self._loaded is not None:
             return self._loaded
         weights = self._weights
@@ -193,14 +192,15 @@ class EMAWeightAveraging(WeightAveraging):
     Args:
         device: see `WeightAveraging`. Default: None.
         use_buffers: see `WeightAveraging`. Default: True.
-        decay: from 0 (the current weights) to 1 (the first ones). Default: 0.999.
-        update_every_n_steps: update after the steps whose 0-based index is a multiple of it; 0: after none. Default: 1.
-        update_starting_at_step: not after steps with a lower 0-based index. Default: None.
-        update_starting_at_epoch: also at the end of every epoch from this 0-based one on. Default: None.
-        kwargs: none; accepted for a common signature.
+        decay: 0 (only the current weights) to 1 (only the first weights). Default: 0.999.
+        update_every_n_steps: update after steps whose 0-based index is a multiple of this number. 0 disables these
+            updates. Default: 1.
+        update_starting_at_step: 0-based index of the first step to update after. Default: None, for all steps.
+        update_starting_at_epoch: also update at the end of every epoch from this 0-based epoch on. Default: None.
+        kwargs: must be empty.
 
     Raises:
-        ConfigurationError: a value out of its range, or other arguments.
+        ConfigurationError: a value is out of range, or another argument is passed.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ class ConsoleLogger(Logger):
     """Logger that prints `step 120 | loss 0.1234 | lr 0.001`, one line for each call.
 
     Args:
-        prefix: put before the name of each metric, with a dash. Default: `""`.
-        stream: output stream; None: the standard output at the time of printing. Default: None.
+        prefix: text before the name of each metric, followed by a dash. Default: `""`.
+        stream: output stream. Default: None, which is `sys.stdout` at the time of printing.
         precision: significant digits of a number. Default: 4.
     """
 
@@ -45,6 +45,6 @@ class ConsoleLogger(Logger):
         self._out.write(line + "\n")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the process's own streams, which cannot be pickled."""
+        """Omit streams of this process, because they cannot be pickled."""
         own = self._stream in (sys.stdout, sys.stderr)
         return {**self.__dict__, "_run": None, "_stream": None if own else self._stream}

@@ -18,14 +18,13 @@ METRICS_FILE = "metrics.csv"
 class CSVLogger(VersionedLogger):
     """Logger that writes `metrics.csv` (and `hparams.yaml`) into `save_dir/name/version_N`.
 
-    The first column is `step`, the others follow in the order of their first appearance; missing values are empty. A
-    name that appears later adds a column: the file is then rewritten under another name and renamed, so that neither a
-    reader nor a crash loses a row.
+    The first column is `step`. The others follow in the order of their first appearance. Missing values are empty. A
+    new name adds a column: the file is then rewritten under another name and renamed, so that no row is lost in a
+    crash.
 
     Args:
         save_dir, name, version, prefix: see `VersionedLogger`.
-        flush_logs_every_n_steps: write rows to the disk when the step has advanced by this number, and at the end.
-            Default: 100.
+        flush_logs_every_n_steps: write rows to the disk after this many steps, and at the end. Default: 100.
     """
 
     def __init__(
@@ -44,11 +43,11 @@ class CSVLogger(VersionedLogger):
 
     @property
     def metrics_file(self) -> Path:
-        """The CSV file of the run; known once the logger is started."""
+        """The CSV file of the run. It is known after `start`."""
         return self._folder() / METRICS_FILE
 
     def start(self, run: RunInfo) -> None:
-        """Claim the folder and read the header of a log that is continued."""
+        """Claim the folder. Read the header if the folder contains a log to continue."""
         if self._run is not None:
             return
         super().start(run)
@@ -66,7 +65,7 @@ class CSVLogger(VersionedLogger):
         write_atomically(self.metrics_file, _text(columns, rows_without(rows, step, names), header=True))
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write `hparams.yaml`; a later call adds to it."""
+        """Write `hparams.yaml`. A later call adds entries."""
         self.write_hyperparams(params)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -79,7 +78,7 @@ class CSVLogger(VersionedLogger):
             self._flushed_at = step
 
     def flush(self) -> None:
-        """Write pending rows; return when they are in the file."""
+        """Write pending rows. Blocks until they are in the file."""
         if not self._rows:
             return
         known = set(self._columns)

@@ -16,9 +16,9 @@ import torch
 def plain(value: object) -> Any:
     """Return `value` as nested dicts, lists, numbers, text and None.
 
-    Mappings, namespaces and dataclass instances become dicts with text keys; tuples and sets become lists; arrays and
-    tensors become nested lists (a device tensor is read, so this waits); enum members become their names; other
-    objects become text: a class or function its qualified name, the rest `str(value)`.
+    Mappings, namespaces and dataclass instances become dicts with text keys. Tuples and sets become lists. Arrays and
+    tensors become nested lists, which waits for the device. Enum members become their names. Classes and functions
+    become their qualified names. Other objects become `str(value)`.
     """
     if isinstance(value, enum.Enum):
         return value.name
@@ -49,8 +49,8 @@ def plain(value: object) -> Any:
 def flatten(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return `plain(params)` without nesting: `{"optimizer": {"lr": 0.1}}` → `{"optimizer/lr": 0.1}`.
 
-    Entries of a list are numbered if one of them is a dict or list, else the list is one string; an empty dict is the
-    string `{}`.
+    A list that contains a dict or list gets one key per entry. Other lists become one string. An empty dict becomes
+    `{}`.
     """
     flat: dict[str, Any] = {}
     for key, value in plain(params).items():
@@ -66,7 +66,7 @@ def flatten(params: Mapping[str, Any]) -> dict[str, Any]:
 def json_safe(value: object) -> Any:
     """Return plain `value` with NaN and infinities as the text `"NaN"`, `"Infinity"`, `"-Infinity"`.
 
-    JSON has no such numbers; a file with them is refused by most readers. Python's `float` reads these words back.
+    JSON has no such numbers, and most parsers reject a file with them. Python's `float` accepts the texts.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")

@@ -13,14 +13,14 @@ _CHANNELS = (1, 3, 4)
 
 
 def to_pixels(image: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return `image` as an array H×W×C of uint8, C being 1, 3 or 4. A device tensor is read, so this waits.
+    """Return `image` as an array H×W×C of uint8, with C = 1, 3 or 4. Waits for the device of a tensor.
 
     Args:
         image: a tensor C×H×W or H×W; an array H×W×C, C×H×W or H×W; or a PIL image. Integers are in 0 to 255, floats in
             0 to 1 (other values are clipped, NaN is black), booleans as black and white.
 
     Raises:
-        ConfigurationError: another shape; the message names it.
+        ConfigurationError: the shape is none of these. The message names it.
     """
     is_tensor = isinstance(image, torch.Tensor)
     if isinstance(image, torch.Tensor):

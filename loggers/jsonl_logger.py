@@ -19,8 +19,8 @@ _OWN = ("step", "time")
 class JSONLinesLogger(VersionedLogger):
     """Logger that writes `metrics.jsonl` (and `hparams.json`) into `save_dir/name/version_N`.
 
-    Each call adds the line `{"step": …, "time": <seconds since 1970>, "<name>": …, …}`, complete when the call returns.
-    The file is valid JSON throughout: NaN and infinities are the text "NaN", "Infinity" and "-Infinity".
+    Each call writes one line, `{"step": …, "time": <seconds since 1970>, "<name>": …, …}`, before it returns. Each line
+    is valid JSON: NaN and infinities are the texts "NaN", "Infinity" and "-Infinity".
 
     The arguments are those of `VersionedLogger`.
     """
@@ -30,7 +30,7 @@ class JSONLinesLogger(VersionedLogger):
 
     @property
     def metrics_file(self) -> Path:
-        """The file of the run; known once the logger is started."""
+        """The file of the run. It is known after `start`."""
         return self._folder() / METRICS_FILE
 
     def has_log(self, folder: Path) -> bool:
@@ -45,7 +45,7 @@ class JSONLinesLogger(VersionedLogger):
         write_atomically(self.metrics_file, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write `hparams.json`; a later call adds to it."""
+        """Write `hparams.json`. A later call adds entries."""
         self._hyperparams.update(plain(params))
         text = json.dumps(json_safe(self._hyperparams), indent=2, allow_nan=False)
         write_atomically(self._folder() / HPARAMS_FILE, text + "\n")

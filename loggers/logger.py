@@ -35,7 +35,7 @@ class RunInfo:
 
 
 class Silence:
-    """Object that accepts every call and does nothing: `Logger.experiment` on other ranks than the main one."""
+    """Object that accepts every call and does nothing. It is `Logger.experiment` on all ranks except the main rank."""
 
     def __getattr__(self, name: str) -> Silence:
         if name.startswith("__"):
@@ -61,22 +61,22 @@ class Silence:
 class Logger(ABC):
     """Base class of loggers.
 
-    The Trainer calls `start` once for each stage, then the others in any order, then `finish`, all on the main rank and
-    never inside a step. A finished logger may be started again and continues its log. `LoggerGroup` handles errors.
-    Used before any Trainer, a logger starts itself, on the main rank of a launcher's processes.
+    The Trainer calls `start` once for each stage, then the `log_*` methods in any order, then `finish`. All calls are
+    on the main rank and outside of steps. A finished logger may be started again and continues its log. `LoggerGroup`
+    handles errors. A logger that is used without a Trainer starts itself at the first call, on the main rank.
 
-    A sub-class defines the two abstract methods, and `start` (calling `super().start(run)`), `flush` and `finish` if it
-    has something to open, to buffer or to close. A logger written for Lightning, with `save` and `finalize` instead,
-    can be used unchanged. Before its start it must be picklable: it is sent to the processes that the Trainer starts.
+    A sub-class defines the two abstract methods. If necessary, it also overrides `start` (which must call
+    `super().start(run)`), `flush` and `finish`. A logger written for Lightning, with `save` and `finalize`, can be used
+    unchanged. A logger must be picklable before `start`, because the Trainer sends it to other processes.
 
     Attributes:
-        muted: this is not the main rank: nothing is started or written.
-        wants_graph: the run should pass the task's graph (`log_graph`) when it begins.
+        muted: True on all ranks except the main rank. A muted logger starts and writes nothing.
+        wants_graph: True if `log_graph` is to be called when a fit begins.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Wrap every `log_*` method of a sub-class to start the logger if needed, and to do nothing on other ranks. A
-        `start` that does not call this class's one counts as started too.
+        """Wrap every `log_*` method of a sub-class: it starts the logger if needed, and does nothing if `muted`. A
+        logger counts as started also if its `start` does not call `super().start`.
         """
         super().__init_subclass__(**options)
         for name, method in list(vars(cls).items()):
@@ -106,8 +106,8 @@ class Logger(ABC):
 
         Args:
             root_dir: the folder.
-            project: the name of the project or of the run. Default: None, which is the logger's own.
-            options: options of the backend; one that it does not have raises ConfigurationError.
+            project: the name of the project or of the run. Default: None, which is the logger's default.
+            options: options of the backend. An unknown option raises ConfigurationError.
         """
         if options:
             raise ConfigurationError(f"{cls.__name__} has no options, and got {', '.join(options)}.")
@@ -145,7 +145,7 @@ class Logger(ABC):
 
     @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Record the run's hyper-parameters; values may be nested mappings, sequences and arbitrary objects."""
+        """Record the run's hyper-parameters: nested mappings, sequences and arbitrary objects."""
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -154,11 +154,11 @@ class Logger(ABC):
     # Optional
 
     def log_image(self, key: str, image: Any, step: int) -> None:
-        """Record one image: a tensor C×H×W or H×W, an array H×W×C or H×W (uint8, or floats in [0, 1]), or PIL's."""
+        """Record an image: a tensor C×H×W or H×W, an array H×W×C or H×W (uint8, or floats in [0, 1]), or PIL."""
         _cannot_log(self, "images")
 
     def log_figure(self, key: str, figure: Any, step: int) -> None:
-        """Record a matplotlib figure; it is left open."""
+        """Record a matplotlib figure without closing it."""
         _cannot_log(self, "figures")
 
     def log_text(self, key: str, text: str, step: int) -> None:
@@ -173,7 +173,7 @@ class Logger(ABC):
         dataframe: object = None,
         step: int | None = None,
     ) -> None:
-        """Record a table: `columns` with rows of `data`, or a pandas frame. Default: as a text in Markdown."""
+        """Record a table: `columns` with rows of `data`, or a pandas frame. Default: logged as Markdown text."""
         if self._begin():
             self._put_table(key, *_cells(columns, data, dataframe), step)
 
@@ -183,7 +183,7 @@ class Logger(ABC):
         self.log_text(key, "\n".join(f"| {' | '.join(line)} |" for line in cells), step or 0)
 
     def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
-        """Record the graph of `task.forward(example_input)`; `task.example_input_array` if no input is given."""
+        """Record the graph of `task.forward(example_input)`. Default input: `task.example_input_array`."""
         _cannot_log(self, "graphs")
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
@@ -201,7 +201,7 @@ class Logger(ABC):
 
     @property
     def save_dir(self) -> str | None:
-        """The parent folder of all output; None if there is none, or it is not known yet."""
+        """The parent folder of all output; None if there is none or it is not known yet."""
         return None
 
     @property
@@ -226,13 +226,13 @@ class Logger(ABC):
 
     @property
     def experiment(self) -> Any:
-        """The backend's own object, started if needed; on other ranks than the main one, a no-op object."""
+        """The backend's object. Starts the logger if needed. Only on the main rank its methods have an effect."""
         if self.muted:
             return Silence()
         return self._backend() if self._begin() else Silence()
 
     def _begin(self) -> bool:
-        """Start below the current folder if no Trainer has; return whether this process logs."""
+        """Start below the current folder if no Trainer has started this logger. Return whether this process logs."""
         if self.muted:
             return False
         if self._run is None and not self._starting:
@@ -256,11 +256,11 @@ class Logger(ABC):
         return self._run is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs to continue the same curves; JSON-compatible, without paths."""
+        """Return the state with which a resumed run continues the same curves: JSON-compatible, without paths."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the log that `state` came from."""
+        """Continue the log of the logger that returned `state`."""
         return None
 
     # For sub-classes
@@ -271,7 +271,7 @@ class Logger(ABC):
         return {f"{start}{name}": value for name, value in metrics.items()}
 
     def warn_once(self, message: str) -> None:
-        """Issue a TrainwrightWarning, the same one only once for each logger."""
+        """Issue a TrainwrightWarning. Each message is issued once per logger."""
         if self.muted:
             return
         warned: set[str] = vars(self).setdefault("_warned", set())
@@ -281,7 +281,7 @@ class Logger(ABC):
 
 
 def _cells(columns: list[str] | None, data: list[list[Any]] | None, frame: Any) -> tuple[list[str], list[list[Any]]]:
-    """Return the columns and rows of a table that is given as either or as a pandas frame."""
+    """Return the columns and rows of a table that is passed as `columns` and `data` or as a pandas frame."""
     if frame is not None:
         return [str(name) for name in frame.columns], frame.to_numpy().tolist()
     rows = [list(row) for row in data or []]
@@ -316,10 +316,10 @@ class RemoteLogger(Logger):
     """Base class of loggers whose backend identifies a run by an id.
 
     Args:
-        prefix: put before the name of each metric, with a dash. Default: `""`.
-        log_model: upload checkpoints: `"all"`: each; True: the last one, at the end; False: none. Default: False.
+        prefix: text before the name of each metric, followed by a dash. Default: `""`.
+        log_model: `"all"` uploads every checkpoint. True uploads the last one at the end of the fit. Default: False.
         project: the logger's `name`. Default: None.
-        id: the run to continue; a checkpoint cannot change it. Default: None.
+        id: id of the run to continue. It takes precedence over the id in a checkpoint. Default: None.
         dir: folder of the backend's files. Default: None, which is a folder that `start` selects, or none.
     """
 
@@ -348,7 +348,7 @@ class RemoteLogger(Logger):
 
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
-        """Return a logger for runs of a project. Its files are below `root_dir`, if the backend lets callers choose."""
+        """Return a logger for runs of a project. Its files are below `root_dir` if the backend supports it."""
         given = {} if project is None else {cls._project_argument: project}
         if cls._folder_argument is not None:
             argument, folder = cls._folder_argument
@@ -376,7 +376,7 @@ class RemoteLogger(Logger):
         return {} if self._id is None else {"id": self._id}
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
-        """Upload a checkpoint now (`log_model="all"`), or remember it for the end (`log_model=True`)."""
+        """Upload a checkpoint now (`log_model="all"`) or at the end of the fit (`log_model=True`)."""
         if self._log_model == "all":
             self._put_checkpoint(path, aliases)
         elif self._log_model:
@@ -387,5 +387,5 @@ class RemoteLogger(Logger):
         """Upload a checkpoint, or queue its upload."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the connection: a copy in another process opens its own, with the same id."""
+        """Omit the connection. A copy in another process opens a new connection with the same id."""
         return {**self.__dict__, "_run": None, "_experiment": None}

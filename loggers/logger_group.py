@@ -1,4 +1,4 @@
-"""All loggers of a run as one; the failure of a tracker does not stop the run."""
+"""Group of all loggers of a run. The failure of a logger does not stop the run."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ _ESSENTIAL = ("start", "log_metrics", "flush", "finish")
 class LoggerGroup:
     """Group of loggers: calls each logger in turn, on the main rank only.
 
-    A logger whose backend raises is reported, with a TrainwrightWarning that names it, the method and the error. A
-    logger that cannot start, log metrics or flush is disabled until the group is started again; if something else
-    fails, such as a graph or a checkpoint, only that is missing. Configuration errors, such as a package that is not
-    installed, are raised by `start`. There is no communication between ranks.
+    An error of a backend becomes a TrainwrightWarning that names the logger, the method and the error. A logger that
+    fails to start, log metrics or flush is disabled until the group is started again. After another failure, such as
+    that of a graph or a checkpoint, the logger continues. `start` raises configuration errors, such as a package that
+    is not installed. There is no communication between ranks.
 
     Args:
-        loggers: in the order in which they are called. Default: `()`.
-        is_main: True on the main rank. On the others nothing is started or written, and each logger's `experiment` does
-            nothing. Default: True.
+        loggers: the loggers, in the order of their calls. Default: `()`.
+        is_main: True on the main rank. On other ranks all loggers are muted. Default: True.
 
     Attributes:
-        record: the record of the run, `run.jsonl`, once started. None on other ranks than the main one, and without a
-            logger that has a folder for each run.
+        record: the record of the run, `run.jsonl`, after `start`. None on other ranks than the main rank, or if no
+            logger has a folder for each run.
     """
 
     def __init__(self, loggers: Iterable[Logger] = (), *, is_main: bool = True) -> None:
@@ -55,12 +54,12 @@ class LoggerGroup:
 
     @property
     def active(self) -> list[Logger]:
-        """The loggers that are called: all but the failed ones on the main rank, none on the others."""
+        """The loggers that are called: on the main rank all that have not failed, on other ranks none."""
         return [logger for logger in self.loggers if logger not in self._dropped] if self.is_main else []
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the first logger that has one; known on the main rank once started."""
+        """The folder of the first logger that has a folder. It is known on the main rank after `start`."""
         return next((logger.log_dir for logger in self.loggers if logger.log_dir is not None), None)
 
     def start(self, run: RunInfo) -> None:
@@ -90,7 +89,7 @@ class LoggerGroup:
         self._each("log_hyperparams", params)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record host-side numbers at a step with every logger; nothing if there are none."""
+        """Record host-side numbers at a step with every logger. No effect without numbers."""
         if metrics:
             self._each("log_metrics", metrics, step)
 
@@ -112,19 +111,19 @@ class LoggerGroup:
         self._each("flush")
 
     def finish(self, status: Status) -> None:
-        """Finish every logger; safe in an exception's path, and if called twice."""
+        """Finish every logger. It may be called after an exception, and more than once."""
         self._each("finish", status)
         if self.record is not None:
             self.record.close()
             self.record = None
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the loggers' states, in order, each with its class's name."""
+        """Return the states of all loggers in order, each with the logger's class name."""
         return [{"logger": type(logger).__name__, **logger.state_dict()} for logger in self.loggers]
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Load into each logger the next state of its class, to resume training: loggers remove all values that were
-        logged later. Call it before `start` if possible. Loggers may have been added or removed since.
+        """Load into each logger the next state of its class. Loggers then remove values that were logged after the
+        state. Call it before `start` if possible. Loggers may have been added or removed since the state was saved.
         """
         left = list(states)
         for logger in self.loggers:

@@ -59,7 +59,7 @@ class _StageMetrics:
 
 
 class DivertedCall(NamedTuple):
-    """A call of `log` that was only recorded: its arguments."""
+    """The arguments of a recorded call of `log`."""
 
     name: str
     value: object
@@ -83,12 +83,12 @@ class MetricBuffer:
 
     Attributes:
         in_step: True during a training or evaluation step (or a hook of one batch).
-        batch: the current micro-batch, which determines the weight in a mean; None outside. Set it to None again after
-            the batch, otherwise the buffer keeps it alive.
-        share: weight of the batch in a mean over the ranks that split its sequences, 1 on average; None: not split; 0:
-            the batch is padding of a rank without data.
-        dataloader_idx: index of the evaluation loader of the batch, if there are several; None outside.
-        diverted: takes the arguments of each call of `log`, which then does nothing else; None: nothing is diverted.
+        batch: the current micro-batch, which determines the weight in a mean. Set it to None after the batch, otherwise
+            the buffer keeps it alive.
+        share: weight of this rank's part of the batch in a mean over the ranks that split its sequences. The weights
+            are 1 on average. None if the batch is not split, 0 if it is padding of a rank without data.
+        dataloader_idx: index of the batch's evaluation loader; None with a single loader and outside of evaluations.
+        diverted: list that records calls of `log` instead of logging. None logs.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class MetricBuffer:
         return slot_states(slot for slot in slots if slot.has_epoch_values or slot.last is not None)
 
     def load_state_dict(self, states: Mapping[str, Any], device: torch.device) -> None:
-        """Restore the result of `state_dict` onto this rank's device; called after `begin`."""
+        """Restore the result of `state_dict` onto this rank's device. Call it after `begin`."""
         metrics = self._stages["train"]
         metrics.by_name.clear()  # on_train_start may have logged
         metrics.slots.update({key: restored_slot(state, device) for key, state in states.items()})
@@ -119,12 +119,12 @@ class MetricBuffer:
         return self._stage
 
     def begin(self, stage: EpochStage, *, num_dataloaders: int = 1) -> None:
-        """Start an epoch of `stage` and make it the current one. Values of an earlier, unfinished epoch of this stage
-        are discarded; pending step values and everything of the other stages are kept.
+        """Start an epoch of `stage`, which becomes the current stage. Values of an earlier, unfinished epoch of this
+        stage are discarded. Pending step values and values of other stages are kept.
 
         Args:
             stage: `"train"`, `"validate"`, `"test"` or `"predict"`.
-            num_dataloaders: with more than one, `/dataloader_idx_N` is appended to keys. Default: 1.
+            num_dataloaders: number of loaders. With several, `/dataloader_idx_N` is appended to keys. Default: 1.
         """
         self.switch(stage)
         metrics = self._stages[stage]
@@ -134,17 +134,17 @@ class MetricBuffer:
             slot.begin_epoch()
 
     def switch(self, stage: EpochStage) -> None:
-        """Make `stage` the current one and change nothing else, as when training continues after a validation."""
+        """Make `stage` the current stage without a new epoch, for example `"train"` after a validation."""
         self._stage, self._closed = stage, ""
         self._by_name = self._stages[stage].by_name
 
     def close(self, where: str) -> None:
-        """Refuse to log until the next `begin` or `switch`: values logged in the hook `where` would not be read."""
+        """Make `log` raise an error until `begin` or `switch`. Values logged in the hook `where` would be lost."""
         self._closed, self._by_name = where, {}
 
     @contextlib.contextmanager
     def closed_in(self, where: str) -> Iterator[None]:
-        """Refuse to log during a `with` block; see `close`."""
+        """Make `log` raise an error within the context; see `close`."""
         before = self._closed, self._by_name
         self.close(where)
         try:
@@ -168,13 +168,13 @@ class MetricBuffer:
         rank_zero_only: bool = False,
         metric_attribute: str | None = None,
     ) -> None:
-        """Log one value. No communication, no wait for a device.
+        """Log one value. Does not communicate and does not wait for a device.
 
         Args:
             name: the metric's name.
             value: a number, a tensor with one element (copied, without its graph), or a torchmetrics Metric or
-                MetricCollection, which is computed at the epoch's flush and then reset. A collection's results, and
-                others that are a dict, are named `name/key`.
+                MetricCollection, which is computed at the epoch's flush and then reset. If its result is a dict, each
+                entry is named `name/key`.
             prog_bar: pass it to the progress bar. Default: False.
             logger: pass it to the loggers. Default: True.
             on_step: keep the latest value for `flush_step`. Default: in a training step.
@@ -183,18 +183,17 @@ class MetricBuffer:
             reduce_fx: the epoch's aggregate: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, torch's
                 function of that name, or a function from a 1-D float64 host tensor of all values (of all ranks) to one
                 number; only the last needs memory that grows with the epoch. Default: `"mean"`.
-            sync_dist: None: reduce epoch values over ranks, leave step values as each rank's own; True: reduce both;
-                False: neither. Metric objects reduce by themselves, unless False. Default: None.
-            add_dataloader_idx: with several evaluation loaders, append `/dataloader_idx_N` to the key; False: the name
-                belongs to this loader, and no other may log it, except for one metric object that aggregates over all.
-                Default: True.
-            batch_size: the value's weight in a mean; None: the length of the current batch. Default: None.
-            rank_zero_only: the value that rank 0 logs is the value on every rank. Default: False.
+            sync_dist: True reduces step and epoch values over ranks, False neither. Default: None, which reduces only
+                epoch values. Metric objects reduce by themselves, except with False.
+            add_dataloader_idx: with several evaluation loaders, append `/dataloader_idx_N` to the key. With False, only
+                one loader may log the name, except for a metric object that aggregates over all loaders. Default: True.
+            batch_size: the value's weight in a mean. Default: None, the length of the current batch.
+            rank_zero_only: use the value of rank 0 on every rank. Default: False.
             metric_attribute: accepted for compatibility and not needed. Default: None.
 
         Raises:
             TaskError: the value is not a single number, or no epoch has begun.
-            ConfigurationError: options that contradict each other or an earlier call in the same epoch.
+            ConfigurationError: options contradict each other or an earlier call in the same epoch.
         """
         given = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
         if self.diverted is not None:
@@ -322,14 +321,12 @@ class MetricBuffer:
         return [] if self._stage is None else list(self._stages[self._stage].slots.values())
 
     def peek(self) -> Flushed:
-        """Return this rank's own step values, which stay pending and are no longer new. Waits for the device. Not
-        collective.
-        """
+        """Return this rank's pending step values and mark them as read. Waits for the device. Not collective."""
         return read_steps(self._by_slots())
 
     def peek_new(self) -> Flushed:
-        """Return this rank's own values that have not been read: of steps, and outside of steps of the epoch so far.
-        They stay pending. Waits for the device if there are any. Not collective.
+        """Return this rank's unread values: step values, and outside of steps also the epoch's aggregates so far. They
+        stay pending. Waits for the device if there are unread values. Not collective.
         """
         own = self._by_slots()
         logged = {slot.key for slot in own}  # in an evaluation, its values replace older ones of training
@@ -343,13 +340,13 @@ class MetricBuffer:
         return flushed
 
     def flush_step(self, exchange: Exchange | None = None, last: StepResult | None = None) -> Flushed:
-        """Return the latest value of everything that was logged on_step since the last flush. Waits for each device
-        once. Collective when `exchange` is given: every rank calls it at the same step.
+        """Return the latest value of each metric that was logged on_step since the last flush. Waits for each device
+        once. With `exchange` it is collective: every rank calls it at the same step.
 
         Args:
-            exchange: all-gather of a small picklable dict, in the order of the ranks; called exactly once, even if
-                nothing was logged. None: one process. Default: None.
-            last: result of the last step, to read with the values. Default: None.
+            exchange: all-gathers a small picklable dict, in the order of the ranks. It is called exactly once, even if
+                nothing was logged. Default: None, for one process.
+            last: result of the last step, which is read together with the values. Default: None.
         """
         reads, shared, reductions = HostReads(), dict[str, Entry](), dict[str, Reduction | None]()
         facts = {} if last is None else {"loss": last.loss, "grad_norm": last.grad_norm}
@@ -384,14 +381,14 @@ class MetricBuffer:
     ) -> Flushed:
         """Return the aggregates of the current stage's epoch and reset them.
 
-        Waits for each device once, and once more when metric objects were logged. Collective when `exchange` is given.
-        Metric objects reduce over ranks by themselves, in an order that the exchange determines. One that only some
-        ranks have logged, as others had no batch, must be a module of `owner`; else it is computed without the others,
-        with a warning.
+        Waits for each device once, and once more if metric objects were logged. Collective if `exchange` is passed.
+        Metric objects reduce over ranks by themselves, in an order that the exchange determines. A metric object that
+        only some ranks have logged must be a module of `owner`. Otherwise it is computed from those ranks, with a
+        warning.
 
         Args:
-            exchange: as for `flush_step`; keys that only some ranks have logged appear on all of them. Default: None.
-            keep: do not reset them: the epoch continues in a later fit. Default: False.
+            exchange: see `flush_step`. Keys that only some ranks have logged appear on all ranks. Default: None.
+            keep: do not reset the aggregates, because a later fit continues the epoch. Default: False.
             owner: the task. Default: None.
         """
         slots = [slot for slot in self._by_slots() if slot.on_epoch]

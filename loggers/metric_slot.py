@@ -1,5 +1,7 @@
-"""A logged metric between two flushes: its options, the latest value of a step, the running aggregate of an epoch, and
-the state of both for a checkpoint. Values stay on their device; only `HostReads.read` waits for it.
+"""A logged metric between two flushes.
+
+A slot has the metric's options, its latest step value and its aggregate of the epoch. Values stay on their device. Only
+`HostReads.read` waits for it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _AS_KIND: dict[Any, str] = {
 
 
 class MetricSettings(NamedTuple):
-    """Options of one key, with the defaults filled in."""
+    """Options of one key, with default values applied."""
 
     on_step: bool
     on_epoch: bool
@@ -42,7 +44,7 @@ class MetricSettings(NamedTuple):
 
 
 def parse_reduction(name: str, reduce_fx: Reduction) -> Reduction:
-    """Return `"mean"`, `"sum"`, `"min"`, `"max"`, or the caller's own function."""
+    """Return the name of a reduction (`"mean"`, `"sum"`, `"min"`, `"max"`), or the user's function."""
     known = _AS_KIND.get(reduce_fx, reduce_fx) if isinstance(reduce_fx, Hashable) else reduce_fx
     if callable(known) or known in _KINDS:
         return known
@@ -53,7 +55,7 @@ def parse_reduction(name: str, reduce_fx: Reduction) -> Reduction:
 
 
 def same_function(first: Reduction | None, second: Reduction | None) -> bool:
-    """Return whether two reductions are made from the same code, like a lambda written in the call to `log`."""
+    """Return whether two reductions have the same code, for example two calls of `log` with the same lambda."""
     code = getattr(first, "__code__", None)
     return code is not None and code is getattr(second, "__code__", None)
 
@@ -64,7 +66,7 @@ def is_metric_object(value: object) -> bool:
 
 
 def to_number(name: str, value: object) -> float | Tensor:
-    """Return a float, or a detached 0-dim copy of a tensor on its own device; never waits for the device."""
+    """Return a float, or a detached 0-dim copy of a tensor on the same device. Never waits for the device."""
     if isinstance(value, (bool, int, float)):
         try:
             return float(value)
@@ -104,7 +106,7 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
 
 
 def pick(values: Sequence[float], kind: str) -> float:
-    """Return the smallest (`"min"`) or largest (`"max"`) number; NaN when one of them is NaN."""
+    """Return the smallest (`"min"`) or largest (`"max"`) number, or NaN if any number is NaN."""
     if any(value != value for value in values):
         return float("nan")
     return min(values) if kind == "min" else max(values)
@@ -156,7 +158,7 @@ class MetricSlot:
             self.last = None
 
     def clear_epoch(self) -> None:
-        """Clear the epoch's values; a pending step value stays."""
+        """Clear the epoch's values, but not a pending step value."""
         self.values.clear()
         self.weights.clear()
         self.weight: float = 0.0
@@ -179,7 +181,7 @@ class MetricSlot:
             self.last = batch_value if batch_value is not None else metric
 
     def begin_epoch(self) -> None:
-        """Start an epoch: no values, options free; an unfinished metric object is reset."""
+        """Start an epoch: clear the values, allow other options, and reset an unfinished metric object."""
         self.clear_epoch()
         self.is_free = True
         self.options = None
@@ -194,11 +196,11 @@ class MetricSlot:
 
     @property
     def epoch_count(self) -> tuple[float, int, int]:
-        """The amount of what was logged for the epoch's aggregate; each new value changes it."""
+        """A counter of the epoch's logged values, which each new value changes."""
         return self.weight, len(self.values), getattr(self.metric, "_update_count", 0)
 
     def fold(self) -> None:
-        """Fold the pending values into the aggregate: one stack for each device and dtype, no wait."""
+        """Add the pending values to the aggregate, with one stack per device and dtype. Does not wait."""
         if self.kind == "custom":  # in their order
             for kind, run in itertools.groupby(self.values, _place_and_dtype):
                 values: list[Any] = list(run)
@@ -241,14 +243,14 @@ def _place_and_dtype(value: float | Tensor) -> tuple[torch.device, torch.dtype] 
 
 
 class HostReads:
-    """Tensors whose values a flush needs on the host: one stack and one copy for each device."""
+    """Tensors that a flush copies to the host, with one stack and one copy per device."""
 
     def __init__(self) -> None:
         self._tensors: list[tuple[Tensor, list[float]]] = []
 
     def add(self, value: float | Tensor) -> list[float]:
-        """Request a number, or a tensor of any shape. The returned list holds the number, or after `read` the values of
-        the tensor, flattened.
+        """Request a number, or a tensor of any shape. The returned list contains the number, or after `read` the
+        flattened values of the tensor.
         """
         if not isinstance(value, Tensor):
             return [float(value)]
@@ -275,9 +277,9 @@ _PLAIN = ("name", "suffix", "weight", "host_total", "host_extreme", "last_weight
 
 
 def slot_states(slots: Iterable[MetricSlot]) -> dict[str, State]:
-    """Return the states of slots, by their keys, as trees of plain values; waits for each device once.
+    """Return the states of slots by key, as trees of plain values. Waits for each device once.
 
-    Pending values stay pending, so that a resumed run adds them up in the same order, to the last bit.
+    Pending values stay pending, so that a resumed run adds them in the same order and gets identical sums.
     """
     asked, reads, numbers = list(slots), HostReads(), Numbers()
     for slot in asked:
@@ -302,7 +304,7 @@ def _slot_state(slot: MetricSlot, numbers: Numbers) -> State:
 
 
 def restored_slot(state: Mapping[str, Any], device: torch.device) -> MetricSlot:
-    """Return a slot with a state from `slot_states`; device values are put on `device`."""
+    """Return a slot with a state from `slot_states`. Device values are copied to `device`."""
     slot = MetricSlot(state["name"], state["suffix"], MetricSettings(**state["settings"]))
     slot.values, slot.weights = _unpack(state["values"], device), list(state["weights"])
     slot.weight, slot.host_total, slot.host_extreme = state["weight"], state["host_total"], state["host_extreme"]
@@ -319,7 +321,7 @@ def restored_slot(state: Mapping[str, Any], device: torch.device) -> MetricSlot:
 
 
 def pack(values: Iterable[float | Tensor], read: Numbers) -> State:
-    """Return values as lists of numbers, one for each kind: the host, or a device type and dtype."""
+    """Return values as lists of numbers: one list for the host, and one per device type and dtype."""
     kinds: list[str] = []
     numbers: dict[str, list[float]] = {}
     for value in values:

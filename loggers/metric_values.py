@@ -1,6 +1,4 @@
-"""Values of slots: those of a step, the aggregates of an epoch, the results of metric objects; and the state of metric
-objects for a checkpoint.
-"""
+"""Values of slots (step values, epoch aggregates, results of metric objects), and states of metric objects."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from trainwright.loggers.metric_slot import (
 
 
 def step_values(slot: MetricSlot) -> Iterator[tuple[Entry, float | Tensor]]:
-    """Yield the values of a slot's last step, one number at a time; the slot has a value."""
+    """Yield the numbers of a slot's last step. The slot must have a value."""
     last = slot.last
     entry = entry_of(slot)
     if slot.metric is None and isinstance(last, (float, Tensor)):
@@ -48,7 +46,7 @@ def step_values(slot: MetricSlot) -> Iterator[tuple[Entry, float | Tensor]]:
 
 
 def named_values(entry: Entry, result: object) -> Iterator[tuple[Entry, float | Tensor]]:
-    """Yield the results of a metric object, one number at a time; the parts of a dict are named `name/key`."""
+    """Yield the numbers in the result of a metric object. Entries of a dict are named `name/key`."""
     if isinstance(result, dict):
         for key, value in result.items():
             name = f"{entry.name}/{key}"
@@ -79,7 +77,7 @@ def without_ranks(metric: torch.nn.Module) -> Iterator[None]:
 
 
 def epoch_entries(slots: Iterable[MetricSlot]) -> dict[str, Entry]:
-    """Return key → this rank's aggregate, read from the devices with one copy each."""
+    """Return this rank's aggregates by key, read with one copy per device."""
     reads = HostReads()
     waiting: list[tuple[MetricSlot, list[list[float]]]] = []
     for slot in slots:
@@ -103,7 +101,7 @@ def epoch_entries(slots: Iterable[MetricSlot]) -> dict[str, Entry]:
 
 
 def merge(states: Sequence[Mapping[str, Any]]) -> State:
-    """Return the combined state of several ranks' aggregates; each is from `slot_states`."""
+    """Merge the aggregates of several ranks, each of which is a state from `slot_states`."""
     slots = [restored_slot(state, torch.device("cpu")) for state in states]
     entries = [entry for slot in slots for entry in epoch_entries([slot]).values()]
     totals, values = [entry.total for entry in entries], [value for entry in entries for value in entry.values]
@@ -126,7 +124,7 @@ def put_combined(
     reductions: Mapping[str, Reduction | None],
     when: Literal["step", "epoch"],
 ) -> None:
-    """Add the reduction of each key's entries, one for each rank that has it."""
+    """Reduce each key's entries, one per rank that has logged it, and add the result."""
     for key, found in entries.items():
         value = combine(found, reductions.get(key))
         if value is not None:
@@ -149,7 +147,7 @@ def new_of_epoch(slots: Iterable[MetricSlot]) -> Flushed:
 
 
 def read_steps(slots: Iterable[MetricSlot]) -> Flushed:
-    """Return this rank's own latest values of steps; they stay pending. Waits for each device once."""
+    """Return this rank's latest step values, which stay pending. Waits for each device once."""
     flushed = Flushed()
     own = [slot for slot in slots if slot.last is not None]
     for slot in own:
@@ -183,11 +181,11 @@ class Flushed:
     """Numbers on the host, by name.
 
     Attributes:
-        logged: those for the loggers.
-        callback: all of them; where a key was logged on step and epoch, also under its plain name.
-        prog_bar: those for the progress bar.
-        loaders: key → the one of several evaluation loaders that it is about.
-        aliases: the plain names of values that `callback` also has under their full names.
+        logged: numbers for the loggers.
+        callback: all numbers. A key that was logged on step and epoch is included under its plain name, too.
+        prog_bar: numbers for the progress bar.
+        loaders: index of the evaluation loader of each key, if there are several.
+        aliases: plain names in `callback` of values that also have a full name.
         last_step: `loss`, the mean over all data that all ranks consumed in a step, and `grad_norm`, if they were read.
     """
 
@@ -199,7 +197,7 @@ class Flushed:
     last_step: dict[str, float] = field(default_factory=dict)
 
     def put(self, entry: Entry, value: float, when: Literal["step", "epoch"]) -> None:
-        """Enter one value under the names that its options ask for."""
+        """Add one value under the names that its options define."""
         plain = entry.name + entry.suffix
         shown = f"{entry.name}_{when}{entry.suffix}" if entry.forked else plain
         self.callback[shown] = MetricValue(value)
@@ -223,11 +221,11 @@ class Entry(NamedTuple):
         forked: logged on step and epoch, so that names end in `_step` and `_epoch`.
         logger, prog_bar: destinations of the value.
         kind: `"mean"`, `"sum"`, `"min"`, `"max"` or `"custom"`.
-        main_only: only rank 0's value counts.
+        main_only: use only rank 0's value.
         total: the weighted sum (mean), the sum, the smallest or the largest value.
-        weight: the sum of the weights; 0 when this rank has nothing.
-        values: all values, for a reduction of the user's own.
-        loader: the one of several evaluation loaders that it is about; None: none of them.
+        weight: the sum of the weights; 0 if this rank has no value.
+        values: all values, for a user-defined reduction.
+        loader: index of the evaluation loader, or None.
         epoch_closed: the aggregate of the epoch in which a step's value was logged has been read.
     """
 
@@ -246,7 +244,7 @@ class Entry(NamedTuple):
 
 
 def entry_of(slot: MetricSlot) -> Entry:
-    """Return the entry of `slot`, without values."""
+    """Return an entry of `slot` without values."""
     settings = slot.settings
     forked = settings.on_step and settings.on_epoch
     kind, main_only, loader = slot.kind, settings.main_only, slot.loader
@@ -256,14 +254,14 @@ def entry_of(slot: MetricSlot) -> Entry:
 
 
 def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | None:
-    """Reduce one key's entries, one for each rank that has it, to one number.
+    """Reduce one key's entries to one number.
 
     Args:
-        entries: in the order of the ranks; at least one.
-        reduction: the user's own function for the kind `"custom"`; None on a rank that never logged the key.
+        entries: one per rank that has logged the key, in the order of the ranks.
+        reduction: the user's function for the kind `"custom"`; None on a rank that has not logged the key.
 
     Returns:
-        The number, or None when this rank lacks the function. NaN when any value is NaN, and for a mean over no weight.
+        The number, or None if this rank lacks the function. NaN if any value is NaN, or if the weights of a mean are 0.
 
     Raises:
         ConfigurationError: the ranks reduce the key differently. Raised on every rank.
@@ -291,7 +289,7 @@ def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | No
 
 
 def gather_entries(gathered: Sequence[dict[str, Any]]) -> dict[str, list[Entry]]:
-    """Return key → the entries of the ranks that have it, in an order that is the same on every rank."""
+    """Return the entries of all ranks by key. The order of keys is the same on every rank."""
     found: dict[str, list[Entry]] = {}
     for rank, payload in enumerate(gathered):
         for key, raw in payload["metrics"].items():
@@ -304,7 +302,7 @@ def gather_entries(gathered: Sequence[dict[str, Any]]) -> dict[str, list[Entry]]
 def put_objects(
     flushed: Flushed, objects: dict[str, MetricSlot], gathered: list[dict[str, Any]], owner: torch.nn.Module | None
 ) -> None:
-    """Put the results of metric objects of an epoch; collective. See `MetricBuffer.flush_epoch`."""
+    """Add the results of an epoch's metric objects. Collective; see `MetricBuffer.flush_epoch`."""
     counts = Counter(key for payload in gathered for key in payload["objects"])
     shared = {key: found for payload in reversed(gathered) for key, found in payload["objects"].items()}
     waiting: list[tuple[Entry, float | Tensor]] = []
@@ -338,9 +336,9 @@ def put_objects(
 
 
 def objects_state(module: torch.nn.Module) -> State:
-    """Return the states of the torchmetrics objects in a module that have been updated, by their names in it.
+    """Return the states of a module's updated torchmetrics objects by module name.
 
-    Their states are in no state dict unless a user asks for it (`persistent`).
+    A module's state dict contains them only if a user enables it (`persistent`).
     """
     return {
         name: {
@@ -353,7 +351,7 @@ def objects_state(module: torch.nn.Module) -> State:
 
 
 def load_objects_state(module: torch.nn.Module, states: Mapping[str, Any], device: torch.device) -> list[str]:
-    """Restore the states of metric objects; return the names of those that the module does not have."""
+    """Restore the states of metric objects. Return the names that the module does not have."""
     parts = dict(_metric_parts(module))
     for name, saved in states.items():
         part = parts.get(name)
@@ -367,7 +365,7 @@ def load_objects_state(module: torch.nn.Module, states: Mapping[str, Any], devic
 
 
 def _metric_parts(module: torch.nn.Module) -> Iterable[tuple[str, Any]]:
-    """Yield the Metrics in a module, those in collections one by one."""
+    """Yield each Metric in a module, including those in collections."""
     for name, part in module.named_modules():
         if not is_metric_object(part):
             continue

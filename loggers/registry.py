@@ -36,12 +36,12 @@ def resolve_loggers(
     """Return the loggers for `Trainer(logger=spec)`, not started.
 
     Args:
-        spec: True or None: TensorBoard, or CSV files where tensorboard is not installed; False or an empty list: none;
-            a name of `LOGGERS`, a logger, or several of these.
+        spec: a name in `LOGGERS`, a logger, or several of these. True or None selects TensorBoard, or CSV files if
+            tensorboard is not installed. False or an empty list disables logging.
         default_root_dir: folder for loggers that are requested by name or by default.
 
     Raises:
-        ConfigurationError: an unknown name, or an object that is not a logger.
+        ConfigurationError: a name is unknown, or an object is not a logger.
     """
     if spec is None or spec is True:
         spec = "tensorboard" if importlib.util.find_spec("tensorboard") is not None else "csv"

@@ -28,8 +28,8 @@ _PACKAGES = ("torch", "numpy", "safetensors", "deepspeed", "transformers", "peft
 class RunRecord:
     """The file `run.jsonl`, to which a run appends one JSON object per event.
 
-    Each line is `{"event": …, "step": …, "time": <seconds since 1970>, …}` and is complete when `add` returns. An error
-    of the disk is a warning and never ends a training. A record that exists in the folder is continued.
+    Each line is `{"event": …, "step": …, "time": <seconds since 1970>, …}` and is complete when `add` returns. A failed
+    write is a warning and does not end training. An existing record in the folder is continued.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +38,7 @@ class RunRecord:
         self._file: TextIO | None = None
 
     def add(self, event: str, step: int, facts: Mapping[str, Any]) -> None:
-        """Append an event after `step` completed optimizer steps. Of `facts`, kinds that JSON lacks become text."""
+        """Append an event after `step` completed optimizer steps. `facts` that JSON does not support become text."""
         line = {"event": event, "step": step, "time": time.time(), **json_safe(plain(facts))}
         try:
             if self._file is None:

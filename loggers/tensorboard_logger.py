@@ -66,7 +66,7 @@ class TensorBoardLogger(VersionedLogger):
 
     @property
     def sub_dir(self) -> Path | None:
-        """The sub-folder of the version's folder for event files; None: the version's folder itself."""
+        """The sub-folder of the version's folder for event files, or None."""
         return self._sub_dir
 
     @property
@@ -75,7 +75,7 @@ class TensorBoardLogger(VersionedLogger):
         return self._hyperparams
 
     def start(self, run: RunInfo) -> None:
-        """Claim the folder; the event file is created by the first entry."""
+        """Claim the folder. The first entry creates the event file."""
         require_package("tensorboard", purpose="TensorBoardLogger")
         super().start(run)
 
@@ -83,7 +83,7 @@ class TensorBoardLogger(VersionedLogger):
         return next(folder.glob(_EVENT_FILES), None) is not None
 
     def last_steps(self) -> dict[str, int]:
-        """Read the last step of each tag from the event files; slow for large ones, and rarely needed."""
+        """Read the last step of each tag from the event files. Slow for large files."""
         loader = require_package(
             "tensorboard.backend.event_processing.event_file_loader", purpose="TensorBoardLogger", install="tensorboard"
         )
@@ -95,7 +95,7 @@ class TensorBoardLogger(VersionedLogger):
         return found
 
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
-        """Hide all curves from `step` on in TensorBoard: the mark does not name single ones."""
+        """Hide values of all curves from `step` on in TensorBoard. A restart mark cannot select curves."""
         events = require_package("tensorboard.compat.proto.event_pb2", purpose="TensorBoardLogger")
         mark = events.Event(step=step, session_log=events.SessionLog(status=events.SessionLog.START))
         self._backend().file_writer.add_event(mark, step)
@@ -107,8 +107,8 @@ class TensorBoardLogger(VersionedLogger):
         """Write `hparams.yaml` and TensorBoard's table of hyper-parameters.
 
         Args:
-            params: may be nested; the table shows `optimizer/lr`.
-            metrics: those in the table; None: `hp_metric` with `default_hp_metric`. Default: None.
+            params: hyper-parameters. A nested one is shown as `optimizer/lr`.
+            metrics: metrics in the table. Default: None, which is `hp_metric` if `default_hp_metric` is set.
             step: the step at which `metrics` are logged. Default: 0.
         """
         self.write_hyperparams(params)
@@ -172,7 +172,7 @@ class TensorBoardLogger(VersionedLogger):
         return self._writer
 
     def _entry(self, key: str, step: int) -> tuple[str, Any]:
-        """Return the tag of an entry at `step`, for which the way is clear now, and the writer."""
+        """Remove entries that conflict with one at `step`. Return the tag and the writer."""
         (tag,) = self.prefixed({key: None})
         self.advance(step, [tag])
         return tag, self._backend()
@@ -186,8 +186,8 @@ class TensorBoardLogger(VersionedLogger):
 def _wait_for_a_later_name(folder: Path) -> None:
     """Wait, for less than a second, until a new event file's name sorts after those in `folder`.
 
-    TensorBoard reads the files in the order of their names, which begin with the second of their creation. A restart
-    mark hides values that were read before it.
+    TensorBoard reads the files in the order of their names, which begin with the creation time in seconds. A restart
+    mark hides only values in files that are read earlier.
     """
     last = max((path.name for path in folder.glob(_EVENT_FILES)), default="")
     made_s = last.removeprefix(_EVENT_FILES[:-1]).partition(".")[0]

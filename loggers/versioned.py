@@ -23,20 +23,20 @@ _NUMBERED = re.compile(r"version_(\d+)")
 class VersionedLogger(Logger):
     """Base class of loggers with a folder for each run.
 
-    The folder is `save_dir/name/version_N`, N being one more than the largest there, claimed when the logger is
-    started; or `save_dir/name/<run name>` for a run with a name (with `_1`, `_2`, … if taken). With `version`, the
-    folder is that one, whatever it contains.
+    `start` creates the folder `save_dir/name/version_N`, where N is one more than the largest existing number. For a
+    run with a name it creates `save_dir/name/<run name>` (with `_1`, `_2`, … if taken). With `version`, that folder is
+    used, whatever it contains.
 
-    The steps of a curve always increase. A resumed run (see `load_state_dict`) first removes what the interrupted one
-    has logged after the point from which it continues. Any other fit or run that writes into a folder with a log
-    replaces, with a warning, the curves that go beyond its step, and keeps the others; a second value at the last step
-    of a curve, as of a second test, is kept beside the first.
+    The steps of a curve always increase. A resumed run (see `load_state_dict`) first removes entries that were logged
+    after its checkpoint. Any other run in a folder with a log replaces curves with later steps than its own, with a
+    warning. Other curves are continued. If a value of the same step exists, for example of an earlier test, both values
+    are kept.
 
     Args:
-        save_dir: parent folder; None: the run's root folder. Default: None.
+        save_dir: parent folder. Default: None, the run's root folder.
         name: sub-folder for the experiment; an empty name means none. Default: `"trainwright_logs"`.
-        version: an int N for `version_N`, or text for a folder of that name; None: a new one. Default: None.
-        prefix: put before the name of each metric, with a dash. Default: `""`.
+        version: an int N for `version_N`, or the name of a folder. Default: None, which creates a version.
+        prefix: text before the name of each metric, followed by a dash. Default: `""`.
         sub_dir: a sub-folder of the version's folder for log files. Default: None.
     """
 
@@ -69,7 +69,7 @@ class VersionedLogger(Logger):
 
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
-        """Return a logger that writes below a folder; into `root_dir/project` if there is a project."""
+        """Return a logger that writes below a folder, or into `root_dir/project` if there is a project."""
         return cls(root_dir, **options) if project is None else cls(root_dir, None, project, **options)
 
     @property
@@ -79,14 +79,14 @@ class VersionedLogger(Logger):
 
     @property
     def version(self) -> int | str | None:
-        """The version; a logger with a known `save_dir` claims one at the first access."""
+        """The version. A logger with a known `save_dir` claims a version at the first access."""
         if self._version is None and self._save_dir is not None and self._run is None:
             self._begin()
         return self._version
 
     @property
     def save_dir(self) -> str | None:
-        """The parent folder; None if it depends on the run and that has not begun."""
+        """The parent folder; None if it depends on a run that has not begun."""
         if self._save_dir is not None:
             return str(self._save_dir)
         return str(self._run.root_dir) if self._run is not None else None
@@ -115,7 +115,7 @@ class VersionedLogger(Logger):
             self._version = version
 
     def start(self, run: RunInfo) -> None:
-        """Claim the version's folder, and check whether it holds a log to be continued."""
+        """Claim the version's folder, and check whether it contains a log to continue."""
         if self._run is not None:
             return
         super().start(run)
@@ -127,7 +127,7 @@ class VersionedLogger(Logger):
         self._continues = self.has_log(folder)
 
     def finish(self, status: str) -> None:
-        """Flush and close; if started again, the logger continues in the same folder."""
+        """Flush and close. A logger that is started again continues in the same folder."""
         if self._run is None:
             return
         try:
@@ -142,18 +142,18 @@ class VersionedLogger(Logger):
 
     @abstractmethod
     def has_log(self, folder: Path) -> bool:
-        """Return whether `folder` holds log files of this kind."""
+        """Return whether `folder` contains log files of this class."""
 
     @abstractmethod
     def last_steps(self) -> dict[str, int]:
-        """Read from the folder's log the last step of each curve."""
+        """Return the last step of each curve in the folder's log."""
 
     @abstractmethod
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
-        """Remove from the folder's log everything logged at `step` or later; only the curves `names`, if given."""
+        """Remove entries at `step` or later from the folder's log. `names` restricts it to some curves."""
 
     def _close(self) -> None:
-        """Close what is open."""
+        """Close open files."""
 
     def _folder(self) -> Path:
         folder = self.log_dir
@@ -161,7 +161,7 @@ class VersionedLogger(Logger):
         return Path(folder)
 
     def advance(self, step: int, names: Collection[str]) -> None:
-        """Remove what conflicts with logging `names` at `step`."""
+        """Remove entries that conflict with logging `names` at `step`."""
         if self._continues:
             self._continues = False
             if self._keep_until is not None:
@@ -181,7 +181,7 @@ class VersionedLogger(Logger):
             self._last_step = step
 
     def columns(self, metrics: Mapping[str, Any], *own: str) -> dict[str, Any]:
-        """Return `metrics` with the prefix and without those named like the file's `own` columns, with a warning."""
+        """Return `metrics` with the prefix. Omit names that equal a column in `own`, with a warning."""
         found = self.prefixed(metrics)
         for name in own:
             if name in found:
@@ -193,7 +193,7 @@ class VersionedLogger(Logger):
         return found
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Add `params` to those written before and write them all into `hparams.yaml`."""
+        """Add `params` to earlier hyper-parameters, and write all of them to `hparams.yaml`."""
         yaml = require_package("yaml", purpose=type(self).__name__, install="pyyaml")
         self._hyperparams.update(plain(params))
         write_atomically(self._folder() / "hparams.yaml", yaml.safe_dump(self._hyperparams, sort_keys=False))
@@ -203,8 +203,8 @@ class VersionedLogger(Logger):
         return {"version": self._version, "last_step": self._last_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the version that `state` came from (unless another one was requested) from its last step on. Later
-        entries are removed when the run first logs. A folder that this logger has claimed and not used is deleted.
+        """Continue the version in `state`, unless another version was requested, from the last step in `state`. Later
+        entries are removed when the run first logs. A folder that this logger has claimed but not used is deleted.
         """
         version = state.get("version")
         ours = self._version
@@ -238,7 +238,7 @@ def check_below(path: str, what: str) -> None:
 
 
 def claim_version(root_dir: Path, run_name: str | None = None) -> int | str:
-    """Create a new folder in `root_dir` for this process alone, and return its version."""
+    """Create a folder in `root_dir` that no other process uses, and return its version."""
     if run_name:
         check_below(run_name, f"run_name={run_name!r}")
     root_dir.mkdir(parents=True, exist_ok=True)
@@ -252,7 +252,7 @@ def claim_version(root_dir: Path, run_name: str | None = None) -> int | str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: readers, also after a crash, see the old content or the new."""
+    """Write a file atomically. Other processes read the old or the new content, also after a crash."""
     beside = path.with_name(path.name + ".tmp")
     with open(beside, "w", encoding="utf-8", newline="") as file:
         file.write(text)
@@ -262,7 +262,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Remove a last line without its end, which a crash has left, so that the next entry starts on a new line."""
+    """Remove an incomplete last line that a crash has left, so that the next entry starts on a new line."""
     if not path.exists():
         return
     with open(path, "rb+") as file:
@@ -270,7 +270,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def rows_without(rows: Iterable[dict[str, Any]], step: int, names: Collection[str] | None) -> Iterator[dict[str, Any]]:
-    """Yield rows less what they hold of `step` or later (of `names` alone, if given), and none that is left empty."""
+    """Yield rows without values at `step` or later (only those in `names`, if passed). Empty rows are omitted."""
     for row in rows:
         if int(row["step"]) >= step:
             row = {} if names is None else {name: value for name, value in row.items() if name not in names}

@@ -23,26 +23,26 @@ _EXIT_CODES: dict[Status, int] = {"success": 0, "failed": 1, "interrupted": 255}
 class WandbLogger(RemoteLogger):
     """Logger for Weights & Biases, online or offline.
 
-    W&B never deletes a run's history. When a run is resumed online from a step before its last one, values at steps
-    that the history already contains are skipped, so that the steps of the curves always increase. Offline, W&B cannot
+    W&B never deletes a run's history. An online run that is resumed from an earlier step skips values at steps that the
+    history already contains, so that the steps of curves always increase. Offline, W&B cannot
     resume: each session writes a separate file with the same run id, and `wandb sync --append` joins them.
 
     Args:
-        name: the run's display name; None: the run's own name. Default: None.
-        save_dir: folder for W&B's files; None: the run's root folder. Default: `"."`.
-        version: the run's id, by which it is resumed; None: W&B creates one. Default: None.
+        name: the run's display name. Default: None, the name of the Trainer's run.
+        save_dir: folder for W&B's files. None uses the run's root folder. Default: `"."`.
+        version: id of the run to resume or to create. Default: None, which lets W&B create an id.
         offline: write files only, for `wandb sync`. Default: False.
         id: the same as `version`. Default: None.
-        project: the project; None: W&B's own setting or `"uncategorized"`. Default: None.
+        project: the project. Default: None, W&B's setting or `"uncategorized"`.
         log_model: see `RemoteLogger`. Checkpoints are artifacts.
-        experiment: an existing run; it is used and not finished. Default: None.
+        experiment: an existing run to log to. The logger does not finish it. Default: None.
         prefix: see `RemoteLogger`.
         dir: the same as `save_dir`. Default: None.
-        anonymous: let W&B log without an account; None: its own setting. Default: None.
+        anonymous: let W&B log without an account. Default: None, W&B's setting.
         checkpoint_name: name of the artifacts of checkpoints. Default: `"model-"` and the run's id.
-        add_file_policy: `"mutable"`: W&B copies a checkpoint before it uploads it; `"immutable"`: it does not.
-            Default: `"mutable"`.
-        init_options: handed to `wandb.init`, for example `entity`, `group`, `tags`, `config`.
+        add_file_policy: `"mutable"` lets W&B copy a checkpoint before the upload. `"immutable"` uploads it without a
+            copy. Default: `"mutable"`.
+        init_options: arguments of `wandb.init`, for example `entity`, `group`, `tags`, `config`.
     """
 
     _folder_argument = ("save_dir", "")
@@ -92,7 +92,7 @@ class WandbLogger(RemoteLogger):
 
     @property
     def experiment(self) -> Any:
-        """The W&B run, opened if needed; after `finish` the closed one, which can still be read."""
+        """The W&B run, which is opened if needed. After `finish` it is closed and can still be read."""
         is_closed = self._run is None and self._is_ours and self._experiment is not None and not self.muted
         return self._experiment if is_closed else super().experiment
 
@@ -146,7 +146,7 @@ class WandbLogger(RemoteLogger):
         self._experiment.config.update(plain(params), allow_val_change=True)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log values; those at steps that a resumed history already contains are skipped."""
+        """Log values. Values at steps that a resumed history already contains are skipped."""
         self._log(metrics, step)
 
     def log_image(self, key: str, image: object, step: int) -> None:
@@ -189,7 +189,7 @@ class WandbLogger(RemoteLogger):
         artifact_type: str | None = None,
         use_artifact: bool = True,
     ) -> str:
-        """Download an artifact and return its folder; by default it becomes an input of the open run."""
+        """Download an artifact and return its folder. By default it is recorded as an input of the open run."""
         if use_artifact and not self.muted:
             found = self.use_artifact(artifact, artifact_type)
         else:
@@ -197,7 +197,7 @@ class WandbLogger(RemoteLogger):
         return str(found.download(root=None if save_dir is None else str(save_dir)))
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
-        """Return an artifact, as an input of the run."""
+        """Return an artifact, and record it as an input of the run."""
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     def watch(self, model: object, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
@@ -205,7 +205,7 @@ class WandbLogger(RemoteLogger):
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def finish(self, status: Status) -> None:
-        """End the W&B run with `status`; a run that others opened stays open.
+        """End the W&B run with `status`, unless it was passed as `experiment`.
 
         Blocks until everything is uploaded. Offline, W&B's own process may still write its file for a moment.
         """
@@ -221,8 +221,8 @@ class WandbLogger(RemoteLogger):
                 self._experiment.finish(exit_code=_EXIT_CODES[status])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the run that `state` came from, unless another id was requested. Call it before `start`: an open W&B
-        run cannot be changed to another one.
+        """Resume the run of `state`, unless another id was requested. Call it before `start`, because an open W&B run
+        cannot be replaced.
         """
         found = state.get("id")
         if found is None or found == self._id or self._is_id_fixed:

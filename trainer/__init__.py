@@ -1,4 +1,4 @@
-"""The Trainer: the loop on one page (trainer.py) and what it is made of."""
+"""The Trainer, its training loop (loop.py) and their parts."""
 
 from __future__ import annotations
 

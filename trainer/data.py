@@ -187,7 +187,7 @@ class TrainData:
             num_ranks: number of ranks of this run.
 
         Raises:
-            ConfigurationError: it cannot continue.
+            ConfigurationError: training cannot continue from that position.
         """
         name, states = self.loader.options.title, place.get("loaders") or []
         in_epoch = place["position"] is not None
@@ -424,7 +424,7 @@ class StageData:
         self.place = dict(saved) or None
 
     def close(self, *, keep_state: bool) -> None:
-        """End the loader workers, which the traceback of an error or the Trainer could keep alive."""
+        """End the loader workers. An error's traceback or the Trainer could otherwise keep them alive."""
         if self.made is not None and keep_state:
             self.made.keep_state()
         self.workers.close()
@@ -439,7 +439,7 @@ def incomplete_validation(sources: Sources, task: TaskModule, limit: int | float
 
     Args:
         sources: data sources of the fit.
-        task: its task.
+        task: the task of the fit.
         limit: `limit_val_batches`; 0 disables validation.
     """
     steps, data, name = has_step(task, "validation_step"), sources.has("validate", task), type(task).__name__

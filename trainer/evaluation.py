@@ -45,7 +45,7 @@ def evaluate(
         kind: `"validate"`, `"test"` or `"predict"`.
         max_batches: maximum number of batches of each loader, in addition to the data's limits. Default: None.
         keep: return the outputs of the step.
-        abandon: called before each batch with the indices of its loader and itself. True stops the evaluation.
+        abandon: called before each batch with the loader's index and the batch's index. True stops the evaluation.
         taken: called when the metrics are known, before `on_*_end`.
 
     Raises:
@@ -183,7 +183,7 @@ def _one_batch(
         kind: `"validate"`, `"test"` or `"predict"`.
         name: the kind's name in hooks.
         batch: the batch.
-        idx: its index.
+        idx: index of the batch.
         dataloader_idx: index of the loader. None with a single loader, where hooks and steps do not receive it.
         step: context for the call of the step.
         keep: the caller keeps the output.

@@ -15,7 +15,7 @@ _ENOUGH_BATCHES = 50  # batches without a loss after which to warn before the en
 
 
 class FitWarnings:
-    """Issues each warning once per fit, on the main rank.
+    """Warnings that are issued at most once per fit, on the main rank.
 
     Args:
         engine: provides the rank.

@@ -32,7 +32,7 @@ _AGREE_EVERY_N_STEPS = 10  # maximum number of steps between two exchanges of st
 
 
 class FitLoop:
-    """Trains epoch by epoch until a limit, a stop request or a signal ends the fit. Its state is the run's `loop`.
+    """Training loop over epochs, which a limit, a stop request or a signal ends. Its state is the run's `loop`.
 
     Args:
         run: the run, set up and with its checkpoint restored.

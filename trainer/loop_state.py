@@ -19,7 +19,7 @@ from trainwright.trainer.schedule import Stop, ValidationSchedule
 
 
 class Guard(Protocol):
-    """Checks losses and gradients (see `recovery.non_finite`)."""
+    """Protocol of the check of losses and gradients in `recovery.non_finite`."""
 
     def look(self) -> None:
         """Raise if a step since the last check was not finite. Collective."""
@@ -41,7 +41,7 @@ class LoopState:
         at_step_boundary: no training step is in progress.
         stepping: optimizers are stepping, or the progress of their step is being counted.
         last_result: loss and gradient norm of the last optimizer step.
-        group_end: length of the last counted step's group, and whether it ended the epoch.
+        group_end: number of micro-batches of the last counted step, and whether that step ended the epoch.
         validated_at: completed steps at the last completed validation; -1 before the first.
         validation: validation schedule; None until the training data is known.
         clock: `time.perf_counter()` at the last update of `state.seconds`.

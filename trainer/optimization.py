@@ -23,7 +23,7 @@ def check_members(task: TaskModule, optimizers: Sequence[Optimizer]) -> None:
     """Check that all parameters of the optimizers belong to the task.
 
     Raises:
-        ConfigurationError: one does not, so it would not be moved, synchronized or saved.
+        ConfigurationError: a parameter does not belong to the task, so it would not be moved, synchronized or saved.
     """
     own = {id(parameter) for parameter in task.parameters()}
     for optimizer in optimizers:
@@ -185,7 +185,7 @@ def warn_of_joint_steps(task: TaskModule, num_optimizers: int) -> None:
 
 
 class Schedules:
-    """Steps learning-rate schedules at their intervals, independent of world size and accumulation.
+    """Learning-rate schedules that step at their intervals, independent of world size and accumulation.
 
     Args:
         configs: the schedules. With manual optimization the task steps them itself.

@@ -62,7 +62,7 @@ def end(run: StageRun) -> None:
 
 
 class _Steps(Callback):
-    """Records each optimizer step as `run_training_batch`, and reports its end to the profiler."""
+    """Recorder of each optimizer step as `run_training_batch`. It reports the step's end to the profiler."""
 
     reads_only = True
 

@@ -1,5 +1,7 @@
-"""A stage in processes that the Trainer starts: on this machine, where this process becomes rank 0, or as actors of
-Ray, where this process sends the work and receives what rank 0 has at the end.
+"""Stages in processes that the Trainer starts on this machine or as actors of Ray.
+
+On this machine the current process becomes rank 0. With Ray the current process sends the work to the actors and
+receives the final state of rank 0.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ def run_in_new_processes(trainer: Any, work: Callable[[], Any], involved: Iterab
 
 
 def _run_on_ray(trainer: Any, work: Callable[[], Any], involved: Iterable[object]) -> Any:
-    """Run a stage on Ray. Afterwards this process has rank 0's weights, progress, metrics, and the attributes of its
-    callbacks and loggers.
+    """Run a stage on Ray, then copy rank 0's weights, progress and metrics to this process.
+
+    The attributes of rank 0's callbacks and loggers are copied too.
     """
     task = trainer.run.task
     settings = trainer.settings

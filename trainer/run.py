@@ -367,7 +367,7 @@ class StageRun:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Folder of checkpoints whose request names none."""
+        """Folder of checkpoints whose save request names no folder."""
         saver = self.saver
         named = None if saver is None else saver.local_dirpath or saver.dirpath
         return Path(named) if named else self.settings.root / "checkpoints"

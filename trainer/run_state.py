@@ -1,5 +1,7 @@
-"""`trainer.state`: training progress and, under Lightning's names, the current stage and status; and the history of a
-run, which stages of a Trainer share and checkpoints keep.
+"""The state of a Trainer (`trainer.state`) and the history of a run.
+
+The state has the training progress and, under Lightning's names, the stage and its status. All stages of a Trainer
+share the history. Checkpoints contain it.
 """
 
 from __future__ import annotations

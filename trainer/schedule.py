@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ValidationSchedule:
-    """Decides after each step whether a validation is due.
+    """Schedule that decides after each step whether a validation is due.
 
     Args:
         interval: number of batches, fraction of an epoch (1.0: at its end), or a Duration.
@@ -170,7 +170,7 @@ class Stop(IntEnum):
 
 
 class EndOfFit:
-    """Decides whether a fit has reached one of its limits or may stop early."""
+    """Conditions for the end of a fit: its limits, and the minimum before an early stop."""
 
     def __init__(self, limits: Limits) -> None:
         self._max_epochs = limits.max_epochs if limits.max_epochs is not None else float("inf")

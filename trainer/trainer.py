@@ -1,7 +1,7 @@
-"""Trainer: its arguments, the verbs, and what callbacks ask of it that is done at once.
+"""The Trainer: its arguments, its stage methods, and requests of callbacks that are executed immediately.
 
-Each verb makes a `StageRun` (run.py). stage.py sets it up and tears it down, loop.py trains, evaluation.py evaluates.
-lightning_names.py has what can be read from a Trainer, and planning/ the method `plan`.
+Each stage method creates a `StageRun` (run.py). stage.py sets it up and tears it down, loop.py trains, evaluation.py
+evaluates. lightning_names.py defines further attributes of a Trainer, and planning/ the method `plan`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Loop(Protocol):
     """The main part of a stage."""
 
     def run(self) -> Any:
-        """Run it and return the result of the stage."""
+        """Run the stage and return its result."""
 
 
 MakeLoop = Callable[[StageRun], Loop]
@@ -80,7 +80,7 @@ class Trainer(Planner, LightningNames):
         overfit_batches: train and validate on this much data, unshuffled.
         val_check_interval: validate after this many batches (int), this fraction of an epoch (float), or a length
             with a unit (`"500 steps"`, a Duration, `{"minutes": 5}`).
-        check_val_every_n_epoch: epochs between two validations; None: count `val_check_interval` across epochs.
+        check_val_every_n_epoch: epochs between two validations. None counts `val_check_interval` across epochs.
         num_sanity_val_steps: validation batches to run before training; -1 for all. Default: 2.
         log_every_n_steps: steps between two flushes of metrics from the device to the loggers. Default: 50.
         enable_checkpointing, enable_progress_bar, enable_model_summary: enable or disable a default callback.
@@ -94,34 +94,34 @@ class Trainer(Planner, LightningNames):
         detect_anomaly: name the operation that caused a NaN in backward. Slow.
         barebones: disable everything except training, for benchmarks.
         sync_batchnorm: compute BatchNorm statistics over all processes.
-        reload_dataloaders_every_n_epochs: request new loaders after this many epochs; 0: never.
+        reload_dataloaders_every_n_epochs: request new loaders after this many epochs. 0 disables it.
         default_root_dir: folder for the files of the run. Default: the current folder.
         enable_autolog_hparams: pass hyper-parameters to the loggers when a fit starts. Default: True.
         profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `trainwright.profilers.Profiler`. Default: None.
         plugins, model_registry: only None is accepted (for `plugins` also an empty list); others raise an error.
-        compile: True, a mode, or a dict of `torch.compile`'s arguments: compile the step; `"regional"`: each block.
-        launcher: whose variables hold the rank: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`. `"ray"`, with
-            options as in `"ray:max_restarts=2:cpus=4"`, runs each stage in actors of Ray.
+        compile: True, a mode, or a dict of `torch.compile`'s arguments compiles the step, `"regional"` each block.
+        launcher: the launcher whose environment variables contain the rank: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"`
+            or `"none"`. `"ray"`, with options as in `"ray:max_restarts=2:cpus=4"`, runs each stage in actors of Ray.
         uneven_batches: the policy for ranks with different numbers of batches: `"pad"`, `"stop"` or `"error"`.
         on_nonfinite: the action before a step whose loss or gradient is NaN or infinite on any rank: `"raise"`,
             `"skip"` the group, or `"rollback"` to the newest checkpoint and skip the group. None: no check. The last
             two read a flag from the device in each step.
         max_rollbacks: a run fails after this many rollbacks.
-        max_skipped: groups that may be skipped in a row; None: any number. Default: 100.
+        max_skipped: groups that may be skipped in a row. None allows any number. Default: 100.
         seed: determines the order of the data. Default: torch's initial seed.
-        async_save: copy requested checkpoints to host memory and write them during training, which takes the memory of
-            one copy of the state; False: training waits until they are on the disk.
+        async_save: copy requested checkpoints to host memory and write them while training continues. The copy has the
+            size of the state. With False, training waits until they are on the disk.
         on_save_error: the action when a checkpoint cannot be written (a full disk): `"raise"` at the next save or at
             the end of the fit, or `"warn"` and continue. Earlier checkpoints stay valid in both cases.
         preemption_grace: the time (seconds, or `"2 min"`) that the machine gives a process after SIGTERM or SIGUSR1.
             A `fit` then saves after the current step, unless earlier saves took longer, and every rank exits with 143.
             None: signals are not handled.
-        auto_requeue: requeue the job of Slurm after SIGUSR1, which `sbatch --signal=USR1@120` requests.
-        on_interrupt: what follows after Ctrl-C has ended a stage cleanly, with `trainer.interrupted` set: `"return"`
+        auto_requeue: requeue the Slurm job after SIGUSR1. `sbatch --signal=USR1@120` makes Slurm send this signal.
+        on_interrupt: the action after Ctrl-C has ended a stage cleanly and set `trainer.interrupted`: `"return"`
             (default at a prompt or in a notebook) or `"raise"` (default in a script).
 
     Raises:
-        ConfigurationError: an argument is unknown, impossible, or contradicts another. Nothing has been touched then.
+        ConfigurationError: an argument is unknown or invalid, or contradicts another. No device or file has been used.
     """
 
     @known_arguments(refuse_unknown)
@@ -223,10 +223,10 @@ class Trainer(Planner, LightningNames):
             strict: raise an error for missing or unexpected weights. Default: the task's `strict_loading`.
             allow_missing: parts that may be missing and then start from scratch with a warning: `"optimizer"`,
                 `"rng"`, `"schedulers"`, `"scaler"`, `"datamodule"`, `"callbacks"`, `"loggers"`.
-            on_damaged: `"error"`, or `"fall_back"` to the newest valid one before it; the default for `"last"`.
+            on_damaged: `"error"` (default), or `"fall_back"` (default for `"last"`) to the newest valid earlier one.
 
         Raises:
-            ConfigurationError, FileNotFoundError, CheckpointError: an argument is invalid, or the checkpoint is.
+            ConfigurationError, FileNotFoundError, CheckpointError: an argument or the checkpoint is invalid.
         """
         task = one_task("fit", task, model)
         sources = Sources.of("fit", datamodule, train=train_dataloaders, validate=val_dataloaders)
@@ -452,11 +452,11 @@ class Trainer(Planner, LightningNames):
     ) -> Path:
         """Write and publish a checkpoint, between two training steps or after a stage. Collective.
 
-        After a stage other than `fit` it has only weights, with a warning. If a fit has ended within a step, it has the
-        state of the previous step.
+        After a stage other than `fit` the checkpoint contains only weights, and a warning is issued. If a fit has ended
+        within a step, the checkpoint contains the state of the previous step.
 
         Args:
-            filepath: path or URL. For a URL it is written below `default_root_dir/checkpoints` and uploaded.
+            filepath: path or URL. With a URL, the local folder is below `default_root_dir/checkpoints`.
             weights_only: exclude the optimizers, progress and generators. Default: False.
             storage_options: options for fsspec, such as credentials, if `filepath` is a URL.
 

@@ -1,1 +1,1 @@
-"""Loggers for experiment trackers. A background thread sends what is logged."""
+"""Loggers for experiment trackers. A background thread sends logged values."""

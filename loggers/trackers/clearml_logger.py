@@ -19,14 +19,14 @@ _QUIET = {"reuse_last_task_id": False, **{f"auto_{name}": False for name in _REC
 class ClearMLLogger(QueuedLogger):
     """Logger for ClearML, online or offline.
 
-    A metric `val/loss` is the series `loss` of the plot `val`. ClearML stores finite values only; others are skipped.
-    Offline it writes a folder and a zip file for `Task.import_offline_session`, and cannot resume a task. The folder of
-    its files is ClearML's own.
+    A metric `val/loss` is the series `loss` of the plot `val`. ClearML stores only finite values. Other values are
+    skipped. Offline, ClearML writes a folder and a zip file for `Task.import_offline_session`, and cannot resume a
+    task. ClearML chooses the folder.
 
     Args:
         project_name: the project. Default: `"trainwright_logs"`.
-        task_name: the task's name; None: the run's name. Default: None.
-        task_id: the task to continue; None: a new one. Default: None.
+        task_name: the task's name. Default: None, the run's name.
+        task_id: the task to continue. Default: None, which creates a task.
         offline: write files only. Default: False.
         prefix, log_model: see `RemoteLogger`.
         options: arguments of `Task.init`, for example `tags`, `output_uri`.

@@ -21,17 +21,17 @@ _QUIET = {
 class CometLogger(QueuedLogger):
     """Logger for Comet, online or offline.
 
-    Offline, Comet writes a zip file for `comet upload`. A resumed run continues the same experiment; offline it writes
-    a further zip file for it.
+    Offline, Comet writes a zip file for `comet upload`. A resumed run continues the same experiment. Offline, it writes
+    another zip file for that experiment.
 
     Args:
-        api_key: key of Comet; None: Comet's own setting. Default: None.
-        workspace: workspace in Comet; None: Comet's own setting. Default: None.
-        project: the project; None: Comet's own setting. Default: None.
+        api_key: key of Comet. Default: None, Comet's setting.
+        workspace: workspace in Comet. Default: None, Comet's setting.
+        project: the project. Default: None, Comet's setting.
         experiment_key: the experiment to continue, or the key of a new one. Default: None.
-        mode: `"create"` and `"get"` require that no experiment, or an experiment, has that key. Default:
+        mode: `"create"` requires that no experiment has the key. `"get"` requires that one has it. Default:
             `"get_or_create"`.
-        online: False writes files only; None: Comet's own setting. Default: None.
+        online: False only writes files. Default: None, Comet's setting.
         prefix, log_model: see `RemoteLogger`.
         options: arguments of `comet_ml.ExperimentConfig`, for example `name`, `tags`, `offline_directory`.
     """

@@ -16,11 +16,11 @@ class DVCLiveLogger(QueuedLogger):
     """Logger for DVCLive: files in one folder, for DVC and its tools.
 
     Metrics are `plots/metrics/NAME.tsv`, hyper-parameters `params.yaml`, images and figures
-    `plots/images/NAME/STEP.png`. DVCLive has no texts and no tables. A new run replaces the files of the last one in
-    the same folder, as DVCLive does; a resumed run continues them.
+    `plots/images/NAME/STEP.png`. DVCLive does not support texts and tables. A new run replaces the files of the
+    previous run in the same folder, as DVCLive does. A resumed run continues these files.
 
     Args:
-        dir: the folder; None: `dvclive` in the run's root folder. Default: None.
+        dir: the folder. Default: None, `dvclive` in the run's root folder.
         prefix, log_model: see `RemoteLogger`. `log_model` needs a DVC repository.
         options: arguments of `dvclive.Live`, such as `exp_name`, `report` and `save_dvc_exp` (default here:
             False), which needs a DVC repository.
@@ -40,7 +40,7 @@ class DVCLiveLogger(QueuedLogger):
 
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
-        """Return a logger that writes into the folder `dvclive`, or the one of the project in it."""
+        """Return a logger that writes into the folder `dvclive`, or into the project's sub-folder of it."""
         return cls(**{"dir": root_dir / "dvclive" / (project or ""), **options})
 
     def _open(self, run: RunInfo) -> None:

@@ -27,15 +27,15 @@ class MLFlowLogger(QueuedLogger):
 
     Args:
         experiment_name: the experiment; it is created if it does not exist. Default: `"trainwright_logs"`.
-        run_name: the run's display name; None: MLflow creates one. Default: None.
+        run_name: the run's display name. Default: None, which lets MLflow create a name.
         tracking_uri: the server or store. Default: MLFLOW_TRACKING_URI, or the file `mlflow.db` in `save_dir`.
         tags: tags of a new run. Default: None.
-        save_dir: folder of the store, if there is no `tracking_uri`; None: the run's root folder.
-            Default: `"./mlruns"`.
+        save_dir: folder of the store if there is no `tracking_uri`. None uses the run's root folder. Default:
+            `"./mlruns"`.
         prefix, log_model: see `RemoteLogger`.
-        artifact_location: where a new experiment stores artifacts; None: the server's setting, or `save_dir`.
-            Default: None.
-        run_id: the run to resume; None: a new one. Default: None.
+        artifact_location: location of the artifacts of a new experiment. Default: None, the server's setting or
+            `save_dir`.
+        run_id: the run to resume. Default: None, which creates a run.
     """
 
     _package = "mlflow.tracking"

@@ -27,10 +27,9 @@ Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 class QueuedLogger(RemoteLogger):
     """Logger that never waits for its backend while training runs.
 
-    A daemon thread opens the run and writes in order what is logged. Each call converts its values, puts them onto a
-    bounded queue and returns. A full queue drops the new call, with one warning; `finish` reports how many were
-    dropped. After an error of the backend nothing more is written, and every later call raises the error until
-    `finish`.
+    A daemon thread opens the run and writes logged values in order. Each call converts its values, puts them onto a
+    bounded queue and returns. A full queue drops the new call, with one warning. `finish` reports the number of dropped
+    calls. After an error of the backend nothing more is written, and every later call raises the error until `finish`.
 
     A sub-class defines the abstract methods, and those of the following that its backend supports:
     `_write_image(key, pixels, step)` with pixels H×W×C of 1, 3 or 4 channels, `_write_text(key, text, step)`,
@@ -59,7 +58,7 @@ class QueuedLogger(RemoteLogger):
 
     @abstractmethod
     def _open(self, run: RunInfo) -> None:
-        """Open the run `_id`, or a new one, and set `_experiment` and `_id`."""
+        """Open the run `_id`, or create a run if `_id` is None. Set `_experiment` and `_id`."""
 
     @abstractmethod
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
@@ -74,15 +73,15 @@ class QueuedLogger(RemoteLogger):
         """Close the run."""
 
     def _flush(self) -> None:
-        """Write what the backend buffers. Default: nothing."""
+        """Write values that the backend has buffered. Default: no effect."""
 
     def _last_steps(self) -> Mapping[str, int]:
-        """Return the last step of each curve of the resumed run; earlier and equal steps are not written again."""
+        """Return the last step of each curve of the resumed run. Values up to that step are not written again."""
         return {}
 
     def start(self, run: RunInfo) -> None:
-        """Open the run in the thread, and wait for it at most `start_patience` seconds. An error of the backend until
-        then is raised; a run that is not open then is a warning.
+        """Open the run in the thread. Wait for it at most `start_patience` seconds, and raise an error of the backend
+        within that time. Warn if the run is not open by then.
         """
         if self._worker is not None and self._worker.error is not None:
             self._finish_at_exit()
@@ -106,7 +105,7 @@ class QueuedLogger(RemoteLogger):
         atexit.register(self._finish_at_exit)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Queue values; those at steps that a resumed history already contains are skipped."""
+        """Queue values. Values at steps that a resumed history already contains are skipped."""
         values = {name: float(value) for name, value in self.prefixed(metrics).items()}
         self._put(_Worker.write_metrics, self._worker, values, int(step), _now())
 
@@ -146,7 +145,7 @@ class QueuedLogger(RemoteLogger):
         self._put(self._flush)
 
     def finish(self, status: Status) -> None:
-        """Wait for the queue, at most `patience` seconds, and close the run; warn about calls that are lost."""
+        """Wait for the queue, at most `patience` seconds, and close the run. Warn about lost calls."""
         if self._run is None or self._worker is None:
             return
         worker, self._worker, self._run = self._worker, None, None
@@ -169,7 +168,7 @@ class QueuedLogger(RemoteLogger):
             raise worker.error
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the run that `state` came from, unless another one was requested. Call it before `start`."""
+        """Resume the run of `state`, unless another run was requested. Call it before `start`."""
         found = state.get("id")
         if found is None or (self._is_id_fixed and found != self._id):
             return
@@ -229,8 +228,9 @@ def _upload(logger: QueuedLogger, path: Path, aliases: tuple[str, ...]) -> None:
 
 
 class _Worker(threading.Thread):
-    """A daemon thread that opens a run, makes queued calls until the first error, and closes the run with its status,
-    which is the last entry of the queue.
+    """Daemon thread that opens a run, makes queued calls until the first error, and closes the run.
+
+    The last entry of the queue is the run's status.
     """
 
     def __init__(self, logger: QueuedLogger, info: RunInfo) -> None:

@@ -16,14 +16,14 @@ _STATES: dict[Status, str] = {"success": "success", "failed": "crashed", "interr
 class SwanLabLogger(QueuedLogger):
     """Logger for SwanLab, online or offline.
 
-    Offline, SwanLab writes a folder for `swanlab sync`. A resumed run continues the same id; offline it writes a
-    further folder for it. SwanLab has one open run in a process.
+    Offline, SwanLab writes a folder for `swanlab sync`. A resumed run has the same id. Offline, it writes another
+    folder. SwanLab supports one open run per process.
 
     Args:
         project: the project. Default: `"trainwright_logs"`.
-        name: the run's display name; None: the run's own name. Default: None.
-        id: the run to continue, or the id of a new one; None: SwanLab creates one. Default: None.
-        log_dir: folder of its files; None: `swanlog` in the run's root folder. Default: None.
+        name: the run's display name. Default: None, the name of the Trainer's run.
+        id: id of the run to continue or to create. Default: None, which lets SwanLab create an id.
+        log_dir: folder of SwanLab's files. Default: None, `swanlog` in the run's root folder.
         prefix: see `RemoteLogger`.
         options: arguments of `swanlab.init`, for example `mode="offline"`, `workspace`, `tags`.
     """

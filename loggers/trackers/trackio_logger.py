@@ -14,12 +14,13 @@ from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
 class TrackioLogger(QueuedLogger):
     """Logger for Trackio: a local SQLite file, a Space of Hugging Face, or a server.
 
-    Local files are in the folder of the environment variable TRACKIO_DIR, or Trackio's own. A run is resumed by its
-    name. Trackio stores no status of a run, and no hyper-parameters that are logged after the first metrics.
+    Local files are in the folder of the environment variable TRACKIO_DIR, or in Trackio's default folder. A run is
+    resumed by its name. Trackio does not store a run's status, or hyper-parameters that are logged after the first
+    metrics.
 
     Args:
         project: the project. Default: `"trainwright_logs"`.
-        name: the run's name; None: the run's own name, or one that Trackio creates. Default: None.
+        name: the run's name. Default: None, the name of the Trainer's run, or a name that Trackio creates.
         prefix: see `RemoteLogger`.
         options: arguments of `trackio.init`, for example `space_id`, `server_url`, `group`.
     """

@@ -13,7 +13,7 @@ _fits = 0  # number of fits in this process; it identifies the same fit in other
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One fit in an attempt of a job.
+    """One fit within one attempt of a job.
 
     Attributes:
         key: identifies the fit in all attempts of the job; None if the launcher does not identify jobs.
@@ -25,7 +25,7 @@ class Attempt:
 
 
 def this_attempt(processes: Processes) -> Attempt:
-    """Return the fit and attempt that begins. Collective; every rank calls it once per fit."""
+    """Return the key and attempt number of the fit that begins. Collective: every rank calls it once per fit."""
     global _fits
     _fits += 1
     name, found = f"fit-{_fits}", job()

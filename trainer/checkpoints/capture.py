@@ -17,7 +17,7 @@ from trainwright.trainer.run import StageRun
 
 
 def half_done(run: StageRun) -> str | None:
-    """Return the reason why the current state is not that of the last completed step; None if it is.
+    """Return the reason why the current state cannot be saved as the state after the last completed step, or None.
 
     Within a step the state is still valid until an optimizer begins to step.
     """
@@ -55,7 +55,8 @@ def num_bytes_here(run: StageRun) -> int:
 def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
     """Collect this rank's state without communication, for use in an exception path.
 
-    With several ranks only weights are collected, because a resume would need the generators of the others.
+    With several ranks only weights are collected, because a resume would also need the random generators of the other
+    ranks.
 
     Raises:
         CheckpointError: the weights are sharded across ranks, or a step was not finite.

@@ -35,7 +35,7 @@ ENTRIES_TO_MISS = ("schedulers", "scaler", "callbacks", "loggers", "datamodule")
 
 
 class Default(Enum):
-    """Default of `ckpt_path` in methods where None has a meaning of its own."""
+    """Default of `ckpt_path` in methods where None means the task's current weights."""
 
     BEST = "the best checkpoint, if there is one and no task is given"
 
@@ -56,7 +56,7 @@ class LoadRequest:
         allow_missing: parts and entries that a resumed checkpoint may lack.
         strict: raise an error for missing or unexpected weights. Default: None, the task's `strict_loading`.
         weights_only: begin a new run from the weights instead of resuming.
-        implied: the user named no checkpoint. If there is none, the current weights are used.
+        implied: the user named no checkpoint. If no checkpoint exists, the current weights are used.
         opened: the checkpoint at `ckpt_path`, opened by `check_early`.
     """
 
@@ -117,7 +117,7 @@ class LoadRequest:
 
     @property
     def parts_to_miss(self) -> tuple[str, ...]:
-        """The parts among `allow_missing`."""
+        """Entries of `allow_missing` that are parts of a checkpoint."""
         return tuple(name for name in self.allow_missing if name in PARTS_TO_MISS)
 
 
@@ -146,12 +146,13 @@ def check_early(request: LoadRequest, stage: Stage) -> LoadRequest:
 def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> FoundCheckpoint | None:
     """Return the requested checkpoint after verifying its files. Called on one process.
 
-    `hash_files` reads the parts that the stage needs; they are not verified again later. Remote checkpoints are
+    `hash_files` reads the parts that the stage needs. These parts are not verified again later. Remote checkpoints are
     downloaded into `default_root_dir/downloaded` first.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ConfigurationError: `"best"`, and neither this Trainer nor an earlier run in its folder has one.
+        ConfigurationError: `"best"` was requested, but neither this Trainer nor an earlier run in its folder has a best
+            checkpoint.
         CheckpointError: the checkpoint is damaged, lacks a part, or holds weights only but a resume was requested.
     """
     if request.ckpt_path is None:
@@ -207,15 +208,15 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
 
 
 def monitored_saver(run: StageRun) -> Saver | None:
-    """Return the first callback that has kept a best checkpoint by a metric, or None."""
+    """Return the first ModelCheckpoint that monitors a metric and has a best checkpoint, or None."""
     return next((saver for saver in run.savers if saver.monitor is not None and saver.best_model_path), None)
 
 
 def _best(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> FoundCheckpoint:
     """Return the best checkpoint, or with `on_damaged="fall_back"` the best valid one.
 
-    This Trainer's ModelCheckpoint defines it. A Trainer that has not trained uses the index of the run whose
-    checkpoints are in the same folder.
+    This Trainer's ModelCheckpoint defines the best checkpoint. A Trainer that has not trained uses the index of the run
+    whose checkpoints are in the same folder.
     """
     saver = monitored_saver(run) or run.saver
     best = "" if saver is None else saver.best_model_path
@@ -285,7 +286,7 @@ def left_by_earlier(attempt: Attempt, folder: RunFolder) -> FoundCheckpoint | No
 
 
 class SharedHashing:
-    """Distributes the hashing of files over all ranks.
+    """Distribution of file hashing over all ranks.
 
     Rank 0 calls `hash_files` any number of times and then `dismiss`. The other ranks call `serve`.
 
@@ -297,10 +298,10 @@ class SharedHashing:
         self._processes = processes
 
     def hash_files(self, paths: Sequence[Path]) -> list[str]:
-        """Return the hash of each file, on rank 0. Collective with `serve` on the other ranks.
+        """Return the hash of each file. Collective: rank 0 calls this method while the other ranks run `serve`.
 
         Raises:
-            CheckpointError: a rank cannot read its share of the files.
+            CheckpointError: a rank cannot read one of its files.
         """
         shares = fair_shares([path.stat().st_size for path in paths], self._processes.world_size)
         self._processes.broadcast_object([[str(paths[i]) for i in share] for share in shares])
@@ -317,13 +318,13 @@ class SharedHashing:
         return found
 
     def serve(self) -> None:
-        """Hash this rank's shares until rank 0 calls `dismiss`. Collective; blocks."""
+        """Hash the files that are assigned to this rank. Collective; blocks until rank 0 calls `dismiss`."""
         while (shares := self._processes.broadcast_object(None)) is not None:
             share = [Path(name) for name in shares[self._processes.rank]]
             self._processes.gather_object(_hash_share(share))
 
     def dismiss(self) -> None:
-        """End `serve` on the other ranks. Collective."""
+        """End `serve` on the other ranks. Collective: rank 0 calls this method while the other ranks run `serve`."""
         self._processes.broadcast_object(None)
 
 
@@ -371,9 +372,9 @@ class Opened:
 
     Attributes:
         found: the verified checkpoint.
-        request: the request that led to it.
-        snapshot: its parts, with memory-mapped tensors.
-        shown: the checkpoint for hooks, which may change its weights.
+        request: the load request.
+        snapshot: the parts of the checkpoint, with memory-mapped tensors.
+        shown: the dict that hooks receive. They may change its weights.
     """
 
     found: FoundCheckpoint
@@ -440,8 +441,9 @@ def check_fits(run: StageRun, found: FoundCheckpoint) -> None:
 def rank_saved(run: StageRun) -> list[str]:
     """Return the paths or URLs of a finished run's checkpoints, the best first.
 
-    They come from the index in the folder of this Trainer's first ModelCheckpoint, ranked by its `monitor` and `mode`.
-    Without a monitor the newest is the best. If the folder has checkpoints of several runs, the newest run is used.
+    The paths come from the index in the folder of this Trainer's first ModelCheckpoint, ranked by that callback's
+    `monitor` and `mode`. Without a monitor the newest checkpoint is the best. If the folder has checkpoints of several
+    runs, the newest run is used.
 
     Raises:
         ConfigurationError: there is no ModelCheckpoint, or no checkpoint in its folder has the metric.

@@ -18,7 +18,7 @@ DOWNLOADS = "downloaded"  # below `default_root_dir`
 
 
 def upload(path: Path, request: SaveRequest, run_id: str) -> list[str]:
-    """Upload a published checkpoint, then delete the remote ones that it replaces. One process calls it. Blocks.
+    """Upload a published checkpoint, then delete the remote checkpoints that it replaces. One process calls it. Blocks.
 
     Args:
         path: the local checkpoint.
@@ -60,7 +60,7 @@ def tidy(run: StageRun, path: Path | None) -> None:
 
 
 def twin(run: StageRun, url: str) -> Path:
-    """Return the local path of a checkpoint to upload to `url`."""
+    """Return the local path of the checkpoint that is uploaded to `url`."""
     return local_folder(run.settings.root.absolute() / "checkpoints", parent_url(url)) / last_part(url)
 
 
@@ -82,7 +82,7 @@ def fetch_newer(run: StageRun, local: FoundCheckpoint | None, kind: Kind | None,
     """Return a local copy of the newest valid checkpoint of the ModelCheckpoint's remote folder; see `fetch_newest`.
 
     Returns:
-        None without a remote folder, if it has no valid checkpoint, or if `local` is the same checkpoint or newer.
+        None if there is no remote folder, it contains no valid checkpoint, or `local` is at least as new.
     """
     remote = None if run.saver is None else run.saver.remote
     if remote is None:
@@ -91,13 +91,13 @@ def fetch_newer(run: StageRun, local: FoundCheckpoint | None, kind: Kind | None,
 
 
 def saved_names(run: StageRun) -> list[str]:
-    """Return the names of all folders in the ModelCheckpoint's remote folder; none without one."""
+    """Return the names of all folders in the ModelCheckpoint's remote folder. Empty if it has no remote folder."""
     remote = None if run.saver is None else run.saver.remote
     return [] if remote is None else remote_names(remote)
 
 
 def on_this_machine(run: StageRun, path: str) -> Path:
-    """Return a local checkpoint for a path or URL: the one that was uploaded, or else a download."""
+    """Return the local checkpoint for a path or URL. For a URL, the uploaded original is preferred to a download."""
     if not is_url(path):
         return Path(path)
     ours = run.checkpoint_dir / last_part(path)

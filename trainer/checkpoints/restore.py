@@ -104,12 +104,12 @@ def _set_generators(path: Path, states: dict[str, Any], device: torch.device) ->
 
 
 def _processes_text(world_size: int, dp_size: int) -> str:
-    """Return a text with the number of processes, and of data ranks if it differs."""
+    """Return a text with the number of processes, and with the number of data ranks if it differs."""
     return f"{world_size} process(es)" + (f", {dp_size} for the data" if dp_size != world_size else "")
 
 
 def restore_metrics(run: StageRun, of_ranks: list[dict[str, Any]], origin: object) -> None:
-    """Restore the aggregated metrics of an unfinished epoch. Called on every rank after the epoch's metrics began."""
+    """Restore the metrics of an unfinished epoch. Every rank calls it, after `MetricBuffer.begin`."""
     device, rank = run.engine.device, run.engine.data_ranks.rank
     if len(of_ranks) == run.engine.data_ranks.size:
         run.logs.metrics.load_state_dict(of_ranks[rank]["logged"], device)
@@ -262,7 +262,7 @@ def load(run: StageRun, opened: Opened) -> None:
 
 
 class Entries:
-    """The entries of a checkpoint's trainer part, with the rules for missing ones.
+    """The entries of a checkpoint's trainer part, with the rules for missing entries.
 
     An entry that the checkpoint should have is an error if missing, unless `allowed` names it. State of something that
     the user has added since (a callback, a logger, another precision) starts from scratch with a warning. State of
@@ -291,10 +291,10 @@ class Entries:
         return self._saved[name]
 
     def lacks(self, name: str, what: str, advice: str) -> None:
-        """Raise an error because the checkpoint lacks `name`, or warn if `allowed` has it.
+        """Raise an error because the checkpoint lacks `name`, or warn if `allowed` contains `name`.
 
         Raises:
-            CheckpointError: `allowed` does not have it.
+            CheckpointError: `allowed` does not contain `name`.
         """
         if name not in self._allowed:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Queue of the requests of callbacks, and of the checkpoints that are being written."""
+"""Queue of requests by callbacks and of checkpoints that are being written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SaveQueue:
             thread, because loggers and warnings are not thread-safe.
         complaints: warnings to issue on the main thread.
         longest_write_s: longest time of a save until its publication, on the main rank.
-        reserves: reserve memory for the first save after the first step.
+        reserves: after the first step, reserve memory for the first save.
     """
 
     def __init__(self, engine: Engine, arguments: TrainerArguments, *, muted: bool = False) -> None:
@@ -88,7 +88,7 @@ class SaveQueue:
         self._names.close()
 
     def finish_copy(self) -> None:
-        """Wait until the state to save is copied, before anything but an optimizer changes it. Not collective."""
+        """Wait until the state to save is copied, after which all code may change it. Not collective."""
         if self.writer is not None:
             self.writer.finish_copy()
 

@@ -73,12 +73,12 @@ class ShownCheckpoint(dict[str, Any]):
             self[name] = value
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # as for `values`
-        """Return all entries, read."""
+        """Return all entries with their values."""
         self._read_all()
         return super().items()
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]  # typeshed's dict_values cannot be named
-        """Return the values of all entries, read."""
+        """Return the values of all entries."""
         self._read_all()
         return super().values()
 

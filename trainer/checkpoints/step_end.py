@@ -1,8 +1,8 @@
 """The safe point at the end of a step, where the requests of callbacks are executed.
 
 A thread writes checkpoints while training continues: on rank 0, or on each rank for sharded saves (see `ShardedSaves`).
-Rank 0 adds them to the run's index. All ranks raise a write error at the next save or at the end of the fit. Requests
-and running saves are in the run's `saves` (see `SaveQueue`).
+Rank 0 adds the checkpoints to the run's index. All ranks raise a write error at the next save or at the end of the fit.
+Requests and running saves are in the run's `saves` (see `SaveQueue`).
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def save_now(
 
 
 def finish(run: StageRun) -> None:
-    """Wait until every checkpoint is published, and report it. Collective.
+    """Wait until all checkpoints are published, and report them to the loggers. Collective.
 
     Raises:
         CheckpointError: the last checkpoint could not be written. Raised on every rank.
@@ -213,7 +213,7 @@ def _folder(run: StageRun, request: SaveRequest) -> Path:
 
 
 def _write(run: StageRun, requests: list[SaveRequest]) -> None:
-    """Write the current state under all requested names. It is collected and copied once."""
+    """Write the current state under all requested names. The state is collected and copied once."""
     with run.components.profiler.profile("save_checkpoint"):
         _write_recorded(run, requests)
 
@@ -265,7 +265,7 @@ def _write_alone(run: StageRun, snapshot: Snapshot, targets: list[SaveTarget]) -
 def _keep_books(
     saves: SaveQueue, path: Path, *, request: SaveRequest, run_id: str, aliases: tuple[str, ...], since: float
 ) -> None:
-    """Add the checkpoint to the index, update its link and delete what it replaces. Called on the writer's thread."""
+    """Add a checkpoint to the index, update its link and delete replaced checkpoints. Runs on the writer's thread."""
     saves.longest_write_s = max(saves.longest_write_s, time.monotonic() - since)
     folder = RunFolder(path.parent, run=run_id)
     index = folder.index

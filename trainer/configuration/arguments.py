@@ -18,9 +18,9 @@ from trainwright.strategies.strategy import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerArguments:
-    """The arguments of a Trainer, described there.
+    """The arguments of a Trainer; see `Trainer`.
 
-    They have the values that the user passed, except those that `fast_dev_run` and `barebones` override.
+    The values are those that the user passed, except those that `fast_dev_run` and `barebones` override.
     """
 
     accelerator: str

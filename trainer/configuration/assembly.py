@@ -21,7 +21,7 @@ def given_callbacks(callbacks: object) -> list[Any]:
 
 
 def savers_last(callbacks: list[Any]) -> list[Any]:
-    """Move each `ModelCheckpoint` after the other callbacks, so that it receives what they log at the same event."""
+    """Move each `ModelCheckpoint` to the end, so that it receives metrics that others log at the same event."""
     return sorted(callbacks, key=lambda callback: isinstance(callback, Saver))
 
 

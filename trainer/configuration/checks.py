@@ -74,7 +74,7 @@ def check_task(
         counts_tokens: a limit or interval is in tokens.
 
     Raises:
-        ConfigurationError: it cannot.
+        ConfigurationError: the task cannot run the stage.
     """
     if not isinstance(task, TaskModule):
         raise _no_task(task, stage)
@@ -120,19 +120,19 @@ def check_task(
 
 @overload
 def one_task(stage: Literal["fit"], task: TaskModule | None, model: TaskModule | None) -> TaskModule:
-    """Return the task, by whichever name it was given."""
+    """Return the task from `task` or `model`."""
 
 
 @overload
 def one_task(stage: Stage, task: TaskModule | None, model: TaskModule | None) -> TaskModule | None:
-    """Return the task, by whichever name it was given, or None."""
+    """Return the task from `task` or `model`, or None."""
 
 
 def one_task(stage: Stage, task: TaskModule | None, model: TaskModule | None) -> TaskModule | None:
     """Return the task from `task` or `model`; None if both are None.
 
     Raises:
-        ConfigurationError: both are given and differ, or `fit` has none.
+        ConfigurationError: both are passed and differ, or `fit` receives neither.
     """
     if task is not None and model is not None and task is not model:
         raise ConfigurationError(f"{stage}() received two tasks, as task= and as model=. Pass only one of them.")

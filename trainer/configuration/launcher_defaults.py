@@ -78,10 +78,10 @@ def _precision_of(said: str) -> str | Precision:
 
 
 def _with_machines_that_left(accumulate: int) -> int:
-    """Return the micro-batches of a step that give the same global batch with the processes that are left.
+    """Return the number of micro-batches per step that keeps the global batch size with the remaining processes.
 
     Raises:
-        ConfigurationError: the remaining processes cannot have the same global batch.
+        ConfigurationError: no number of micro-batches keeps the global batch size.
     """
     complete = variable(ALL_PROCESSES)
     if complete is None:

@@ -184,7 +184,7 @@ def check_plain_arguments(arguments: TrainerArguments) -> None:
 
 
 def refuse_unknown(name: str, _: object, known: Iterable[str]) -> None:
-    """Raise an error for an unknown argument of the Trainer that names the most similar one.
+    """Raise an error for an unknown argument of the Trainer. The message names the most similar argument.
 
     Raises:
         ConfigurationError: always.
@@ -201,7 +201,7 @@ _OLD_NAMES = {
 
 
 def refuse_of_verb(verb: str, name: str, _: object, known: Iterable[str]) -> None:
-    """Raise an error for an unknown argument of `fit`, `validate`, `test` or `predict` that names the most similar one.
+    """Raise an error for an unknown argument of `fit`, `validate`, `test` or `predict`, with the most similar argument.
 
     Raises:
         ConfigurationError: always.
@@ -267,7 +267,7 @@ class Settings:
 
     Attributes:
         given: the arguments, before environment variables, `fast_dev_run` and `barebones` change some of them.
-        arguments: the arguments, with the values that these set.
+        arguments: the arguments after these changes.
         selection: the strategy, its settings and its launcher.
         limits: limits of `fit`.
         clip: gradient clipping, or None.

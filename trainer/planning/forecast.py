@@ -21,9 +21,9 @@ from trainwright.trainer.data import Sources
 
 
 def built_task(task: TaskModule, precision: Precision, notes: list[str]) -> TaskModule | None:
-    """Return the task with the result of `configure_model`: a copy on the device `meta`, if it defines this method.
+    """Return the task, or a copy on the device `meta` with its built model if the task defines `configure_model`.
 
-    Return None, and append a note, if the model cannot be built there.
+    Return None, and append a note, if the model cannot be built on `meta`.
     """
     name = type(task).__name__
     if overrides(task, "setup", TaskModule):
@@ -187,7 +187,7 @@ def _why_not_read(sources: Sources, task: TaskModule) -> str | None:
 
 
 def _total(per_epoch: int | None, max_epochs: int | None, max_steps: int) -> int | str | None:
-    """Return the number of steps under both limits. None: not known."""
+    """Return the number of steps under both limits, or None if it is unknown."""
     by_epochs = math.inf if max_epochs is None else None if per_epoch is None else per_epoch * max_epochs
     by_steps = math.inf if max_steps == -1 else max_steps
     if by_epochs is None:

@@ -44,7 +44,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Requeue(SignalHandler):
-    """Handles SIGUSR1, Slurm's warning, outside a fit. Nothing has to be saved, so the process ends at once."""
+    """Handler of SIGUSR1, Slurm's warning, outside of a fit. It ends the process, as there is no state to save."""
 
     def __init__(self, is_main: bool, requeue: bool) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Requeue(SignalHandler):
 
 
 class _ExitHandler(SignalHandler):
-    """Ignores further signals while the process ends, so that its exit code is 143.
+    """Handler that ignores further signals while the process ends, so that its exit code is 143.
 
     Args:
         deadline: time after which signals are handled as before the fit.
@@ -105,7 +105,7 @@ def listen(*, is_main: bool, requeue: bool) -> None:
 
 
 class _Note(SignalHandler):
-    """Stores a signal during a fit for the training loop. A handler that the user has set is called too.
+    """Handler that stores a signal during a fit for the training loop. It also calls a handler set by the user.
 
     During the setup of a fit nothing has to be saved, so `Preempted` is raised at once.
     """
@@ -222,7 +222,7 @@ def _ending_hung_process(grace_s: float) -> Iterator[None]:
 
 
 class EvaluationWatch:
-    """Decides before each batch of an evaluation whether to stop it because of a signal that all ranks know.
+    """Check before each batch of an evaluation whether a signal that all ranks know stops the evaluation.
 
     Several processes exchange signals only before batches that every rank has, so that the order of collectives in the
     task's step is the same on all ranks. Evaluations with loaders of unknown length are not stopped.

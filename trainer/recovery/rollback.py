@@ -35,7 +35,7 @@ class RollbackRequest:
 
 
 class RollBack(Exception):
-    """Exits the current epoch for a rollback. Raised on every rank."""
+    """Exception that exits the current epoch for a rollback. Raised on every rank."""
 
     def __init__(self, request: RollbackRequest) -> None:
         super().__init__(request.reason)
@@ -82,7 +82,7 @@ def find_checkpoint(run: StageRun, max_step: int) -> Path | None:
 
 
 def roll_back(run: StageRun, request: RollbackRequest) -> None:
-    """Roll back. Collective. Call it where nothing references the epoch's loader, so that its workers end.
+    """Roll back. Collective. Call it where nothing references the epoch's loader, so that the loader's workers end.
 
     Callbacks and loggers receive the same calls as for a resume in a new process, up to `on_fit_start`.
     """

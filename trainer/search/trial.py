@@ -35,7 +35,7 @@ _FITS, _FULL, _FAILED = "fits", "full", "failed"
 
 
 class StageTrialSteps:
-    """Runs trial steps within a run; see `Run.trial_steps` and `core.run.TrialSteps`.
+    """Implementation of trial steps within a run; see `Run.trial_steps` and `core.run.TrialSteps`.
 
     Each trial is a separate stage with the run's task and optimizers, without callbacks, loggers and saves. Weights,
     optimizers, generators and the task's attributes are copied to the host before it and restored after it, so that
@@ -46,7 +46,7 @@ class StageTrialSteps:
         show: sets the run that the Trainer's attributes describe.
         new_clock: receives the training progress and returns the progress of a trial.
         alone: run steps without the other ranks.
-        remakes_loaders: create the run's loaders again after a trials without errors.
+        remakes_loaders: create the run's loaders again after trials without errors.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class StageTrialSteps:
 
 
 class _Probe(Callback):
-    """Ends a trial after `num_steps` steps, and calls functions before and after each.
+    """Callback of a trial that calls functions before and after each step, and ends the trial after `num_steps`.
 
     Args:
         num_steps: maximum number of steps.

@@ -22,7 +22,7 @@ _KINDS: dict[str, Stage] = {"fit": "fit", "validate": "validate", "test": "test"
 
 
 class Tuner:
-    """Searches with a Trainer's settings and sets the result on the task or data module.
+    """Search with a Trainer's settings for a batch size or learning rate, which is set on the task or data module.
 
     A search sets up a stage like the Trainer, without callbacks and loggers. Afterwards only the attribute has changed,
     not the Trainer, the task's weights, the generators or the files. Arguments and defaults are those of Lightning 2.6.
@@ -57,7 +57,7 @@ class Tuner:
             train_dataloaders: a data module. Loaders are not accepted, as their batch size cannot be changed.
             val_dataloaders: validation loaders for `"fit"`. Default: those of the task or data module.
             dataloaders: a data module for the other methods.
-            datamodule: where loaders come from.
+            datamodule: a data module to use instead of `train_dataloaders` or `dataloaders`.
             method: the stage whose steps are tried.
             mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val: see `BatchSizeFinder`.
 
@@ -65,7 +65,8 @@ class Tuner:
             The size; None with `fast_dev_run`.
 
         Raises:
-            ConfigurationError, TrainwrightError: see `BatchSizeFinder`; or the Trainer has one already.
+            ConfigurationError: the Trainer already has a `BatchSizeFinder`.
+            ConfigurationError, TrainwrightError: see `BatchSizeFinder`.
         """
         self._refuse_second(BatchSizeFinder)
         finder = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
@@ -96,7 +97,8 @@ class Tuner:
 
         Args:
             model: the task.
-            train_dataloaders, datamodule: where the training data comes from.
+            train_dataloaders: a training loader, or a data module.
+            datamodule: a data module to use instead of a loader.
             val_dataloaders, dataloaders: not needed; accepted as in `fit`.
             method: `"fit"`.
             min_lr, max_lr, mode, early_stop_threshold, update_attr, attr_name: see `LearningRateFinder`.
@@ -106,7 +108,7 @@ class Tuner:
             The test's results; None with `fast_dev_run`.
 
         Raises:
-            ConfigurationError: see `LearningRateFinder`; or the Trainer has one already; or another `method`.
+            ConfigurationError: see `LearningRateFinder`. The Trainer already has one, or `method` is not `"fit"`.
         """
         if method != "fit":
             raise ConfigurationError(f"lr_find(method={method!r}) is not supported. Use method='fit'.")

@@ -42,9 +42,9 @@ class Duration:
     `Duration("00:12:00:00")` (days:hours:minutes:seconds), `Duration(500, "steps")` or pass a `timedelta`.
 
     Attributes:
-        value: the number, > 0 (0 is allowed: none at all).
-        unit: `"steps"` (completed optimizer steps), `"batches"` (micro-batches, one per data-parallel rank counted
-            once), `"epochs"`, `"samples"` and `"tokens"` (over all ranks), `"seconds"` (wall-clock time in training).
+        value: the number, ≥ 0. 0 means no length.
+        unit: `"steps"` (completed optimizer steps), `"batches"` (micro-batches of one data-parallel rank), `"epochs"`,
+            `"samples"` or `"tokens"` (over all ranks), or `"seconds"` (wall-clock time in training).
     """
 
     value: float
@@ -62,7 +62,7 @@ class Duration:
         return f"{number} {self.unit}"
 
     def elapsed(self, state: TrainState) -> float:
-        """Return the progress of the run in this unit; only finished epochs count."""
+        """Return the progress of the run in this unit. Only finished epochs count."""
         return float(getattr(state, _FIELDS.get(self.unit, self.unit)))
 
     def reached(self, state: TrainState) -> bool:
@@ -129,11 +129,12 @@ def parse_time(value: Any, name: str) -> Duration:
 
 
 class Interval:
-    """Interval that becomes due at step boundaries. If it ends inside a group of micro-batches it is due at the group's
-    end; further multiples are counted from the original ones, so that a long group delays only one event.
+    """Interval that becomes due at step boundaries.
+
+    An interval that ends within a step is due at the step's end. This does not shift later multiples of the interval.
 
     Args:
-        every: the length; `None` or a value of 0 means never.
+        every: the length. None or a value of 0 means never.
     """
 
     __slots__ = ("_field", "_next", "_span", "every")
@@ -159,7 +160,7 @@ class Interval:
         return self._next - float(getattr(state, self._field))
 
     def due(self, state: TrainState) -> bool:
-        """Return True once per multiple of the interval that has been passed, else False."""
+        """Return whether a multiple of the interval was reached since the last call."""
         now = getattr(state, self._field)
         if now < self._next:
             return False

@@ -1,5 +1,5 @@
-"""The errors of Trainwright, and helpers for their messages. Every message says what was got, what was expected and
-what to do, with the values and the names of the arguments.
+"""The errors of Trainwright, and helpers for their messages. Every message states what was received, what was expected
+and what to do, with values and argument names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class TrainwrightError(Exception):
 
 
 class ConfigurationError(TrainwrightError, ValueError):
-    """Invalid argument, task or loader; raised before a device or process is touched."""
+    """Invalid argument, task or loader. Raised before devices and processes are used."""
 
 
 class TaskError(TrainwrightError, RuntimeError):
@@ -45,10 +45,10 @@ class NonFiniteError(TrainwrightError, ArithmeticError):
     Attributes:
         step: completed optimizer steps, without the current one.
         epoch: 0-based.
-        ranks: the ranks on which it was found.
+        ranks: the ranks with a non-finite value.
         source: `"loss"`, or `"gradient"` if every loss is finite.
         parameters: names of the parameters whose gradients are not finite.
-        sample_ids: for each rank the data set indices that it consumed; None if the data has none.
+        sample_ids: data set indices that each rank consumed; None if the data has no indices.
     """
 
     step: int = 0
@@ -68,7 +68,7 @@ class BatchSizeError(TrainwrightError, RuntimeError):
 
 
 class WorkerError(TrainwrightError, RuntimeError):
-    """Failure of a process that the Trainer started; the message holds its traceback and rank."""
+    """Failure of a process that the Trainer started. The message contains its traceback and rank."""
 
 
 class Preempted(SystemExit):
@@ -82,7 +82,7 @@ class Preempted(SystemExit):
 
 
 class MissingPackageError(TrainwrightError, ImportError):
-    """Missing optional package; the message holds the exact `pip install` line."""
+    """Missing optional package. The message contains the `pip install` line."""
 
 
 class TrainwrightWarning(UserWarning):
@@ -96,7 +96,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 
 
 def unknown(argument: str, value: object, known: Iterable[str], hint: str = "") -> ConfigurationError:
-    """Return the error for an argument's value that is none of the names that are known."""
+    """Return the error for an argument whose value is not one of the known names."""
     names = list(known)
     return ConfigurationError(
         f"{argument}={value!r} is unknown.{nearest(str(value), names)} Known: {', '.join(names)}.{hint}"
@@ -109,11 +109,11 @@ def require_package(module: str, *, purpose: str, install: str | None = None) ->
     Args:
         module: the module to import, for example `"wandb"` or `"torch.utils.tensorboard"`.
         purpose: the feature that needs it, as the subject of a sentence, for example `"WandbLogger"`.
-        install: the argument of `pip install`; None: the name of the top-level package. Default: None.
+        install: the argument of `pip install`. Default: None, the name of the top-level package.
 
     Raises:
-        MissingPackageError: the package is not installed. An error inside an installed package is raised unchanged,
-            except that of a torchao which needs a newer torch.
+        MissingPackageError: the package is not installed, or torchao needs a newer torch. Other errors of an installed
+            package are raised unchanged.
     """
     root = module.partition(".")[0]
     if importlib.util.find_spec(root) is None:
@@ -133,7 +133,7 @@ def require_package(module: str, *, purpose: str, install: str | None = None) ->
 
 
 def visible(text: str) -> str:
-    """Return `text` with control characters escaped, such as those of a file's name, which a terminal would obey."""
+    """Return `text` with control characters escaped, so that a terminal does not execute them."""
     return "".join(char if char == "\n" or char.isprintable() else ascii(char)[1:-1] for char in text)
 
 

@@ -25,10 +25,10 @@ class ExportMixin(nn.Module):
     __jit_ignored_attributes__ = ("example_input_array",)  # read by torch.jit.script, which knows no type Any
 
     def to_onnx(self, file_path: str | Path | None = None, input_sample: object = None, **options: Any) -> Any:
-        """Write `forward` as an ONNX file, in evaluation mode; `options` are passed to `torch.onnx.export`.
+        """Write `forward` in evaluation mode as an ONNX file. `options` are passed to `torch.onnx.export`.
 
         Args:
-            file_path: the file; None: only return the program. Default: None.
+            file_path: the file to write. Default: None, which only returns the program.
             input_sample: arguments of `forward`: a tuple, a dict of named arguments, or a single one. Default:
                 `example_input_array`.
 
@@ -44,8 +44,9 @@ class ExportMixin(nn.Module):
             return torch.onnx.export(self, positional, None if file_path is None else str(file_path), **options)
 
     def export(self, example_input: object = None, **options: Any) -> torch.export.ExportedProgram:
-        """Export `forward` in evaluation mode, with `options` of `torch.export.export`. `example_input` and its default
-        are those of `input_sample` in `to_onnx`.
+        """Export `forward` in evaluation mode, with `options` of `torch.export.export`.
+
+        `example_input` corresponds to `input_sample` of `to_onnx`.
         """
         positional, named = self._example("export", "example_input", example_input)
         with evaluating(self):
@@ -61,7 +62,7 @@ class ExportMixin(nn.Module):
         """Return `forward` as TorchScript, in evaluation mode. torch has deprecated TorchScript: prefer `export`.
 
         Args:
-            file_path: the file to write; None: only return the module. Default: None.
+            file_path: the file to write. Default: None, which only returns the module.
             method: `"script"` compiles the code of `forward`, `"trace"` records one call of it. Default: `"script"`.
             example_inputs: arguments of `forward` for `"trace"`. Default: `example_input_array`.
             kwargs: passed to `torch.jit.script` or `torch.jit.trace`.
@@ -84,7 +85,7 @@ class ExportMixin(nn.Module):
         return script
 
     def to_tensorrt(self, *args: object, **options: object) -> NoReturn:
-        """Raise an error: torch_tensorrt compiles a task like any module."""
+        """Raise an error that recommends torch_tensorrt, which compiles a task like any module."""
         raise TaskError("to_tensorrt does not exist here. Use torch_tensorrt.compile(task.eval(), inputs=[input]).")
 
     def _example(self, method: str, argument: str, sample: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -102,7 +103,7 @@ class ExportMixin(nn.Module):
 
 
 def _script(module: nn.Module, **options: Any) -> Any:
-    """Compile without the properties of this package's classes, which torch would read and compile with `forward`."""
+    """Compile a task with torch.jit.script, without the properties of this package's classes."""
     cls = type(module)
     ours = [base for base in cls.__mro__ if base.__module__.startswith("trainwright.")]
     names = [name for base in ours for name, value in vars(base).items() if isinstance(value, property)]

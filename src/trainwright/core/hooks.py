@@ -33,7 +33,7 @@ class DataHooks:
     """Hooks for data that a task or a data module may define."""
 
     def prepare_data(self) -> None:
-        """Download or write data, on one process per node, before `setup`; assign nothing to `self`: others miss it."""
+        """Download or write data, on one process per node, before `setup`. Other processes lack attributes set here."""
 
     def setup(self, stage: str) -> None:
         """Prepare for `"fit"`, `"validate"`, `"test"` or `"predict"`, on every rank."""
@@ -58,7 +58,7 @@ class DataHooks:
         return batch
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to `device`; override for containers that are not lists, tuples, mappings or dataclasses."""
+        """Move a batch to `device`. Override it for containers other than lists, tuples, mappings and dataclasses."""
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
@@ -67,7 +67,7 @@ class DataHooks:
 
 
 class TaskHooks(DataHooks):
-    """Hooks of a task; override those you need."""
+    """Hooks of a task. Override the hooks that you need."""
 
     # Once per run
     def on_fit_start(self) -> None:
@@ -105,19 +105,19 @@ class TaskHooks(DataHooks):
         """Run before a training epoch."""
 
     def on_train_epoch_end(self) -> None:
-        """Run after a training epoch and its validation; metrics of the epoch may still be logged."""
+        """Run after a training epoch and its validation. Metrics of the epoch may still be logged."""
 
     def on_validation_epoch_start(self) -> None:
         """Run before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """Run after the last validation batch; metrics of the epoch may still be logged."""
+        """Run after the last validation batch. Metrics of the epoch may still be logged."""
 
     def on_test_epoch_start(self) -> None:
         """Run before the first test batch."""
 
     def on_test_epoch_end(self) -> None:
-        """Run after the last test batch; metrics of the epoch may still be logged."""
+        """Run after the last test batch. Metrics of the epoch may still be logged."""
 
     def on_predict_epoch_start(self) -> None:
         """Run before the first prediction batch."""
@@ -127,10 +127,10 @@ class TaskHooks(DataHooks):
 
     # Once per batch
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
-        """Run before a training micro-batch, which is on the device; return -1 to skip the rest of the epoch."""
+        """Run before a training micro-batch, which is on the device. Return -1 to skip the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: StepOutput, batch: Batch, batch_idx: int) -> None:
-        """Run after a training micro-batch; after the optimizer step when it was the last of its group."""
+        """Run after a training micro-batch. For the last one of a group, run after the optimizer step."""
 
     def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run before a validation batch."""
@@ -160,7 +160,7 @@ class TaskHooks(DataHooks):
         """Run before backward, with the weighted loss."""
 
     def on_after_backward(self) -> None:
-        """Run after backward of a micro-batch; gradients of earlier micro-batches of the group are included."""
+        """Run after backward of a micro-batch. Gradients include those of earlier micro-batches of the group."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Run before each optimizer's step, on accumulated, unscaled gradients that are not clipped yet."""
@@ -188,13 +188,15 @@ class TaskHooks(DataHooks):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add entries (numbers, text, lists, dicts, tensors) to `checkpoint` before it is written.
 
-        `checkpoint["state_dict"]` may be changed; the other entries with Lightning's names are read-only.
+        `checkpoint["state_dict"]` may be changed. Other entries with Lightning's names are read-only.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read the entries that `on_save_checkpoint` added; called after the task is built, before weights and
-        optimizers. `checkpoint["state_dict"]` may be changed. `epoch`, `global_step`, `hyper_parameters`,
-        `optimizer_states`, `lr_schedulers` and `callbacks`, as far as the checkpoint is loaded, are read-only.
+        """Read the entries that `on_save_checkpoint` added.
+
+        Called after the task is built, before weights and optimizers are loaded. `checkpoint["state_dict"]` may be
+        changed. `epoch`, `global_step`, `hyper_parameters`, `optimizer_states`, `lr_schedulers` and `callbacks` are
+        read-only. They are present if they are loaded.
         """
 
 

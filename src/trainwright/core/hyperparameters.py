@@ -59,7 +59,7 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> Hyperparameters:
-        """The saved hyper-parameters; empty before `save_hyperparameters`. Changes are saved in checkpoints."""
+        """The saved hyper-parameters. Empty before `save_hyperparameters`. Checkpoints contain later changes."""
         found: Hyperparameters | None = vars(self).get("_hparams")
         if found is None:
             found = Hyperparameters()
@@ -68,12 +68,12 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> Hyperparameters:
-        """A copy of the hyper-parameters at the time they were saved, without values that a checkpoint cannot hold."""
+        """A copy of the hyper-parameters as first saved, without values that a checkpoint cannot contain."""
         initial: Hyperparameters | None = vars(self).get("_hparams_initial")
         return copy.deepcopy(initial) if initial is not None else Hyperparameters()
 
     def saved_hyperparameters(self) -> dict[str, Any]:
-        """Return the hyper-parameters for a checkpoint, by the checkpoint's own keys."""
+        """Return the hyper-parameters as entries of a checkpoint."""
         kept, left_out = kept_and_left_out(self.hparams)
         plain, enums = without_enums(kept)
         self._warn_of(left_out, f"{type(self).__name__}.hparams: {{}}; the checkpoint is written without it.")
@@ -86,7 +86,7 @@ class HyperparametersMixin:
         }
 
     def _warn_of(self, left_out: dict[str, str], text: str) -> None:
-        """Warn once of each hyper-parameter that is not saved; `{}` in the text stands for the descriptions."""
+        """Warn once about each hyper-parameter that is not saved. `{}` in the text is replaced by the descriptions."""
         told: dict[str, str] = vars(self).get("_hparams_left_out") or {}
         new = [reason for name, reason in left_out.items() if name not in told]
         if new:
@@ -94,7 +94,7 @@ class HyperparametersMixin:
         object.__setattr__(self, "_hparams_left_out", left_out)
 
     def remove_ignored_hparams(self, ignore_list: Collection[str]) -> None:
-        """Remove hyper-parameters, so that neither checkpoints nor loggers hold them."""
+        """Remove hyper-parameters from checkpoints and loggers."""
         for name in ignore_list:
             self.hparams.pop(name, None)
             (vars(self).get("_hparams_initial") or {}).pop(name, None)
@@ -108,23 +108,22 @@ class HyperparametersMixin:
     ) -> None:
         """Save the arguments of `__init__` (or the named ones) in `self.hparams`, in checkpoints and in the loggers.
 
-        Call it in `__init__`. With a base class that calls it, the arguments of the sub-class's `__init__` are saved
-        too.
+        Call it in `__init__`. If a base class calls it, the arguments of the sub-class's `__init__` are saved too.
 
         Args:
-            args: names of the arguments to keep; all if none is given. The entries of one mapping, or of one
-                `argparse.Namespace`, are saved directly; if it is an argument of `__init__`, loading a task from a
-                checkpoint passes it as that argument.
+            args: names of the arguments to save. Default: all. Or a single mapping or `argparse.Namespace`, whose
+                entries are saved directly. If it is an argument of `__init__`, loading from a checkpoint passes it as
+                that argument.
             ignore: names to skip. Default: None.
-            frame: the frame of `__init__`; None: the caller's. Default: None.
+            frame: the frame of `__init__`. Default: None, the caller's frame.
             logger: also pass them to the loggers when training starts. Default: True.
 
-        Checkpoints keep numbers (also of NumPy), text, paths, dates, dtypes, devices, enumerations, sets, lists,
-        tuples, dicts. Other values (a module, a tensor, a function), or those that would be restored as another type (a
-        named tuple), can be read from `self.hparams` and are omitted from checkpoints and loggers, with a warning.
+        Checkpoints save numbers (also of NumPy), text, paths, dates, dtypes, devices, enumerations, sets, lists,
+        tuples, dicts. Other values (a module, a tensor, a function), and values that would be restored as another type
+        (a named tuple), are in `self.hparams`, but omitted from checkpoints and loggers with a warning.
 
         Raises:
-            ConfigurationError: a name that is not an argument.
+            ConfigurationError: a name is not an argument.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         caller = frame or inspect.currentframe()
@@ -158,9 +157,7 @@ class HyperparametersMixin:
 
 
 def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any]:
-    """Collect the arguments of every `__init__` of `obj` on the stack; those of the outermost (sub-)class take
-    precedence.
-    """
+    """Collect the arguments of every `__init__` of `obj` on the stack. The outermost sub-class takes precedence."""
     found: dict[str, Any] = {}
     while frame is not None and frame.f_code.co_name == "__init__":
         values = inspect.getargvalues(frame)
@@ -179,7 +176,7 @@ def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any
 
 
 def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Divide hyper-parameters into those that a checkpoint can hold, and the names of the others with a description."""
+    """Return the hyper-parameters that a checkpoint can contain, and the names and descriptions of the others."""
     reasons = {}
     for name, value in values.items():
         try:
@@ -193,8 +190,10 @@ def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 def without_enums(tree: Any, path: tuple[str | int, ...] = ()) -> tuple[Any, list[list[Any]]]:
-    """Return nested hyper-parameters with the names of enumerations' members, and the positions of their classes. The
-    positions are `[[key, index, …], "module:class"]`, JSON-compatible; `with_enums` restores the members.
+    """Return nested hyper-parameters with enumeration members replaced by their names, and the positions of the
+    members.
+
+    A position is `[[key, index, …], "module:class"]`, JSON-compatible. `with_enums` restores the members.
     """
     if isinstance(tree, enum.Enum):
         return tree.name, [[list(path), f"{type(tree).__module__}:{type(tree).__qualname__}"]]
@@ -208,11 +207,10 @@ def without_enums(tree: Any, path: tuple[str | int, ...] = ()) -> tuple[Any, lis
 
 
 def with_enums(tree: Any, places: Sequence[Any]) -> tuple[Any, dict[str, str]]:
-    """Undo `without_enums` with already imported classes; names in a file are never imported or called.
+    """Undo `without_enums` with imported classes. Names in a file are never imported or called.
 
     Returns:
-        The hyper-parameters, and the name and description of each one whose class or member was not found; those are
-            not among the hyper-parameters.
+        The hyper-parameters, and the name and description of each omitted one, whose class or member was not found.
     """
     lost: dict[str, str] = {}
     for path, home in places:
@@ -246,7 +244,7 @@ def _find_member(home: str, name: str) -> enum.Enum | None:
 
 
 def _reason(value: Any, path: str) -> str | None:
-    """Return why a checkpoint cannot hold a value, as the object of a sentence; None if it can."""
+    """Return the reason why a checkpoint cannot contain a value, as the object of a sentence, or None."""
     kind = type(value)
     # Exact types: a checkpoint restores no others. NumPy's own numbers and texts are Python's with a name.
     if value is None or kind in _PLAIN or (isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS):

@@ -17,7 +17,7 @@ from trainwright.core.tree import is_cut
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
     """Return the norm of each parameter's gradient and of all together, for logging. Never waits for the device.
 
-    Gradients that are sharded over ranks are counted in full; then it is collective.
+    For sharded gradients the norms are those of full gradients, and the call is collective.
 
     Args:
         module: the model; parameters without a gradient are skipped.
@@ -28,7 +28,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
         `grad_{p}_norm/{name}` → 0-dim tensor on the device, and `grad_{p}_norm_total`; empty without gradients.
 
     Raises:
-        ConfigurationError: a p that is not above 0.
+        ConfigurationError: p is not above 0.
     """
     order = float(norm_type)
     if not order > 0:
@@ -53,7 +53,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, without gradients, and each of its parts back into the mode that it was in."""
+    """Set a module to evaluation mode without gradients in the context, then restore the modes of all submodules."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -72,7 +72,7 @@ def measure_flops(
     """Count floating-point operations with torch's FlopCounterMode; on the `meta` device it computes nothing.
 
     Args:
-        model: the model; it is not changed, except for gradients with `loss_fn`.
+        model: the model. It is not changed, except that `loss_fn` computes gradients.
         forward_fn: runs the forward and returns its output.
         loss_fn: computes a loss from the output, whose backward is counted too. Default: None.
     """

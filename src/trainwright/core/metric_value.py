@@ -10,9 +10,10 @@ import torch
 
 
 class MetricValue(float):
-    """Float with the methods of a 0-dim tensor, so that code written for either works. It is a float wherever floats
-    are expected: formatting, JSON, comparing, arithmetic. `item()` returns a plain float, `cpu()`, `detach()` and
-    `clone()` the value itself, `numpy()` a 0-dim array; other methods and attributes of tensors, and torch's functions,
+    """Float with the methods of a 0-dim tensor.
+
+    It is a float in formatting, JSON, comparison and arithmetic. `item()` returns a plain float, `cpu()`, `detach()`
+    and `clone()` the value itself, and `numpy()` a 0-dim array. Other attributes of tensors, and torch's functions,
     treat it as `torch.tensor(value)`.
     """
 
@@ -25,7 +26,7 @@ class MetricValue(float):
     tolist = item
 
     def cpu(self) -> Self:
-        """Return the value itself: it is on the host, has no graph and cannot change."""
+        """Return the value itself, which is on the host, has no graph and is immutable."""
         return self
 
     detach = clone = cpu

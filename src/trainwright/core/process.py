@@ -1,7 +1,7 @@
 """Rank and world size of this process, detected from the launcher's environment: the only reader of environment
 variables. The known launchers are torchrun (and everything that sets its variables), Slurm's srun, MPI (Open MPI,
-MPICH, Intel MPI) and none. The result is a `Topology` with its evidence, so that a wrong detection is visible and can
-be overridden with `Trainer(launcher=...)`.
+MPICH, Intel MPI) and none. The result, a `Topology`, states which variables it was read from. `Trainer(launcher=...)`
+overrides a wrong detection.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def detect(launcher: str = "auto", environ: Mapping[str, str] | None = None) -> 
     """Detect the topology of this process.
 
     Args:
-        launcher: `"auto"`, or the launcher whose variables to read; `"none"`, or `"ray"` with options: one process.
-            Default: `"auto"`.
-        environ: the variables; None: those of this process. Default: None.
+        launcher: the launcher whose variables are read, or `"auto"`. `"none"`, and `"ray"` with or without options,
+            mean one process. Default: `"auto"`.
+        environ: environment variables. Default: None, those of this process.
 
     Raises:
-        ConfigurationError: an unknown launcher, one whose variables are not set, or contradicting values.
+        ConfigurationError: the launcher is unknown, its variables are not set, or values contradict each other.
     """
     env = os.environ if environ is None else environ
     if is_ray(launcher):
@@ -101,7 +101,7 @@ _VARIABLES: dict[LauncherName, tuple[tuple[str, ...], ...]] = {
 
 
 def _read(launcher: LauncherName, env: Mapping[str, str]) -> Topology | None:
-    """Return the topology by a launcher's variables; None if those of its rank and world size are not set."""
+    """Return the topology from a launcher's variables, or None if rank and world size are not set."""
     if launcher == "slurm":
         return _from_slurm(env)
     for names in _VARIABLES[launcher]:
@@ -155,7 +155,7 @@ def _from_slurm(env: Mapping[str, str]) -> Topology | None:
 
 
 def _slurm_not_used(env: Mapping[str, str]) -> str:
-    """Return why Slurm's variables do not mean that srun started this process; empty if they do or are not set."""
+    """Return the reason why srun did not start this process despite Slurm's variables, or an empty text."""
     if not any(name.startswith("SLURM_") for name in env):
         return ""
     if "SLURM_STEP_ID" not in env:
@@ -166,7 +166,7 @@ def _slurm_not_used(env: Mapping[str, str]) -> str:
 
 
 def check_address(found: Topology) -> None:
-    """Check that a rank knows the address of rank 0; otherwise it would wait forever."""
+    """Check that a rank knows the address of rank 0, because it would wait forever without it."""
     alone = found.num_nodes == 1 if found.launcher == "mpi" else found.world_size == 1
     if found.master_addr is None and not alone:
         raise ConfigurationError(
@@ -243,7 +243,7 @@ def slurm_job(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def in_notebook() -> bool:
-    """Return whether this runs in a Jupyter kernel (not in a terminal's IPython)."""
+    """Return whether this process is a Jupyter kernel (not IPython in a terminal)."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")
@@ -256,7 +256,7 @@ def is_interactive() -> bool:
 
 
 def variable(name: str, default: str | None = None) -> str | None:
-    """Read one environment variable: for the few settings that are not about the topology."""
+    """Return the value of one environment variable that does not define the topology."""
     return os.environ.get(name, default)
 
 
@@ -277,7 +277,7 @@ def on_terminal() -> bool:
 
 
 def try_output(output: Callable[..., object], *args: object, **options: object) -> bool:
-    """Call `output`, which writes to standard output; warn and return False if that is closed, full or not read."""
+    """Call `output`, which writes to standard output. Warn and return False if the write fails."""
     try:
         output(*args, **options)
     except (OSError, ValueError, AttributeError) as error:

@@ -33,7 +33,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, T | str] = dict(entries or {})
 
     def register(self, name: str, entry: T | str, *, overwrite: bool = False) -> None:
-        """Add one entry; a name that is taken is an error unless `overwrite`."""
+        """Add one entry. An existing name is an error unless `overwrite`."""
         if name in self._entries and not overwrite:
             raise ConfigurationError(
                 f"{self.kind} {name!r} is already registered. Choose another name or pass overwrite=True."

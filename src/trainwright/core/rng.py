@@ -25,7 +25,7 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
             Default: True.
         verbose: accepted for compatibility; nothing is printed. Default: False.
 
-    Every rank calls it with the same seed, so that models start equal.
+    Call it on every rank with the same seed, so that models are initialized equally.
     """
     del workers, verbose
     seed = 0 if seed is None else int(seed)
@@ -56,7 +56,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Restore the state that `rng_state` returned, in this process."""
+    """Restore the result of `rng_state` in this process."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])
@@ -66,7 +66,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
 
 
 def begin_alike() -> Callable[[], None]:
-    """Return a function that gives another process the current state of this one's generators, on all its devices."""
+    """Return a function that sets the generators of another process to the current state of this process."""
     return partial(_begin_with, torch.initial_seed(), rng_state())
 
 
@@ -77,7 +77,7 @@ def _begin_with(seed: int, state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def isolate_rng(device: torch.device | None = None) -> Iterator[None]:
-    """Restore every generator's state on leaving, as if nothing inside had drawn from it."""
+    """Restore the state of every generator at the end of the context."""
     saved = rng_state(device)
     try:
         yield

@@ -27,9 +27,9 @@ class SchedulerConfig:
         interval: `"step"` (completed optimizer steps) or `"epoch"`.
         frequency: number of intervals between its steps.
         monitor: name of the logged metric for `ReduceLROnPlateau`; None for the others.
-        strict: a monitored metric that was not logged is an error (True) or a warning (False).
-        name: its name in LearningRateMonitor.
-        paused: a callback has paused it: it does not step, and keeps its state.
+        strict: raise an error if the monitored metric was not logged. False warns.
+        name: name of the schedule in LearningRateMonitor.
+        paused: a callback has paused the schedule, which then does not step.
     """
 
     scheduler: Any
@@ -43,20 +43,19 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class SaveRequest:
-    """Request for a checkpoint; written at the next step boundary, or after the epoch's end hooks.
+    """Request for a checkpoint, which is written at the next step boundary, or after the hooks at an epoch's end.
 
     Attributes:
         name: folder name of the checkpoint, relative to `folder`.
-        folder: parent folder; None: the run's checkpoint folder.
+        folder: parent folder. None is the run's checkpoint folder.
         weights_only: omit optimizers, progress and generators.
-        metrics: the values that retention and `best` use.
-        remove: folder names of earlier checkpoints of this run, deleted after this one is published.
-        remote: URL of a folder to which the published checkpoint is uploaded; those in `remove` are deleted there too.
-            If `folder` is None: that of the run's ModelCheckpoint, if it has one.
-        link: name of a relative symbolic link in the same folder that is set to this checkpoint after it is published.
-        fresh: the name was free when it was chosen. If it exists when the checkpoint is complete, it was written by
-            another run and is kept: the save is an error. Unless it is `fresh`, an existing `name` is replaced once the
-            new checkpoint is complete.
+        metrics: the values by which checkpoints are ranked.
+        remove: folder names of earlier checkpoints of this run, to delete after the new checkpoint is published.
+        remote: URL of a folder to which the published checkpoint is uploaded. Checkpoints in `remove` are deleted there
+            too. If `folder` is None, the remote folder of the run's ModelCheckpoint is used, if any.
+        link: name of a relative symbolic link in the same folder to create or update after the checkpoint is published.
+        fresh: the name was free when it was chosen. If it exists when the new checkpoint is complete, another run has
+            written it, and the save is an error. If False, an existing checkpoint of this name is replaced.
     """
 
     name: str
@@ -85,12 +84,13 @@ class TrialSteps(Protocol):
         """Return the largest batch that the data can fill on every rank; None if its length is unknown."""
 
     def at_end(self, action: Callable[[], None]) -> None:
-        """Call `action` after everything is restored at the end, before loaders are recreated; not after an error."""
+        """Call `action` after all state is restored and before loaders are recreated. Not called after an error."""
 
     def try_out(self, num_steps: int) -> Trial:
-        """Run some steps of the current stage with new loaders, and restore everything. In `fit` these are optimizer
-        steps and then the same number of validation batches, otherwise batches. Collective: every rank calls it, and
-        all get the same result; there is no communication while steps run.
+        """Run some steps of the current stage with new loaders, then restore all state.
+
+        In `fit` these are optimizer steps and then as many validation batches. In other stages they are batches.
+        Collective: the result is the same on every rank. Ranks do not communicate while steps run.
 
         Raises:
             ConfigurationError: the loader cannot be created.
@@ -99,16 +99,16 @@ class TrialSteps(Protocol):
         """
 
     def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
-        """Train some steps, over as many epochs as needed, and restore everything.
+        """Train some steps, over as many epochs as needed, then restore all state. Collective.
 
         Args:
             num_steps: maximal number of steps.
-            before_step: called before each with its 0-based index.
-            after_step: called after each with its loss, the mean over everything that all ranks consumed; True ends
-                it. Reading the loss waits for the device.
+            before_step: called before each step with its 0-based index.
+            after_step: called after each step with the mean loss over all data of all ranks. True ends the training.
+                Reading the loss waits for the device.
 
         Returns:
-            The number of completed steps. Collective.
+            The number of completed steps.
         """
 
 
@@ -145,7 +145,7 @@ class Run(Protocol):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Folder of checkpoints for requests without one; the same on every rank during a stage."""
+        """Folder for checkpoints whose save request has no folder. The same on every rank during a stage."""
 
     @property
     def last_step(self) -> StepResult | None:
@@ -176,8 +176,9 @@ class Run(Protocol):
         """Batches of each loader of the current evaluation (validation, test or prediction)."""
 
     def batch_indices(self, dataloader_idx: int) -> Iterator[list[int]] | None:
-        """Return the data set indices of this rank's batches in the current evaluation, from its start on. Computed
-        without fetching; None if only the user's own sampler or data set knows them.
+        """Return the data set indices of this rank's batches in the current evaluation, without fetching data.
+
+        None if the user's own sampler or data set determines the indices.
         """
 
     @property
@@ -186,14 +187,16 @@ class Run(Protocol):
 
     @property
     def has_validation(self) -> bool:
-        """True if `fit` validates (a validation_step, a loader and a limit above 0)."""
+        """True if `fit` validates: there are a validation_step and a loader, and the limit is above 0."""
 
     # Numbers
     @property
     def callback_metrics(self) -> Mapping[str, float]:
-        """The latest value of every logged metric; reading it fetches what was logged since the last flush. That waits
-        for the device, and never communicates: between two flushes a rank reads its own values. In `on_*_epoch_end` the
-        epoch's aggregates are included.
+        """The latest value of every logged metric.
+
+        Reading it fetches values that were logged since the last flush, which waits for the device. It never
+        communicates: between two flushes each rank reads its own values. In `on_*_epoch_end` the epoch's aggregates are
+        included.
         """
 
     @property
@@ -208,12 +211,10 @@ class Run(Protocol):
         """Log a value of a task or callback; see `TaskModule.log` for the options. Never communicates."""
 
     def log_now(self, metrics: Mapping[str, float]) -> None:
-        """Send host-side numbers to the loggers at the current step, on the main rank; for callbacks' own values."""
+        """Send host-side numbers of a callback to the loggers at the current step, on the main rank."""
 
     def show_now(self, metrics: Mapping[str, float]) -> None:
-        """Put host-side numbers into `callback_metrics`; for callbacks' own values. Every rank should call it with the
-        same ones.
-        """
+        """Add host-side numbers of a callback to `callback_metrics`. Every rank should pass the same numbers."""
 
     # Processes
     @property
@@ -237,32 +238,32 @@ class Run(Protocol):
         """The device that this process computes on."""
 
     def broadcast(self, value: object, src: int = 0) -> Any:
-        """Return `value` of rank `src` on every rank. Collective; small picklable objects, on the host."""
+        """Return the `value` of rank `src` on every rank. Collective. For small picklable objects on the host."""
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
 
     # Requests
     def at_step_end(self, action: Callable[[], None]) -> None:
-        """Call `action` once, at the end of the current step, when every metric of this step is known. The safe point
-        of a step is after its validation; at an epoch's end it is after `on_train_epoch_end`. By then
-        `callback_metrics` is up to date: pending actions make the Trainer flush first. Actions run in the order of
-        their requests and before requested checkpoints are written, so that they may still request one, or a stop.
-        Those requested in `on_train_end` run, and their requests are written, right after it. Every rank must make the
-        same request.
+        """Call `action` once at the end of the current step, when all metrics of the step are known.
+
+        This is after the step's validation, and at an epoch's end after `on_train_epoch_end`. `callback_metrics` is
+        then up to date, because pending actions make the Trainer flush first. Actions run in the order of their
+        requests. They run before requested checkpoints are written, so they may request a checkpoint or a stop. Actions
+        and checkpoints requested in `on_train_end` are executed right after it. Every rank must make the same request.
         """
 
     def request_save(self, request: SaveRequest) -> None:
-        """Request a checkpoint at the next safe point. Every rank must make the same request; rank 0's is written."""
+        """Request a checkpoint at the end of the current step. Every rank must make the same request."""
 
     def wrote_into(self, folder: Path) -> bool:
-        """Return whether the index in a folder lists checkpoints of this run that are there. Not collective."""
+        """Return whether the index in a folder lists existing checkpoints of this run. Not collective."""
 
     def remote_names(self, url: str) -> list[str]:
-        """Return the names below a remote folder, on every rank. Collective; rank 0 uses the network.
+        """Return the names below a remote folder, which rank 0 reads. Collective.
 
         Raises:
-            CheckpointError: the service cannot be reached or denies access, on every rank.
+            CheckpointError: the service cannot be reached or denies access. Raised on every rank.
         """
 
     def save_checkpoint(
@@ -271,56 +272,60 @@ class Run(Protocol):
         """Write a checkpoint now. Collective; call it from a hook at a step boundary, not inside a training step."""
 
     def emergency_save(self, request: SaveRequest) -> None:
-        """Write a checkpoint from `on_exception`, as far as one process can. No communication: only the main rank
-        writes, only if its state is unsharded and no optimizer was stepping; otherwise it reports why not. An error
-        while writing is reported, not raised, so that it does not hide the exception that ended the run.
+        """Write a checkpoint from `on_exception`, on the main rank and without communication.
+
+        The checkpoint is written only if the state is not sharded and no optimizer was stepping. Otherwise the reason
+        is reported. An error while writing is reported, not raised, so that it does not hide the exception that ended
+        the run.
         """
 
     def request_stop(self, reason: str, *, closes_epoch: bool = True) -> None:
-        """End the run after the current step (respecting min_epochs and min_steps). Every rank must make the same
+        """End the run after the current step, once min_epochs and min_steps are reached. Every rank must make the same
         request.
 
         Args:
-            reason: reported if the stop has to wait.
-            closes_epoch: validate the interrupted epoch and count it as finished, as with `should_stop`. False leaves
-                it open, as a limit such as `max_steps` does, and a resume continues in its middle. Default: True.
+            reason: reported if the stop is delayed by min_epochs or min_steps.
+            closes_epoch: validate the interrupted epoch and count it as finished, as with `should_stop`. With False, a
+                resume continues the epoch, as after a limit such as `max_steps`. Default: True.
         """
 
     def request_rollback(self, reason: str, *, before_step: int) -> None:
-        """Go back, at the end of the current step, to this run's newest checkpoint of `before_step` steps or fewer. The
-        run continues from it as after a resume, in this process, and skips the data consumed since: see
-        `skipped_batches`. For callbacks it is a resume: `setup`, `load_state_dict`, `on_fit_start` and `on_train_start`
-        are called. Pending requests are discarded. Without such a checkpoint training continues, with a warning. Every
-        rank must make the same request.
+        """Roll back, at the end of the current step, to this run's newest checkpoint with at most `before_step` steps.
+
+        The run continues from the checkpoint in this process and skips the data consumed since then (see
+        `skipped_batches`). Callbacks receive the calls of a resume: `setup`, `load_state_dict`, `on_fit_start` and
+        `on_train_start`. Pending requests are discarded. Without such a checkpoint training continues, with a warning.
+        Every rank must make the same request.
 
         Raises:
-            RollbackError: at that point, if the run has already gone back `max_rollbacks` times.
+            RollbackError: the run has already rolled back `max_rollbacks` times. Raised at the end of the step.
         """
 
     def print(self, *values: object, **options: object) -> None:
-        """Print on the main process only, without breaking the progress bar; `options` are those of Python's print."""
+        """Print on the main process, without breaking the progress bar. `options` are those of Python's print."""
 
     def pass_training_data(self) -> None:
         """Run `training_step` on one epoch of this rank's training data, without gradients and without logging.
 
-        Modes of modules are not changed; generators are restored. For use in `on_train_end`, for statistics of a
-        forward pass. Every rank should call it; it communicates only if the task itself does.
+        Modes of modules are not changed. Generators are restored. Call it in `on_train_end`, on every rank, to collect
+        statistics of a forward pass. It communicates only if the task does.
         """
 
     def trial_steps(self, *, alone: bool, remakes_loaders: bool = False) -> AbstractContextManager[TrialSteps]:
-        """Run trial steps: all their changes are undone afterwards, nothing is logged or saved, and callbacks are not
-        called. Weights, buffers, optimizers, schedules, generators, `state`, metrics and the task's attributes are kept
-        in host memory (see `trainwright.trainer.search.state_snapshot` for the limits). Callbacks are not called,
-        loggers are disabled, and requests for checkpoints are discarded. The task's own hooks run. Collective.
+        """Run trial steps and undo all their changes afterwards. Collective.
+
+        Weights, buffers, optimizers, schedules, generators, `state`, metrics and the task's attributes are copied to
+        host memory and restored (see `trainwright.trainer.search.state_snapshot` for the limits). Callbacks are not
+        called, loggers are disabled, and requests for checkpoints are discarded. The task's own hooks run.
 
         Args:
-            alone: each rank runs its steps independently, so that a failing one does not block the others.
-            remakes_loaders: the data's loaders are created again, for the trials and afterwards, because their
-                parameters have changed. Default: False.
+            alone: each rank runs its steps independently, so that a failing rank does not block the others.
+            remakes_loaders: create new loaders for the trials and afterwards, because their arguments have changed.
+                Default: False.
 
         Raises:
-            ConfigurationError: the strategy cannot run steps alone; or loaders that must be created again were passed
-                to the Trainer.
+            ConfigurationError: the strategy cannot run steps on a single rank, or `remakes_loaders` is set but loaders
+                were passed to the Trainer.
         """
 
     # Manual optimization
@@ -328,7 +333,7 @@ class Run(Protocol):
         """Run backward with the strategy's precision and gradient averaging."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Keep the gradients of `manual_backward` on this rank during a `with` block."""
+        """Disable gradient synchronization of `manual_backward` within the context."""
 
     def clip_gradients(self, optimizer: Optimizer, max_value: float | None, algorithm: str | None) -> None:
         """Clip the gradients of one optimizer's parameters."""
@@ -337,8 +342,10 @@ class Run(Protocol):
         """The optimizers for a task with manual optimization."""
 
     def gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return one of the task's tensors, or one sharded in the same way, unsharded; unchanged without sharding.
-        Otherwise collective: a copy on the host, with values on the main process only.
+        """Return the full tensor of a task's tensor, or of a tensor sharded in the same way.
+
+        An unsharded tensor is returned unchanged. For a sharded tensor the call is collective, and returns a copy on
+        the host that has values on the main process only.
         """
 
     def cut_like(self, value: object, like: torch.Tensor) -> Any:
@@ -349,7 +356,7 @@ class Run(Protocol):
 
 
 class SequenceSplit(Protocol):
-    """Splits tensors that hold full sequences over ranks; see `TaskModule.split_sequences`."""
+    """Function that splits tensors with full sequences over ranks; see `TaskModule.split_sequences`."""
 
     def __call__(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return this rank's part of a tensor along a dimension. Not collective.
@@ -359,11 +366,11 @@ class SequenceSplit(Protocol):
         """
 
     def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """Return the positions of a full sequence that this rank holds, ascending (int64). Not collective."""
+        """Return this rank's positions in a full sequence, ascending (int64). Not collective."""
 
     def batch(self, batch: object) -> object:
         """Return this rank's part of a batch of transformers' models. Not collective.
 
         Raises:
-            ConfigurationError: It is not a dict with the tensor `input_ids` or `inputs_embeds`.
+            ConfigurationError: The batch is not a dict with the tensor `input_ids` or `inputs_embeds`.
         """

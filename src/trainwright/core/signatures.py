@@ -32,8 +32,8 @@ class Taken(NamedTuple):
 
 
 def taken_by(function: Callable[..., Any]) -> Taken:
-    """Return the parameters of a function, method, partial or other callable. For a decorator with `*args` they are
-    those of the wrapped function (`functools.wraps`).
+    """Return the parameters of a callable. For a decorated function with `*args`, return those of the wrapped function
+    (`functools.wraps`).
     """
     try:
         signature = inspect.signature(function, follow_wrapped=False)
@@ -52,7 +52,7 @@ def taken_by(function: Callable[..., Any]) -> Taken:
 
 
 def arguments_of(base: type, name: str) -> tuple[str, ...]:
-    """Return the arguments of a hook: those of the base class's own method, without `self`."""
+    """Return the arguments of the base class's hook, without `self`."""
     if name in _STEPS:
         return _STEPS[name]
     return tuple(parameter for parameter, _ in taken_by(getattr(base, name)).positional[1:])
@@ -119,9 +119,7 @@ def _picks(taken: Taken, names: Sequence[str], num_given: int, optional: Collect
 
 
 def _places(taken: Taken, names: Sequence[str], optional: Collection[str]) -> list[int]:
-    """Return the indices in `names` of the positional parameters that get an argument: those in `optional` are matched
-    by name.
-    """
+    """Return the indices in `names` of the positional parameters. Parameters in `optional` are matched by name."""
     by_keyword = _by_keyword(taken, names)
     named = [names.index(parameter) for parameter, _ in taken.positional if parameter in optional]
     free = iter([i for i, each in enumerate(names) if each not in by_keyword and i not in named])
@@ -139,7 +137,7 @@ def overrides(obj: object, name: str, base: type) -> bool:
 
 
 def own_hook(obj: object, name: str, base: type) -> Callable[..., Any] | None:
-    """Return the hook that `obj` defines itself, for the arguments of `base`'s; None if it does not."""
+    """Return the hook that `obj` overrides, for the arguments of `base`'s hook, or None."""
     return bind(getattr(obj, name), name, arguments_of(base, name)) if overrides(obj, name, base) else None
 
 
@@ -147,7 +145,7 @@ def check_signatures(obj: object, base: type, hooks: Iterable[str]) -> None:
     """Check that hooks of a task, callback or data module accept their arguments.
 
     Raises:
-        ConfigurationError: one does not; the message names the hook, its signature, its arguments, and the line to
+        ConfigurationError: a hook does not. The message contains the hook's signature, its arguments, and the line to
             write.
     """
     for name in hooks:
@@ -173,7 +171,7 @@ def check_signatures(obj: object, base: type, hooks: Iterable[str]) -> None:
 
 
 def _runs_later(hook: Callable[..., Any], name: str) -> str | None:
-    """Return the kind of a hook whose call does not run it; loaders may be generators."""
+    """Return the kind of a function whose call does not run its body. Hooks for loaders may be generators."""
     function = inspect.unwrap(hook)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         return "an async function"

@@ -12,21 +12,22 @@ import torch
 
 @dataclass(slots=True)
 class TrainState:
-    """Progress of a training run; JSON-compatible, saved in every checkpoint.
+    """Progress of a training run. It is JSON-compatible and saved in every checkpoint.
 
     Attributes:
-        step: completed optimizer steps, and nothing else; several optimizers stepping in one group are one step.
+        step: completed optimizer steps. Several optimizers that step for one group count as one step.
         batches: micro-batches consumed by one data-parallel rank.
-        epoch: finished epochs; during an epoch, its 0-based index.
+        epoch: number of finished epochs, which is the 0-based index of the current epoch.
         batch_in_epoch: micro-batches consumed by one rank in the current epoch.
         step_in_epoch: optimizer steps completed in the current epoch.
         samples: samples consumed, over all ranks. If several ranks read batches of unknown sizes, it is this rank's
             count times the number of ranks, unless `max_samples` or an interval needs the exact number.
-        samples_in_epoch: the same in the current epoch; together with the seed this is the position in the data.
+        samples_in_epoch: samples consumed in the current epoch, over all ranks. With the seed it defines the position
+            in the data.
         tokens: tokens consumed, over all ranks (see `TaskModule.num_tokens`).
         seconds: wall-clock seconds spent in training, over all sessions of the run.
         epoch_done: the current epoch's last batch has been consumed and its end hooks have run.
-        validation_owed: the validation of this step was interrupted, and a resume runs it first.
+        validation_owed: the validation of this step was interrupted. A resume runs it first.
     """
 
     step: int = 0
@@ -59,7 +60,7 @@ class TrainState:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def load_dict(self, values: dict[str, Any]) -> None:
-        """Set the fields from `values` (see `to_dict`); unknown keys of newer versions are ignored."""
+        """Set the fields from the result of `to_dict`. Unknown keys of newer versions are ignored."""
         for f in dataclasses.fields(self):
             if f.name in values:
                 setattr(self, f.name, values[f.name])
@@ -70,7 +71,7 @@ class StepResult:
     """Result of one optimizer step.
 
     Attributes:
-        loss: 0-dim tensor on the device, detached: this rank's share of the group's weighted mean loss.
+        loss: detached 0-dim tensor on the device: this rank's contribution to the group's weighted mean loss.
         grad_norm: 0-dim tensor on the device, the total gradient norm before clipping; None if not computed.
     """
 
@@ -84,15 +85,15 @@ class Group:
 
     Attributes:
         batches: this rank's micro-batches, in order; at least one.
-        first_idx: the index of `batches[0]` in its epoch (the `batch_idx` that hooks see).
+        first_idx: the index of `batches[0]` in its epoch (the `batch_idx` of hooks).
         is_last: no group of this epoch follows.
-        num_samples: number of samples of the group over all ranks; None: count this rank's.
-        weights: weight of each micro-batch in the mean over the group and all ranks, times the number of
-            data-parallel ranks; None: `1 / len(batches)` each. A weight of 0 marks padding.
+        num_samples: number of samples of the group over all ranks. If None, this rank's samples are counted.
+        weights: weight of each micro-batch in the mean over the group and all ranks, times the number of data-parallel
+            ranks. None is `1 / len(batches)` for each. Padding has weight 0.
         index: index in `batches` of the current or last micro-batch.
-        last_output: the `outputs` of the last micro-batch, detached, kept only if a hook uses them; empty if it was
+        last_output: detached `outputs` of the last micro-batch, if a hook uses them. Empty if the micro-batch was
             skipped.
-        last_batch: the last micro-batch on the device, kept only if a hook uses it.
+        last_batch: the last micro-batch on the device, if a hook uses it.
     """
 
     batches: list[Any]
@@ -107,17 +108,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SkippedData:
-    """Training data that was consumed and changed no weight.
+    """Training data that was consumed without changing weights.
 
     Attributes:
         reason: the reason, as text.
         epoch: 0-based.
         step: completed optimizer steps when it was skipped.
-        first_batch: index in its epoch of the first micro-batch (the `batch_idx` that hooks see).
-        num_batches: micro-batches of one rank; None: the remainder of the epoch.
-        unit: what `start` and `stop` count from the epoch's start, over all ranks: `"samples"`, `"micro_batches"`, or
-            `"batch"` (of one rank) if the loader has only that.
-        start, stop: the range in the epoch's order, `stop` excluded; None: the epoch's end.
+        first_batch: index of the first micro-batch in its epoch (the `batch_idx` of hooks).
+        num_batches: micro-batches of one rank. None is the remainder of the epoch.
+        unit: unit of `start` and `stop`: `"samples"` or `"micro_batches"` over all ranks, or `"batch"` (of one rank) if
+            the loader supports no other unit.
+        start, stop: the range in the epoch, `stop` excluded. None is the epoch's end.
         sample_ids: for each rank the indices in the data set, in order; None if unknown.
     """
 
@@ -132,7 +133,7 @@ class SkippedData:
     sample_ids: list[list[int | str]] | None = None
 
     def overlaps(self, epoch: int, before: Mapping[str, int], after: Mapping[str, int]) -> bool:
-        """Return whether it overlaps with the data between two positions in an epoch; see `PreparedLoader.position`."""
+        """Return whether the data overlaps with the range between two positions; see `PreparedLoader.position`."""
         if self.epoch != epoch or self.unit not in before or self.unit not in after:
             return False
         return after[self.unit] > self.start and (self.stop is None or before[self.unit] < self.stop)

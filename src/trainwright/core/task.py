@@ -35,7 +35,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     Attributes:
         automatic_optimization: set to False in `__init__` to run backward and the optimizers yourself.
         example_input_array: an example of `forward`'s argument, for model summaries and graphs.
-        strict_loading: missing or unexpected weights in a checkpoint are an error.
+        strict_loading: raise an error for missing or unexpected weights in a checkpoint.
     """
 
     automatic_optimization: bool = True
@@ -52,7 +52,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the loss of one micro-batch: a scalar tensor, or a dict with the key `"loss"`; None skips the batch.
 
-        The loss is the mean over the micro-batch's items; the strategy weights micro-batches (see `num_items`).
+        The loss is the mean over the micro-batch's items. The strategy weights micro-batches (see `num_items`).
         """
         raise TaskError(f"{type(self).__name__} has no training_step. Define training_step(self, batch, batch_idx).")
 
@@ -63,7 +63,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         """Evaluate one test batch and `log` metrics."""
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:
-        """Return the prediction for one batch; by default `self(batch)`, or `self(batch[0])` for a tuple or list."""
+        """Return the prediction for one batch. Default: `self(batch)`, or `self(batch[0])` for a tuple or list."""
         if type(self).forward is nn.Module.forward:
             raise TaskError(f"{type(self).__name__} has neither predict_step nor forward. Define one of them.")
         return self(batch[0]) if isinstance(batch, (tuple, list)) else self(batch)
@@ -71,9 +71,9 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     def configure_optimizers(self) -> Any:
         """Return the optimizers and learning-rate schedules.
 
-        One optimizer; a list of them; `([optimizers], [schedulers])`; a dict `{"optimizer", "lr_scheduler"}` whose
-        scheduler may be a dict `{"scheduler", "interval": "epoch"|"step", "frequency", "monitor", "strict", "name"}`;
-        a list of such dicts; or None, to train without an optimizer.
+        Valid results are an optimizer, a list of optimizers, `([optimizers], [schedulers])`, a dict `{"optimizer",
+        "lr_scheduler"}`, a list of such dicts, or None to train without an optimizer. A scheduler may be a dict
+        `{"scheduler", "interval": "epoch"|"step", "frequency", "monitor", "strict", "name"}`.
         """
         raise TaskError(
             f"{type(self).__name__} has no configure_optimizers. Define it, for example: "
@@ -81,10 +81,10 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         )
 
     def configure_model(self) -> None:
-        """Build large layers here instead of in `__init__`, so that a strategy can choose the device; may run twice."""
+        """Build large layers here instead of in `__init__`. A strategy chooses the device. May be called twice."""
 
     def configure_callbacks(self) -> Any:
-        """Return the callback(s) that belong to this task; each replaces the Trainer's of the same type."""
+        """Return the callback(s) of this task. Each replaces the Trainer's callbacks of the same type."""
         return []
 
     def shard_units(self) -> Iterable[nn.Module] | None:
@@ -109,7 +109,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         Called after the model is built.
 
         Args:
-            mesh: torch's `DeviceMesh` of the run, with the axis `"tp"` and those of the data among its names.
+            mesh: torch's `DeviceMesh` of the run, with the axis `"tp"` and the axes of the data.
 
         Returns:
             Pattern of module names (`"blocks.*.up"`) → a style: `"colwise"`, `"rowwise"`, `"embedding"`,
@@ -119,23 +119,23 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         return None
 
     def num_items(self, batch: Batch) -> int | torch.Tensor | None:
-        """Return the number of items over which `training_step`'s loss of this micro-batch is the mean. Override it if
-        micro-batches differ, for example `(batch["labels"] != -100).sum()`: then each step's gradient is the mean over
-        all items that the step consumed, over micro-batches and ranks. By default every micro-batch has the same
-        weight.
+        """Return the number of items over which `training_step` has averaged the loss of this micro-batch.
+
+        Override it if micro-batches differ, for example by `(batch["labels"] != -100).sum()`. Each step's gradient is
+        then the mean over all items of all micro-batches and ranks. By default every micro-batch has the same weight.
         """
         return None
 
     def split_sequences(self, batch: Batch, split: SequenceSplit) -> object:
         """Return this rank's part of a batch whose sequences are split over ranks (`FSDPStrategy(cp=…)`).
 
-        `training_step`, `validation_step` and `test_step` get what it returns. By default the batch is one of
-        transformers: a dict with `input_ids`. Tensors of its length are split along the second dimension;
-        `position_ids` are added, and, if there are `labels`, `shift_labels`. Losses of transformers' models use those.
-        A task that computes its loss itself must compare its outputs with `batch["shift_labels"]`.
+        `training_step`, `validation_step` and `test_step` receive the result. The default supports batches of
+        transformers: dicts with `input_ids`. Tensors of the same length are split along the second dimension.
+        `position_ids` are added and, if there are `labels`, also `shift_labels`, which the losses of transformers'
+        models use. A task that computes its loss itself must compare its outputs with `batch["shift_labels"]`.
 
-        Override it for other batches. A target must be at the position of the output that predicts it before it is
-        split, and the model must be given the positions: a rank's part is not contiguous.
+        Override it for other batches. Shift targets to the position of the output that predicts them before splitting,
+        and pass the positions to the model, because a rank's part is not contiguous.
 
         Example:
             def split_sequences(self, batch, split):
@@ -145,7 +145,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         return split.batch(batch)
 
     def num_tokens(self, batch: Batch) -> int:
-        """Return the number of tokens of a micro-batch, a host integer; by default the elements of its `input_ids`."""
+        """Return the number of tokens of a micro-batch as a host integer. Default: the elements of its `input_ids`."""
         if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
             return int(batch["input_ids"].numel())
         raise TaskError(
@@ -156,13 +156,13 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     # Optimization; each part can be overridden
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward; override to change it."""
+        """Run backward. Override it to change the backward pass."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step one optimizer; override, for example, for a learning-rate warm-up."""
+        """Step one optimizer. Override it, for example, for a learning-rate warm-up."""
         optimizer.step(optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -175,7 +175,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip one optimizer's gradients, once per step; override to clip in another way."""
+        """Clip one optimizer's gradients, once per step. Override it to clip in another way."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
@@ -191,25 +191,26 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         """Return the optimizer, or the list of several.
 
         Args:
-            use_pl_optimizer: in manual optimization, wrap them so that `step` handles precision, hooks and the step
-                count; False returns the torch optimizers themselves. Default: True.
+            use_pl_optimizer: in manual optimization, wrap the optimizers so that `step` handles precision, hooks and
+                the step count. False returns the torch optimizers. Default: True.
         """
         found = self.trainer.task_optimizers() if use_pl_optimizer else self.trainer.optimizers
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
-        """Return the learning-rate scheduler, the list of them, or None."""
+        """Return the learning-rate scheduler, a list of schedulers, or None."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward in manual optimization; gradients are averaged over ranks. Collective."""
+        """Run backward in manual optimization and average gradients over ranks. Collective."""
         self.trainer.manual_backward(loss, *args, **kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Keep gradients on this rank in a `with` block around `manual_backward`, for manual accumulation. The
-        accumulated gradients are averaged over ranks by the next `manual_backward` outside of it. Every rank must use
-        it for the same passes. In automatic optimization `accumulate_grad_batches` does this.
+        """Disable gradient synchronization of `manual_backward` in a `with` block, for manual accumulation.
+
+        The next `manual_backward` outside of the block averages the accumulated gradients over ranks. Every rank must
+        use the block for the same passes. In automatic optimization use `accumulate_grad_batches`.
 
         Raises:
             TaskError: the task does not use manual optimization.
@@ -269,9 +270,9 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log one value; it stays on its device until the next flush. Never communicates, never waits.
+        """Log one value, which stays on its device until the next flush. Never communicates, never waits.
 
-        In a step that you call yourself, without a Trainer, the value is discarded with a warning, once.
+        If a step is called without a Trainer, the value is discarded. The first time, a warning is issued.
 
         Args:
             name: the metric's name.
@@ -282,13 +283,13 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
             on_epoch: log the epoch's aggregate. Default: False in a training step, else True.
             reduce_fx: the aggregate of an epoch: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, or a
                 function of the stacked values. Default: `"mean"`.
-            enable_graph: accepted for compatibility; graphs are never kept. Default: False.
-            sync_dist: reduce over ranks. Default: an epoch's aggregate yes, a step's value no.
-            sync_dist_group: accepted for compatibility; all ranks take part. Default: None.
+            enable_graph: accepted for compatibility, without effect. Default: False.
+            sync_dist: reduce over ranks. Default: True for an epoch's aggregate, False for a step's value.
+            sync_dist_group: accepted for compatibility, without effect. Default: None.
             add_dataloader_idx: append `/dataloader_idx_N` if several loaders are evaluated. Default: True.
-            batch_size: the weight in an epoch's mean. Default: found from the batch.
-            metric_attribute: accepted for compatibility; metrics are found automatically. Default: None.
-            rank_zero_only: only the main rank's values are used. Default: False.
+            batch_size: the weight in an epoch's mean. Default: the size of the batch.
+            metric_attribute: accepted for compatibility, without effect. Default: None.
+            rank_zero_only: use only the main rank's values. Default: False.
         """
         sink = self._sink
         if sink is None:
@@ -344,7 +345,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
             self.log(name, value, **options)
 
     def print(self, *values: object, **options: object) -> None:
-        """Print on the main process only; `options` are those of Python's print."""
+        """Print on the main process only. `options` are those of Python's print."""
         self.trainer.print(*values, **options)
 
     def all_gather(self, data: object, group: object = None, sync_grads: bool = False) -> Any:
@@ -455,17 +456,17 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         """Build the task from a checkpoint's hyper-parameters and load its weights. No pickle is read.
 
         Args:
-            checkpoint_path: the checkpoint's folder, or its URL (`s3://…`), from which it is downloaded.
-            map_location: device for the weights; None: the CPU. Default: None.
+            checkpoint_path: folder or URL (`s3://…`) of the checkpoint.
+            map_location: device for the weights. Default: None, the CPU.
             hparams_file: a YAML or JSON file of hyper-parameters to use instead of those in the checkpoint.
                 Default: None.
-            strict: missing or unexpected weights are an error; None: `strict_loading`. Default: None.
-            weights_only: accepted for compatibility; nothing is unpickled. Default: None.
+            strict: raise an error for missing or unexpected weights. Default: None, which is `strict_loading`.
+            weights_only: accepted for compatibility, without effect. Default: None.
             overrides: arguments of `__init__` that replace, or add to, the saved hyper-parameters.
 
         Raises:
-            FileNotFoundError: no such checkpoint.
-            CheckpointError: it is damaged, or its weights do not fit.
+            FileNotFoundError: the checkpoint does not exist.
+            CheckpointError: the checkpoint is damaged, or its weights do not fit the task.
         """
         return import_object(_LOAD_TASK)(  # type: ignore[no-any-return]  # looked up by name; see _LOAD_TASK
             cls,

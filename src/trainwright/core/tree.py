@@ -23,15 +23,16 @@ Batch: TypeAlias = Any
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: object) -> Any:
-    """Return `tree` with `fn` applied to every tensor in it; containers keep their types, other leaves are unchanged.
-    Known containers: list, tuple (also named ones), dict and other mutable mappings, dataclasses. An object other than
-    a tensor that has a `to` method (a PackedSequence, a graph batch) is a leaf: see `move`.
+    """Return `tree` with `fn` applied to every tensor. Containers keep their types. Other leaves are unchanged.
+
+    Containers are lists, tuples (also named ones), dicts and other mutable mappings, and dataclasses. Other objects are
+    leaves, also those with a `to` method (a PackedSequence, a graph batch): see `move`.
     """
     return _map(fn, tree, None)
 
 
 def _map(fn: Callable[[torch.Tensor], Any], tree: Any, movable: Callable[[Any], Any] | None) -> Any:
-    """Map tensors with `fn` and, if given, objects that have a `to` method with `movable`."""
+    """Apply `fn` to tensors and, if passed, `movable` to other objects that have a `to` method."""
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     kind = type(tree)
@@ -45,12 +46,12 @@ def _map(fn: Callable[[torch.Tensor], Any], tree: Any, movable: Callable[[Any], 
 
 
 def is_container(tree: object) -> bool:
-    """Return whether `rebuild` traverses it: lists, tuples, mappings and instances of dataclasses."""
+    """Return whether `rebuild` traverses an object: a list, tuple, mapping or instance of a dataclass."""
     return isinstance(tree, (list, tuple, Mapping)) or (dataclasses.is_dataclass(tree) and not isinstance(tree, type))
 
 
 def rebuild(tree: Any, visit: Callable[[Any], Any], *, skip_keys: Collection[Any] = ()) -> Any:
-    """Return `tree` with `visit` applied to each of its parts, one level deep; other objects are returned unchanged."""
+    """Return `tree` with `visit` applied to each direct child. Objects other than containers are returned unchanged."""
     kind = type(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return kind(*(visit(value) for value in tree))
@@ -87,7 +88,7 @@ def iterate_tensors(tree: object) -> Iterator[torch.Tensor]:
 
 
 def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of `tree` with their places in it, such as `['loss'][0]`, depth first, as `rebuild` visits."""
+    """Yield the leaves of `tree` with their paths, such as `['loss'][0]`, depth first, in the order of `rebuild`."""
     parts: list[tuple[str, Any]] = []
     if isinstance(tree, Mapping):
         parts = [(f"[{key!r}]" if isinstance(key, (str, int)) else "[…]", value) for key, value in tree.items()]
@@ -103,8 +104,10 @@ def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def move_module(module: Module, device: torch.device) -> Module:
-    """Move a module to a device and return it. Its parameters remain the same objects, which optimizers and tied layers
-    refer to: `nn.Module.to` alone replaces them on devices that a package adds to torch (2.13).
+    """Move a module to a device and return it.
+
+    Parameters remain the same objects, because optimizers and tied layers reference them. `nn.Module.to` replaces them
+    on devices that a package adds to torch (2.13).
     """
     future, kinds = torch.__future__, {device.type, *(parameter.device.type for parameter in module.parameters())}
     is_added = any(properties(kind).module is not None for kind in kinds)
@@ -117,13 +120,14 @@ def move_module(module: Module, device: torch.device) -> Module:
 
 
 def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None = None) -> Any:
-    """Return `tree` with its tensors on `device`, without waiting for the copy if the source is pinned. Copies to the
-    host and to MPS are synchronous: their values may be read, and their sources written, immediately.
+    """Return `tree` with its tensors on `device`. Copies from pinned memory are asynchronous.
+
+    Copies to the host and to MPS are synchronous, so the result may be read, and the source changed, immediately.
 
     Args:
-        tree: a batch; other objects in it with a `to(device)` method are moved too.
+        tree: a batch. Other objects in it that have a method `to(device)` are moved too.
         device: the target.
-        float_dtype: dtype for floating-point tensors; others keep theirs. Default: None.
+        float_dtype: dtype for floating-point tensors. Default: None, which changes no dtype.
     """
     beside = properties(device.type).copies_beside
 
@@ -136,22 +140,20 @@ def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None 
 
 
 def is_cut(value: object) -> TypeGuard[DTensor]:
-    """Return whether a value is a sharded tensor (a DTensor). DTensor is not imported, which takes a second and sympy:
-    if a DTensor exists, it has been imported.
-    """
+    """Return whether a value is a sharded tensor (a DTensor). Does not import DTensor, which takes a second."""
     pieces = sys.modules.get("torch.distributed.tensor")
     return pieces is not None and isinstance(value, pieces.DTensor)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, which shares its memory; another tensor as it is."""
+    """Return this rank's shard of a DTensor, which shares memory with it. Other tensors are returned unchanged."""
     found: torch.Tensor = tensor.to_local() if is_cut(tensor) else tensor
     return found
 
 
 def full_numel(parameter: torch.Tensor) -> int:
-    """Return the number of elements of a full parameter. An engine that stores it elsewhere replaces it by an empty
-    tensor with its original shape (`ds_shape`).
+    """Return the number of elements of a full parameter, also if an engine has replaced it by an empty tensor with the
+    original shape in `ds_shape`.
     """
     shape = getattr(parameter, "ds_shape", parameter.shape)
     return math.prod(shape)

@@ -24,7 +24,7 @@ class SeedableRandomSampler(RandomSampler):
     Args:
         data_source, replacement, num_samples: see `RandomSampler`.
         generator: is seeded with `data_seed + epoch` at the start of each pass. Default: a new generator.
-        data_seed: seed of epoch 0; the same on every process. Default: torch's initial seed, when the sampler is made.
+        data_seed: seed of epoch 0, the same on every process. Default: torch's initial seed at construction.
     """
 
     def __init__(
@@ -61,15 +61,16 @@ class BatchSamplerShard(BatchSampler):
     beginning, or left incomplete without `even_batches`.
 
     Args:
-        batch_sampler: a batch sampler, or a list of batches. Batches of one without `batch_size` may differ in size:
-            an incomplete round is then completed with whole batches from the beginning.
+        batch_sampler: a batch sampler, or a list of batches. Without an attribute `batch_size`, batches may differ in
+            size, and an incomplete round is completed with full batches from the beginning.
         num_processes: number of processes. Default: 1.
         process_index: index of this process. Default: 0.
         split_batches: divide each batch over the processes. Default: False.
         even_batches: all processes get the same number of batches. Default: True.
 
     Raises:
-        ConfigurationError: `split_batches` with a batch size that is unknown or cannot be divided, or a wrong index.
+        ConfigurationError: `process_index` is out of range, or the batch size for `split_batches` is unknown or not
+            divisible.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class BatchSamplerShard(BatchSampler):
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
-        """Batches of this process. With `split_batches` and without `even_batches` the last one may be missing."""
+        """Return the number of batches of this process. The last may be missing without `even_batches`."""
         if self.split_batches:
             return self.total_length
         length, rest = divmod(self.total_length, self.num_processes)
@@ -140,15 +141,15 @@ class BatchSamplerShard(BatchSampler):
 class IterableDatasetShard(IterableDataset[Any]):
     """Samples of one process, from an iterable data set that is the same on every process.
 
-    Every process reads the whole data set and returns its samples of each round. An incomplete last round is completed
-    with samples of the first one, or dropped.
+    Every process reads the full data set and returns its own samples of each round. An incomplete last round is
+    completed with samples of the first round, or dropped.
 
     Args:
-        dataset: its `set_epoch` is called. Without one, its `generator` (a `torch.Generator`) is seeded with the epoch
-            at the start of each pass.
-        batch_size: samples per batch of one process; with `split_batches`, of all processes. Default: 1.
+        dataset: the data set. Its method `set_epoch` is called. If it has none, its `generator` (a `torch.Generator`)
+            is seeded with the epoch at the start of each pass.
+        batch_size: samples per batch of one process, or with `split_batches` of all processes. Default: 1.
         drop_last: drop an incomplete last round. Default: False.
-        num_processes, process_index, split_batches: see `BatchSamplerShard`. The errors are the same, too.
+        num_processes, process_index, split_batches: see `BatchSamplerShard`, also for errors.
     """
 
     def __init__(
@@ -195,19 +196,19 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class SkippableLoader(DataLoader[Any]):
-    """Loader with its own way to skip batches, such as one that an Accelerator has prepared."""
+    """Loader with a method to skip batches, such as a loader prepared by an Accelerator."""
 
     def skip(self, num_batches: int) -> DataLoader[Any]:
-        """Return this loader with a first pass that skips `num_batches` batches."""
+        """Return this loader. Its first pass skips `num_batches` batches."""
         raise NotImplementedError
 
 
 class RoundLoader(DataLoader[Any]):
-    """Loader that may read several batches of its data set for one of its own."""
+    """Loader that may read several batches of its data set for each batch that it returns."""
 
     @property
     def batches_per_round(self) -> int:
-        """Batches of the data set that one batch of each process consumes."""
+        """Number of batches of the data set that are consumed when each process returns one batch."""
         return 1
 
 
@@ -244,7 +245,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkipDataLoader(DataLoader[Any]):
-    """DataLoader without its first batches, in every pass. Those of an iterable data set are fetched and dropped.
+    """DataLoader that skips the first batches of every pass. For an iterable data set they are fetched and dropped.
 
     Args:
         skip_batches: number of batches that are skipped. Default: 0.
@@ -273,12 +274,12 @@ class SkipDataLoader(DataLoader[Any]):
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Return a loader without the first batches.
 
-    Skipped batches are not fetched, except for iterable data sets. The argument is not changed. Of a prepared loader
-    only the first pass skips batches, as with `Accelerator.skip_first_batches`. Other loaders skip them in every pass.
+    Skipped batches are not fetched, except for iterable data sets. The argument is not changed. A prepared loader skips
+    batches in its first pass only, as with `Accelerator.skip_first_batches`. Other loaders skip them in every pass.
 
     Raises:
-        ConfigurationError: the number is negative, the object is not a DataLoader, or it is one over an iterable data
-            set whose class has its own `__iter__`.
+        ConfigurationError: the number is negative, the object is not a DataLoader, or it is an instance of a class with
+            its own `__iter__` over an iterable data set.
     """
     check_number("num_batches", num_batches)
     if not isinstance(dataloader, DataLoader):
@@ -301,7 +302,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
 
 def _skipping(loader: DataLoader[Any], num_batches: int) -> dict[str, SkipBatchSampler]:
-    """Return the replaced sampler, by the name of its attribute."""
+    """Return a dict from the attribute's name to the sampler that replaces it."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     return {name: SkipBatchSampler(getattr(loader, name), num_batches)}
 
@@ -309,7 +310,7 @@ def _skipping(loader: DataLoader[Any], num_batches: int) -> dict[str, SkipBatchS
 def _shares(
     rounds: Iterator[Any], part: int, shard: BatchSamplerShard | IterableDatasetShard, *, completes: bool = True
 ) -> Iterator[Any]:
-    """Yield the share of a process in each round of samples; `part`: samples of a process in a complete round."""
+    """Yield the samples of one process in each round. `part` is their number in a complete round."""
     size, start = part * shard.num_processes, part * shard.process_index
     first: Any = None
     for found in rounds:

@@ -1,4 +1,4 @@
-"""Several loaders read as one, in parallel or one after the other."""
+"""Combination of several loaders, in parallel or in sequence."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ _END: Any = object()
 
 
 class CombinedLoader:
-    """Several loaders as one; a batch is a tree of their batches, with the structure of `iterables`. Iterating over it
-    yields `(batch, batch_idx, dataloader_idx)`.
+    """Loader that combines several loaders. Iterating over it yields `(batch, batch_idx, dataloader_idx)`.
+
+    A batch is a tree of the loaders' batches, with the structure of `iterables`.
 
     Modes, for members of 64 and 16 batches:
 
-    - "min_size": until the shortest ends: 16 batches.
-    - "max_size": until the longest ends; the others give None after their end: 64 batches.
-    - "max_size_cycle": until the longest ends; the others restart, in another order if they shuffle: 64 batches.
-    - "sequential": one member after the other, with the batch of that member: 80 batches.
+    - "min_size": ends with the shortest loader: 16 batches.
+    - "max_size": ends with the longest loader. Ended loaders return None: 64 batches.
+    - "max_size_cycle": ends with the longest loader. Ended loaders restart, in a new order if they shuffle: 64 batches.
+    - "sequential": one loader after the other. A batch is that of a single loader: 80 batches.
 
     Args:
-        iterables: loaders in a list, tuple or dict, nested arbitrarily. Lists, tuples and dicts are always structure:
-            to combine lists of batches, pass loaders of them.
+        iterables: loaders in a list, tuple or dict, nested arbitrarily. A list of batches is not a loader here: wrap it
+            in a DataLoader.
         mode: see above. Default: `"min_size"`.
 
     Raises:
@@ -56,13 +57,14 @@ class CombinedLoader:
         return leaves_of(self.iterables)
 
     def __len__(self) -> int:
-        """Return the number of batches; TypeError if a relevant member has no length."""
+        """Return the number of batches. Raises TypeError if a relevant loader has no length."""
         counts = [len(member) for member in self.flattened]
         return combined_count(self.mode, counts)
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        """Yield `(batch, batch_idx, dataloader_idx)`; a step gets the batch alone. `dataloader_idx` is 0 except in
-        `"sequential"` mode, where `batch_idx` counts within the member.
+        """Yield `(batch, batch_idx, dataloader_idx)`, of which a step receives only the batch.
+
+        In `"sequential"` mode `batch_idx` counts within a loader. In other modes `dataloader_idx` is 0.
         """
         if self.mode != "sequential":
             return ((batch, idx, 0) for idx, batch in enumerate(self._batches()))
@@ -85,12 +87,12 @@ def _batches_of(member: Iterable[Any]) -> Iterator[Any]:
 
 
 class PreparedCombined(PreparedLoader):
-    """CombinedLoader with separately prepared members; padded between ranks as one loader."""
+    """CombinedLoader whose members are prepared separately. Ranks are padded by combined batches."""
 
     raw: CombinedLoader
 
     def __init__(self, raw: CombinedLoader, members: object, options: LoaderOptions) -> None:
-        """Store the arguments; `members` is the tree of prepared loaders, none of them in lock step."""
+        """Store the arguments. `members` is the tree of prepared loaders, none of which is in lock step."""
         super().__init__(raw, options)
         self._tree = members
         self._members: list[PreparedLoader] = leaves_of(members)
@@ -298,7 +300,7 @@ def combined_count(mode: Mode, counts: list[int]) -> int:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: object) -> Any:
-    """Return the lists, tuples and dicts of `tree` with `fn` applied to everything else in them."""
+    """Return `tree` with `fn` applied to all objects in it except lists, tuples and dicts."""
     if isinstance(tree, Mapping):
         return {key: map_leaves(fn, value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

@@ -1,4 +1,4 @@
-"""DataModule: the data of a run, in one class that can be shared between tasks."""
+"""DataModule: the data of a run, independent of the task."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ _LOAD_DATA = "trainwright.checkpoint.load_task:load_data_from_checkpoint"
 class DataModule(HyperparametersMixin, DataHooks):
     """Base class that downloads, splits and loads the data of a run.
 
-    Pass a sub-class to `Trainer.fit(task, datamodule=...)`. The loaders are plain `DataLoader`s, shuffled or not; they
-    are divided over ranks automatically. Every hook is optional. `prepare_data` runs on one process, the others on
-    every rank. `save_hyperparameters()` and `hparams` work as on a task.
+    Pass a sub-class to `Trainer.fit(task, datamodule=...)`. The loaders are plain `DataLoader`s, which are divided over
+    ranks automatically. Every hook is optional. `prepare_data` runs on one process, other hooks on every rank.
+    `save_hyperparameters()` and `hparams` work as on a task.
 
     Attributes:
-        trainer: the attached trainer; None before.
-        prepare_data_per_node: call `prepare_data` once on each node; False: once in total, on a shared file system.
+        trainer: the Trainer of the current or last stage; None before the first stage.
+        prepare_data_per_node: call `prepare_data` once on each node. False calls it once in total, for a shared file
+            system.
     """
 
     prepare_data_per_node: bool = True
     trainer: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this object for checkpoints: JSON-compatible values and tensors."""
+        """Return the state for checkpoints: JSON-compatible values and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the result of `state_dict`."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Run on a rank whose run ends with `exception`; must not communicate."""
+        """Run on each rank whose run ends with `exception`. Must not communicate."""
 
     @property
     def name(self) -> str:
@@ -64,15 +65,14 @@ class DataModule(HyperparametersMixin, DataHooks):
 
         Args:
             checkpoint_path: the checkpoint's folder, or its URL.
-            map_location, weights_only: accepted for compatibility; there are no weights, and nothing is unpickled.
-                Default: None.
+            map_location, weights_only: accepted for compatibility, without effect. Default: None.
             hparams_file: a YAML or JSON file of hyper-parameters to use instead of those in the checkpoint.
                 Default: None.
             overrides: arguments of `__init__` that replace, or add to, the saved hyper-parameters.
 
         Raises:
-            FileNotFoundError: no such checkpoint.
-            CheckpointError: it is damaged, or lacks arguments of `__init__`.
+            FileNotFoundError: the checkpoint does not exist.
+            CheckpointError: the checkpoint is damaged, or lacks arguments of `__init__`.
         """
         load = import_object(_LOAD_DATA)
         return load(  # type: ignore[no-any-return]  # looked up by name; see _LOAD_DATA
@@ -90,16 +90,16 @@ class DataModule(HyperparametersMixin, DataHooks):
         num_workers: int = 0,
         **datamodule_kwargs: object,
     ) -> Self:
-        """Return a module of this class whose loaders read these data sets; a map-style training set is shuffled.
+        """Return a data module whose loaders read these data sets. A map-style training set is shuffled.
 
         Args:
-            train_dataset, val_dataset, test_dataset, predict_dataset: a data set, or several in a list, tuple or dict
-                (then the hook returns as many loaders, in the same shape). None: the class's own hook is used.
-                Default: None.
+            train_dataset, val_dataset, test_dataset, predict_dataset: a data set, or a list, tuple or dict of data
+                sets, for which the hook returns loaders in the same structure. Default: None, which uses the class's
+                hook.
             batch_size: samples in a batch of each loader. Default: 1.
             num_workers: worker processes of each loader. Default: 0.
-            **datamodule_kwargs: arguments of the class's `__init__`, which also gets `batch_size` and `num_workers` if
-                it accepts them.
+            **datamodule_kwargs: arguments of the class's `__init__`. `batch_size` and `num_workers` are also passed to
+                it if it accepts them.
         """
         module = cls(**_accepted(cls, {"batch_size": batch_size, "num_workers": num_workers}), **datamodule_kwargs)
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
@@ -123,15 +123,13 @@ def _loader_of(dataset: Dataset[Any], *, batch_size: int, num_workers: int, shuf
 
 
 def _has_pinned_memory() -> bool:
-    """Return whether loaders can pin batches for this machine's accelerator: torch 2.13 does not for MPS, with a
-    warning.
-    """
+    """Return whether loaders can pin batches for this machine's accelerator. torch 2.13 cannot for MPS, and warns."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and properties(accelerator.type).copies_beside
 
 
 def _holds_data_sets(tree: object) -> bool:
-    """Return whether a list, tuple or dict holds data sets; a list of samples is a data set itself."""
+    """Return whether a list, tuple or dict contains data sets. A list of samples is itself a data set."""
     return isinstance(tree, (list, tuple, Mapping)) and any(isinstance(leaf, Dataset) for leaf in leaves_of(tree))
 
 

@@ -1,8 +1,8 @@
 """Split a loader's batches into groups: the micro-batches of one optimizer step, with their weights.
 
 A group's gradient is the mean over its real micro-batches on all ranks. Ranks average their gradients, so a real
-micro-batch weighs `world / (real micro-batches of all ranks in the group)`, and padding weighs 0. If all ranks have the
-same number and all are real, the weights are None: `1 / len(batches)` each.
+micro-batch has weight `world / (real micro-batches of all ranks in the group)`. Padding has weight 0. Without padding
+and with equal numbers on all ranks, the weights are None, which means `1 / len(batches)` each.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _END: Any = object()
 
 
 def resolve_limit(limit: int | float | None, num_batches: int | None, name: str) -> int | None:
-    """Return the number of batches of an epoch under a limit; None if there is no known limit.
+    """Return the number of batches of an epoch under a limit; None if unknown.
 
     Args:
-        limit: an int n: at most n batches. A float up to 1.0: that fraction of the epoch, rounded down; 1.0 is all. A
-            larger float is a number of batches (1e50: all). None: all.
-        num_batches: number of batches of the epoch; None: not known.
-        name: the argument's name, for messages, such as "limit_train_batches".
+        limit: an int, the maximum number of batches; or a float up to 1.0, a fraction of the epoch, rounded down. A
+            float above 1.0 is a number of batches. None is no limit.
+        num_batches: number of batches of the epoch; None if unknown.
+        name: name of the argument for messages, such as "limit_train_batches".
 
     Raises:
         ConfigurationError: the limit is negative or not a number; a float above 1.0 is not an integer; a fraction other
@@ -81,25 +81,25 @@ def iterate_groups(
     agree: Agree | None = None,
     carried: int = 0,
 ) -> Iterator[Group]:
-    """Return an iterator over the groups of the loader's current epoch. `is_last` of a group is exact: from the count
-    if it is known, else by fetching one batch ahead. The iterator keeps no batch alive after the next group is
-    requested.
+    """Return an iterator over the groups of the loader's current epoch.
+
+    `is_last` of a group is exact. If the number of batches is unknown, one batch is fetched ahead. The iterator does
+    not reference earlier batches after the next group is requested.
 
     Args:
-        loader: prepared, its epoch set; in lock step if there are several ranks.
-        accumulate: micro-batches of one rank in a group; the last group may be short. Default: 1.
-        limit: maximal number of batches of this epoch, counted from its start; None: all. Default: None.
+        loader: the prepared loader, after `set_epoch`. In lock step if there are several ranks.
+        accumulate: micro-batches of one rank in a group. The last group may have fewer. Default: 1.
+        limit: maximum number of batches, counted from the epoch's start. Default: None, no limit.
         start_batch: this rank's first batch in this epoch. Default: 0.
-        rank, world, uneven, agree: as in `prepare_loader`; None: as the loader was prepared. Default: None.
-        carried: micro-batches, fewer than `accumulate`, that the first group has already. Default: 0.
+        rank, world, uneven, agree: see `LoaderOptions`. Default: None, the loader's options.
+        carried: number of micro-batches, less than `accumulate`, that the first group already has. Default: 0.
 
-    When several ranks read a loader without length, every rank must iterate, and each group costs one call of `agree`
-    (none if their iterators end together).
-    Otherwise nothing is communicated.
+    If several ranks read a loader without length, every rank must iterate, and each group calls `agree` once, unless
+    `ends_together` is set. In all other cases there is no communication.
 
     Raises:
-        ConfigurationError: `accumulate` is less than 1; the loader is empty; it ends before its declared length while
-            other ranks continue; ranks are uneven where the policy forbids it; or they cannot agree.
+        ConfigurationError: `accumulate` is less than 1, the loader is empty or ends before its declared length while
+            other ranks continue, ranks are uneven with the policy "error", or `agree` is needed but missing.
     """
     if accumulate < 1:
         raise ConfigurationError(f"accumulate={accumulate} is not at least 1.")
@@ -162,16 +162,16 @@ def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: 
 
 
 def _finish(loader: PreparedLoader, batches: Iterator[Any], rounds: int) -> None:
-    """Let a loader that keeps its own position reach the end of its data, where many restart."""
+    """Read a stateful loader to the end of its data, where many such loaders restart."""
     if loader.stateful and rounds == loader.num_batches:
         next(batches, None)
 
 
 def check_end(loader: PreparedLoader, batch: int, limit: int | None) -> None:
-    """Check after `batch` rounds of an evaluation that the loader gave as many batches as its length says.
+    """Check after `batch` rounds of an evaluation that the loader returned as many batches as its length.
 
     Warns:
-        TrainwrightWarning: it gave fewer. With several ranks in lock step that is a ConfigurationError.
+        TrainwrightWarning: it returned fewer. With several ranks in lock step this raises a ConfigurationError.
     """
     counts = loader.counts
     if counts is not None:
@@ -202,7 +202,7 @@ def _group(loader: PreparedLoader, batches: list[Any], first: int, stop: int, *,
 
 
 def _weights(real: list[bool], total_real: int, world: int) -> list[float] | None:
-    """Return the weights of a rank's micro-batches; None if each rank has `len(real)` of them, all real."""
+    """Return the weights of a rank's micro-batches. None without padding and with equal numbers on all ranks."""
     if total_real == len(real) * world:
         return None
     return [world / total_real if is_real else 0.0 for is_real in real]
@@ -221,7 +221,7 @@ def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
 def _looking_ahead(
     loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int, carried: int
 ) -> Iterator[Group]:
-    """Yield the groups of a loader without length, on one rank or where ranks end together."""
+    """Yield the groups of a loader without length, on one rank or if `ends_together` is set."""
     if limit is not None and start_batch >= limit:
         return
     batches = loader.iterate(start_batch)
@@ -254,8 +254,9 @@ class _Agreement:
     agree: Agree
 
     def reach(self, name: str, first: int, have: int, *, has_more: bool, can_replay: bool) -> tuple[int, int, bool]:
-        """Return the number of rounds of the group, of real micro-batches over all ranks, and whether any follow. Zero
-        rounds: the epoch is over. Communicates, and raises the same error on every rank.
+        """Return the number of the group's rounds and of its real micro-batches over all ranks, and whether any follow.
+
+        Zero rounds mean the end of the epoch. Collective. Errors are raised on every rank.
         """
         told = self.agree([have, int(has_more), int(can_replay)])
         counts = [row[0] for row in told]

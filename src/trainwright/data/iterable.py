@@ -1,8 +1,9 @@
-"""Iterable data sets over ranks and workers: each sample goes to exactly one of them, otherwise the loader is refused.
+"""Division of iterable data sets over ranks and workers, such that each sample is read by exactly one of them.
 
-An iterable data set is copied into every loader worker of every rank, and each copy would yield everything. There are
-three ways to declare how it is divided: wrap it in `ShardedIterable`, give it a method `shard(index, count)`, or divide
-it inside its own `__iter__` with `shard_info()` and set the attribute `is_sharded = True`.
+An iterable data set is copied into every loader worker of every rank, and each copy would yield all samples. An
+undivided data set is therefore an error. There are three ways to divide it: wrap it in `ShardedIterable`, give it a
+method `shard(index, count)`, or divide it inside its own `__iter__` with `shard_info()` and set the attribute
+`is_sharded = True`.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class StatefulIterable(Protocol):
         """Return the position."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go back there."""
+        """Restore the position."""
 
 
 class HasShards(Protocol):
-    """A data set that opens a part of itself."""
+    """Data set that can open a part of its samples."""
 
     def shard(self, index: int, count: int) -> Iterable[Any]:
         """Return the samples of one of `count` parts."""
@@ -54,15 +55,16 @@ _place: tuple[int, int] = (0, 1)
 
 
 def set_place(rank: int, world: int) -> None:
-    """Set the data-parallel rank of this process, or of the process it loads data for, for `shard_info`."""
+    """Set the data-parallel rank for `shard_info`. A loader worker has the rank of its training process."""
     global _place
     _place = (rank, world)
 
 
 def shard_info() -> tuple[int, int]:
-    """Return `(index, count)`: the shard that this process yields, and their number, over ranks times loader workers.
-    Call it inside the `__iter__` of a data set whose attribute `is_sharded` is True. Outside a worker process the count
-    is the number of data-parallel ranks. Not collective.
+    """Return `(index, count)`: this process's shard, and the number of shards, which is ranks times loader workers.
+
+    Call it inside the `__iter__` of a data set whose attribute `is_sharded` is True. Outside of a worker process the
+    count is the number of data-parallel ranks. Not collective.
     """
     return _shard_of(*_place)
 
@@ -89,17 +91,19 @@ class WorkerPlace:
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """Any iterable data set, divided over ranks and loader workers in blocks of one batch. Each process iterates over
-    the complete data set and keeps its own blocks: block b of `block` consecutive samples goes to rank b mod world, and
-    there to worker (b div world) mod workers. So a rank's batches are those of one process without workers, micro-batch
-    m going to rank m mod world, and in the same order. Reading (not decoding or collating) is repeated in every
-    process: a data set that can open its own part should have `shard(index, count)` instead.
+    """Wrapper that divides any iterable data set over ranks and loader workers in blocks of one batch.
+
+    Each process iterates over the complete data set and keeps its own blocks. Block b of `block` consecutive samples
+    belongs to rank b mod world, and there to worker (b div world) mod workers. The batches therefore equal those of one
+    process without workers, of which micro-batch m belongs to rank m mod world. Every process reads all samples, but
+    decodes and collates only its own. A data set that can open its own part should have a method `shard(index, count)`
+    instead.
 
     Args:
-        dataset: yields samples in the same order in every process. Its `set_epoch(epoch)`, if it exists, is called
-            before each epoch, also inside persistent workers. Its length, if it exists, is that of the complete data
-            set.
-        block: samples in a block; None: the loader's batch size (1 if the loader does not batch). Default: None.
+        dataset: the data set, which yields samples in the same order in every process. Its method `set_epoch(epoch)`,
+            if any, is called before each epoch, also in persistent workers. Its length, if any, is that of the complete
+            data set.
+        block: samples in a block. Default: None, the loader's batch size (1 if the loader does not batch).
 
     Raises:
         ConfigurationError: `block` is less than 1.
@@ -115,14 +119,14 @@ class ShardedIterable(IterableDataset[Any]):
         self._epoch = _shared_number()
 
     def placed(self, rank: int, world: int, *, block: int) -> ShardedIterable:
-        """Return a copy for one of `world` ranks; `block` is used unless the user has set one."""
+        """Return a copy for one of `world` ranks. `block` is used unless the user has set a block size."""
         kind = _KeptShard if keeps_state(self.dataset) else ShardedIterable
         placed = kind(self.dataset, block=self.block or block)
         placed.rank, placed.world = rank, world
         return placed
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the data set's own `set_epoch` called with `epoch` when the next iteration begins."""
+        """Call the data set's `set_epoch` with `epoch` when the next iteration begins."""
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -131,14 +135,14 @@ class ShardedIterable(IterableDataset[Any]):
         return self._mine(iter(self.dataset), 0)
 
     def _mine(self, samples: Iterator[Any], first: int) -> Iterator[Any]:
-        """Yield the samples of this process among `samples`, whose first has the number `first`."""
+        """Yield the samples of this process. `first` is the number of the first sample in `samples`."""
         worker = get_worker_info()
         worker_id, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         mine = worker_id * self.world + self.rank
         return _blocks(samples, self.block or 1, mine, workers * self.world, first)
 
     def __len__(self) -> int:
-        """Return the length of the complete data set; TypeError if it has none."""
+        """Return the length of the complete data set. Raises TypeError if it has none."""
         if not isinstance(self.dataset, Sized):
             raise TypeError(f"{type(self.dataset).__name__} has no length.")
         return len(self.dataset)
@@ -152,7 +156,7 @@ def _shared_number() -> torch.Tensor:
 
 
 class _KeptShard(ShardedIterable):
-    """`ShardedIterable` whose data set has a state: its own state also counts the samples read."""
+    """`ShardedIterable` whose data set has a state. The state also counts the samples that were read."""
 
     dataset: StatefulIterable
 
@@ -190,7 +194,7 @@ def _blocks(samples: Iterator[Any], block: int, mine: int, count: int, first: in
 
 
 class ByShardMethod(IterableDataset[Any]):
-    """Iterable data set whose `shard(index, count)` opens its own part, called in the iterating process."""
+    """Iterable data set that calls `shard(index, count)` of another one in the iterating process."""
 
     def __init__(self, dataset: HasShards, rank: int, world: int) -> None:
         self.dataset: Any = dataset
@@ -219,9 +223,10 @@ class _KeptPart(ByShardMethod):
 
 
 class KeptStream(IterableDataset[Any]):
-    """Data set with a state, in a loader worker, whose end is part of its state. torchdata (0.11) requests one more
-    batch after a resume from a worker that had ended. A data set that resets its position at its end, for the next
-    epoch, would then restart and repeat samples.
+    """Wrapper of a data set with a state in a loader worker. It adds to the state whether the data set has ended.
+
+    torchdata (0.11) requests another batch after a resume from a worker that had ended. A data set that resets its
+    position at its end would then restart and repeat samples.
     """
 
     def __init__(self, dataset: StatefulIterable) -> None:
@@ -246,7 +251,7 @@ class KeptStream(IterableDataset[Any]):
         return {"has_ended": self._has_ended, "dataset": self.dataset.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration continue; it is empty if the saved one had ended."""
+        """Restore the state. The next iteration is empty if the saved iteration had ended."""
         self.dataset.load_state_dict(state["dataset"])
         self._has_ended = self._ends_at_once = state["has_ended"]
 
@@ -259,7 +264,7 @@ class KeptStream(IterableDataset[Any]):
         return samples if is_stateful else self._watched(samples)
 
     def __len__(self) -> int:
-        """Return the data set's length; TypeError if it has none."""
+        """Return the data set's length. Raises TypeError if it has none."""
         return len(self.dataset)
 
     def _watched(self, samples: Iterator[Any]) -> Iterator[Any]:
@@ -275,7 +280,7 @@ def keeps_state(source: object) -> TypeGuard[StatefulIterable]:
 def has_shard_method(dataset: object) -> TypeGuard[HasShards]:
     """Return whether `dataset` has a method `shard` that takes `index` and `count`.
 
-    Checked by name, because `shard` of other libraries has its arguments in the other order.
+    The names are checked, because other libraries have a `shard` with the opposite order of arguments.
     """
     method = getattr(dataset, "shard", None)
     if not callable(method):
@@ -297,7 +302,7 @@ def is_divided(dataset: object) -> bool:
 
 
 def place_iterable(dataset: object, *, rank: int, world: int, num_workers: int, block: int, name: str) -> Any:
-    """Return the iterable that replaces `dataset` in the loader of one rank, so that no sample is seen twice.
+    """Return the iterable that replaces `dataset` in the loader of one rank, so that no sample is read twice.
 
     Raises:
         ConfigurationError: there are several ranks or workers and the data set does not declare how it is divided.

@@ -1,4 +1,4 @@
-"""Preparation of a user's loader for one rank: only the order in which it visits the data is replaced."""
+"""Preparation of a user's loader for one rank, which replaces only the order of the data."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ from trainwright.data.seeding import (
 
 
 def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
-    """Prepare `loader` for one data-parallel rank; the user's own object is not changed.
+    """Prepare `loader` for one data-parallel rank. The user's object is not changed.
 
     - A `DataLoader` (or a sub-class) keeps its workers, collation, pinning and type. Its default sampler is replaced:
-      shuffled by the keyed order of (seed, epoch) in training, in the order of the data otherwise, divided over the
-          ranks without repeating a sample. A user's own sampler or batch sampler is kept and its batches are divided; a
-          distributed one (with `set_epoch` and `num_replicas`) is not changed.
-    - A list of batches, or anything with a length and `[index]`, is divided by index. - An iterable data set, or an
-      iterable of batches, must declare how it is divided (see `trainwright.data.iterable`) if there are several ranks
-      or loader workers. - Each member of a `CombinedLoader`, or of a list or dict of DataLoaders, is prepared in this
-      way.
+      in training by the keyed order of (seed, epoch) if it shuffles, else by the order of the data. Samples are divided
+      over the ranks without repetition. The batches of a user's own sampler or batch sampler are divided. A distributed
+      sampler (with `set_epoch` and `num_replicas`) is not changed.
+    - A list of batches, or another object with a length and `[index]`, is divided by index.
+    - An iterable data set, or an iterable of batches, must declare how it is divided (see `trainwright.data.iterable`)
+      if there are several ranks or loader workers.
+    - Each member of a `CombinedLoader`, or of a list or dict of DataLoaders, is prepared separately.
 
     Args:
         loader: the user's loader.
         options: stage, rank, and how data is divided.
 
-    Every rank must call it: like `set_epoch` it may communicate through `agree`.
+    Every rank must call it, because it may communicate through `agree`.
 
     Raises:
-        ConfigurationError: the loader is empty, or an iterable does not declare how it is divided, or ranks are uneven
-            and the policy is "error"; or `per_sample_rng` is used with an iterable.
+        ConfigurationError: the loader is empty, an iterable does not declare how it is divided, ranks are uneven with
+            the policy "error", or `per_sample_rng` is used with an iterable.
     """
     prepared = _prepare(loader, options)
     prepared.count_batches()
@@ -105,7 +105,7 @@ def _check_split(loader: object, options: LoaderOptions) -> LoaderOptions:
     If the loader drops incomplete batches, all ranks drop the last one together.
 
     Raises:
-        ConfigurationError: the loader has no batch size or one that is not divisible by the number of ranks, or its
+        ConfigurationError: the loader has no batch size, the batch size is not divisible by the number of ranks, or the
             sampler already divides the data.
     """
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
@@ -125,7 +125,7 @@ def _check_split(loader: object, options: LoaderOptions) -> LoaderOptions:
 
 
 class _PreparedByIndex(PreparedLoader):
-    """A loader whose batches have indices, which a `Dealer` deals: a place is an index, and is reached at once."""
+    """Loader whose batches of indices a `Dealer` assigns to ranks. It can start at any batch at once."""
 
     _dealer: Dealer
 
@@ -184,7 +184,7 @@ class PreparedDataLoader(_PreparedByIndex):
 
     @property
     def _is_split(self) -> bool:
-        """True if the parts of each batch are known only once it is drawn."""
+        """True if the parts of each batch are known only after the batch is drawn."""
         return isinstance(self._dealer, SplitBatchShard)
 
     def samples_in_round(self, batch: int) -> int | None:
@@ -216,7 +216,7 @@ class PreparedDataLoader(_PreparedByIndex):
 
 
 class PreparedSequence(_PreparedByIndex):
-    """List of batches, or anything with a length and `[index]`, divided by index."""
+    """List of batches, or another object with a length and `[index]`, divided by index."""
 
     def __init__(self, batches: Indexed, options: LoaderOptions) -> None:
         self._is_dealt = options.world == 1 or options.use_distributed_sampler
@@ -351,7 +351,7 @@ class PreparedIterable(PreparedLoader):
             self._begin_pass()  # the pass that has ended; the next one begins where it ended
 
     def _arithmetic(self, dataset: object, loader: object, options: LoaderOptions) -> ShardedBatchSampler | None:
-        """Return the arithmetic of a `ShardedIterable` with a length; its blocks are divided like micro-batches of a
+        """Return a `Dealer` for a `ShardedIterable` with a length. Its blocks are divided like micro-batches of a
         sampler.
         """
         size = self._batch_size or 1
@@ -363,17 +363,15 @@ class PreparedIterable(PreparedLoader):
         )
 
     def _find_state(self, dataset: object) -> Any:
-        """Return the object whose state is the position in the data: the loader's copy, or a data set read in this
-        process.
-        """
+        """Return the object whose state is the position: the copied loader, or a data set without workers."""
         if keeps_state(self._loader):
             return self._loader
         return dataset if self._num_workers == 0 and keeps_state(dataset) else None
 
 
 class _WorkerSeeds:
-    """Seeds of a loader's workers from (seed, epoch, rank), so that starting an epoch does not draw from global
-    generators. A resumed run would otherwise draw once more than the uninterrupted one. A user's own generator is kept.
+    """Seeds of a loader's workers from (seed, epoch, rank). Unlike torch's seeds they are not drawn from a global
+    generator, which a resumed run would use more often. A user's own generator is used instead, if any.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -457,7 +455,7 @@ def _is_distributed(loader: DataLoader[Any]) -> bool:
 
 
 def copy_loader(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any]:
-    """Return a shallow copy with other attributes; the constructor is not called, so any sub-class works."""
+    """Return a shallow copy with other attributes. The constructor is not called, so any sub-class is supported."""
     twin = copy.copy(loader)
     # DataLoader forbids setting some of these once it is built, because an iterator may be using them: not here.
     vars(twin).update(attributes, _iterator=None)
@@ -468,8 +466,9 @@ def copy_loader(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any
 
 
 def holds_loaders(tree: object) -> bool:
-    """Return whether a list, tuple or dict holds loaders rather than batches, by its first entry. Only a DataLoader or
-    CombinedLoader counts as a loader: any other iterable may be a batch.
+    """Return whether a list, tuple or dict contains loaders rather than batches.
+
+    True if its first entry is a DataLoader or CombinedLoader. Any other iterable may be a batch.
     """
     while isinstance(tree, (list, tuple, Mapping)) and tree:
         tree = next(iter(tree.values() if isinstance(tree, Mapping) else tree))

@@ -30,30 +30,27 @@ class LoaderOptions:
             user's own loader shuffles and there is one rank. Default: `"train"`.
         rank: this rank on the data axis. Default: 0.
         world: number of data-parallel ranks. Default: 1.
-        seed: seed of the order; the same on every rank. A `generator` of the user's DataLoader keeps seeding its
-            workers but does not change the order. Default: 0.
-        use_distributed_sampler: False: each rank's loader is independent and data is not divided. Default: True.
+        seed: seed of the order, the same on every rank. A `generator` of the user's DataLoader only seeds its workers.
+            Default: 0.
+        use_distributed_sampler: divide data over ranks. With False each rank's loader is independent. Default: True.
         uneven: policy for ranks with different numbers of batches; see `trainwright.data.prepared`. Default:
             `"pad"`.
-        lockstep: all ranks do the same number of rounds; None (default): in training, and in evaluation with
-            `lockstep_evaluation`. Default: None.
-        lockstep_evaluation: every forward is collective, so that evaluations run in lock step too. Default: False.
-        agree: gathers a short list of integers from every rank, in rank order, over the host. None (default) with
-            several ranks: the caller guarantees that undivided loaders have the same number of batches on every rank.
+        lockstep: all ranks run the same number of rounds. Default: None, which is True in training, and in evaluation
+            the value of `lockstep_evaluation`.
+        lockstep_evaluation: run evaluations in lock step too, because every forward is collective. Default: False.
+        agree: function that gathers a short list of integers from every rank, in rank order, on the host. With None and
+            several ranks, undivided loaders must have the same number of batches on every rank. Default: None.
+        shuffle: shuffle with the default sampler. Default: None, the loader's setting.
+        per_sample_rng: seed `random`, numpy's global generator and torch's CPU generator by (seed, epoch, index) before
+            each sample is fetched, and by the batch's first index before a batch is collated. Generators of this
+            process are restored. Costs about 20 µs per sample. For data with indices only. Default: False.
+        split_batches: divide each batch of a DataLoader over the ranks. Default: False.
+        workers: registry of the loaders' workers, which ignore signals that end a run. The caller ends them by `close`.
             Default: None.
-        shuffle: overrides whether a default sampler shuffles; None (default): as in the loader. Default: None.
-        per_sample_rng: the values of `random`, numpy's global generator and torch's CPU generator while a sample is
-            fetched depend on (seed, epoch, the sample's index) alone, and while a batch is collated on its first
-            sample; this process's generators are not changed. Costs about 20 µs per sample. For data with indices only.
-            Default: False.
-        split_batches: a loader's batch size is that of all ranks: each rank gets its part of each batch. For
-            DataLoaders with batches. Default: False.
-        workers: registry of the loaders' workers, which ignore the signals that end a run; the caller ends them with
-            `close`. Default: None.
-        name: name of the loader, for messages; None (default): that of the stage's hook. Default: None.
+        name: name of the loader for messages. Default: None, the name of the stage's hook.
 
     Raises:
-        ConfigurationError: an unknown stage, policy or rank.
+        ConfigurationError: the stage, policy or rank is invalid.
     """
 
     stage: Stage = "train"
@@ -81,7 +78,7 @@ class LoaderOptions:
 
     @property
     def in_lockstep(self) -> bool:
-        """True if all ranks do the same number of rounds."""
+        """True if all ranks run the same number of rounds."""
         if self.lockstep is not None:
             return self.lockstep
         return self.stage == "train" or self.lockstep_evaluation
@@ -92,11 +89,11 @@ class LoaderOptions:
         return self.name or LOADER_METHODS[self.stage]
 
     def evaluating(self, stage: Stage) -> LoaderOptions:
-        """Return the options of an evaluation in the same run, which counts every sample."""
+        """Return the options of an evaluation in the same run."""
         return replace(self, stage=stage, uneven="pad")
 
     def worker_start(self, own: Callable[[int], None] | None) -> Callable[[int], None] | None:
-        """Return the function that a worker calls first, which calls the user's own function."""
+        """Return the `worker_init_fn`, which also calls the user's function."""
         return WorkerStart(own) if self.workers is not None else own
 
 

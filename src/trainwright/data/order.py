@@ -35,7 +35,7 @@ def mix64(value: int) -> int:
 
 
 def derive_key(key: int, index: int) -> int:
-    """Return the `index`-th 64-bit word of the SplitMix64 stream that starts at `key`; `index` is at least 0."""
+    """Return the `index`-th 64-bit word (`index` ≥ 0) of the SplitMix64 stream that starts at `key`."""
     return mix64(key + (index + 1) * _GAMMA)
 
 
@@ -93,7 +93,7 @@ class KeyedPermutation:
         return int(self.take([place])[0])
 
     def slice(self, start: int, stop: int) -> Indices:
-        """Return the items at positions `start <= i < stop`, shape (stop - start,), int64; both ends are clipped."""
+        """Return the items at positions `start <= i < stop`, int64 of shape (stop - start,). Clips both ends."""
         start, stop = max(0, start), min(stop, self.n)
         return self.take(np.arange(start, max(start, stop), dtype=np.uint64))
 

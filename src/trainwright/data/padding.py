@@ -1,6 +1,7 @@
-"""Gather unequal numbers of rows from several ranks exactly: pad to the longest, gather, remove the padding. Evaluation
-repeats no sample, so that ranks have unequal numbers of results, and collectives need equal shapes. The collective
-itself is the strategy's.
+"""Padding to gather unequal numbers of rows from several ranks.
+
+Evaluation repeats no sample, so ranks may have unequal numbers of results. Collectives need equal shapes: rows are
+padded to the longest rank, gathered by the strategy, and trimmed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A loader prepared for one data-parallel rank: the rounds of an epoch, which of them are real, and where to start.
+"""A loader prepared for one data-parallel rank: rounds of an epoch, padding, and resuming.
 
-Ranks may hold different numbers of batches. In lock step (training, and evaluation where every forward communicates)
-every rank must do the same number of rounds, by the declared policy. With "pad", a rank without further batches replays
-its last real one with weight 0 until all are done. With "stop", all stop when the first rank has no further batches.
-"error" refuses, before the start where the numbers are known. Without lock step a rank ends with its batches.
+Ranks may have different numbers of batches. In lock step (training, and evaluation if every forward communicates) every
+rank must run the same number of rounds. With the policy "pad", a rank without further batches repeats its last batch
+with weight 0 until all ranks have finished. With "stop", all ranks stop when the first rank has no further batch.
+"error" raises an error, before the start if the numbers are known. Without lock step each rank ends after its own
+batches.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ _CYCLE_STRIDE = 1 << 32
 
 
 class PreparedLoader(ABC):
-    """Loader of one rank, created by `prepare_loader`; sub-classes define how batches are obtained.
+    """Loader of one rank, created by `prepare_loader`. Sub-classes define how batches are read.
 
     Attributes:
         raw: the user's loader, unchanged.
         options: the options of its preparation.
-        epoch: the epoch that `set_epoch` set last.
-        held_state: the state that `hold_state` keeps for `state_dict`; None if nothing is fetched ahead.
-        ends_together: the iterators of all ranks end after the same round, also if their number is unknown.
+        epoch: the epoch of the last `set_epoch`.
+        held_state: the state that `hold_state` has stored for `state_dict`; None if no batch is fetched ahead.
+        ends_together: the iterators of all ranks end after the same round, also if the number of rounds is unknown.
     """
 
     _is_dealt: bool = False
     ends_together: ClassVar[bool] = False
 
     def __init__(self, raw: Any, options: LoaderOptions, *, dealer: Dealer | None = None) -> None:
-        """Store the arguments; `dealer` divides batches over all ranks, or does the arithmetic only."""
+        """Store the arguments. `dealer` divides batches over all ranks, or only computes positions."""
         self.raw = raw
         self.options = options
         self.epoch = 0
@@ -61,24 +62,24 @@ class PreparedLoader(ABC):
 
     @property
     def num_batches(self) -> int | None:
-        """Rounds in this epoch, the same number on every rank; None if it is unknown before the end."""
+        """Number of rounds in this epoch, the same on every rank; None if unknown."""
         if self._counts is None:
             return None
         return self._fewest if self.options.in_lockstep and self.options.uneven == "stop" else max(self._counts)
 
     @property
     def num_full_rounds(self) -> int:
-        """Rounds, from the epoch's start, in which every rank has its own batch; 0 if unknown."""
+        """Number of first rounds in which every rank has its own batch; 0 if unknown."""
         return self._fewest
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in one micro-batch of one rank, possibly except the last one; None if unknown."""
+        """Samples in one micro-batch of one rank. The last micro-batch may have fewer. None if unknown."""
         return None
 
     @property
     def stateful(self) -> bool:
-        """True if the position in the data is kept by the loader's own `state_dict` rather than by arithmetic."""
+        """True if the loader's own `state_dict` defines the position in the data."""
         return self._state_source is not None
 
     @property
@@ -92,40 +93,43 @@ class PreparedLoader(ABC):
         return self._counts
 
     def has_batch(self, batch: int) -> bool:
-        """Return whether this rank's batch of that round is real; False means padding. True if not known yet."""
+        """Return whether this rank's batch of a round is real rather than padding. True if unknown."""
         if self._counts is None:
             return self._ended_at is None or batch < self._ended_at
         return batch < self._counts[self.options.rank]
 
     def real_ranks(self, batch: int) -> int:
-        """Return the number of ranks with a real batch in that round; all of them if unknown."""
+        """Return the number of ranks with a real batch in a round. If unknown, the number of all ranks."""
         if self._counts is None or batch < self._fewest:
             return self.options.world
         return sum(batch < count for count in self._counts)
 
     def samples_in_round(self, batch: int) -> int | None:
-        """Return the samples of that round over all ranks, or None when arithmetic does not give it."""
+        """Return the number of samples of a round over all ranks, or None if it cannot be computed."""
         return None
 
     def indices(self) -> Iterator[list[int]] | None:
-        """Return the indices of this rank's batches from the epoch's start on, by arithmetic; None if impossible."""
+        """Return the indices of this rank's batches from the epoch's start on, or None if they cannot be computed."""
         return None
 
     def position(self, batch: int) -> dict[str, int]:
-        """Return the position in the data after `batch` rounds of the current epoch, JSON-compatible, for `set_epoch`.
-        It holds `batch` and, if it can be computed, what all ranks have consumed (`samples` or `micro_batches`), so
-        that any number of ranks can continue; otherwise `world`, the required number. The same on every rank.
+        """Return the position in the data after `batch` rounds of the current epoch, for `set_epoch`.
+
+        It is a JSON-compatible dict, the same on every rank, with the key `batch`. If the number of `samples` or
+        `micro_batches` consumed by all ranks can be computed, it is added, and any number of ranks can continue.
+        Otherwise `world` is added, the required number of ranks.
         """
         return {"batch": batch, "world": self.options.world}
 
     def facts(self) -> dict[str, Any]:
-        """Return what a position depends on besides seed and epoch; empty without arithmetic."""
+        """Return the values on which positions depend besides seed and epoch. Empty if positions cannot be computed."""
         return self._dealer.facts() if self._dealer is not None and self.can_seek and self._is_dealt else {}
 
     def indices_in(self, batch: int) -> list[int | str] | None:
-        """Return the data set's indices in this rank's batch of that round of the current epoch, in order. Empty for
-        padding; None if the data has no indices. For a list of batches, the batch's own index. Computed by arithmetic,
-        or by drawing again from a user's sampler; no data is fetched.
+        """Return the data set's indices in this rank's batch of a round of the current epoch, in order.
+
+        For a list of batches, return the batch's own index. Empty for padding; None if the data has no indices. Indices
+        are computed, or drawn again from a user's sampler. No data is fetched.
         """
         return None
 
@@ -133,13 +137,14 @@ class PreparedLoader(ABC):
         """Set the epoch (0-based) before iterating over it.
 
         Args:
-            epoch: passed on to the order, and to the user's sampler or data set if they have a `set_epoch`.
-            resume: the result of `position` when this epoch was interrupted, possibly with another number of ranks;
-                then `iterate(resume["batch"])` is the next batch, and `num_batches` counts the rounds before it too.
+            epoch: the epoch. It is also passed to `set_epoch` of the user's sampler or data set, if it exists.
+            resume: the result of `position` at the interruption of this epoch, possibly with another number of ranks.
+                `iterate(resume["batch"])` then begins with the next batch, and `num_batches` includes earlier rounds.
                 Default: None.
 
-        Every rank must call it: it communicates if each rank has its own loader and `agree` was given. It refuses data
-        without a batch, uneven ranks with the policy "error", and a position of another number of ranks.
+        Every rank must call it, because it communicates if each rank has its own loader and `agree` was passed. It
+        raises an error for data without a batch, for uneven ranks with the policy "error", and for a position that
+        requires another number of ranks.
         """
         options = self.options
         if resume and resume.get("world", options.world) != options.world:
@@ -154,9 +159,10 @@ class PreparedLoader(ABC):
         self.count_batches()
 
     def iterate(self, start_batch: int = 0) -> Iterator[Any]:
-        """Return an iterator over this rank's batches of the current epoch, from round `start_batch` on. Nothing before
-        `start_batch` is fetched. Without padding it is the loader's own iterator. It communicates (`agree`, one call
-        per round) only in evaluation in lock step over a loader without length.
+        """Return an iterator over this rank's batches of the current epoch, from round `start_batch` on.
+
+        No earlier batch is fetched. Without padding it is the loader's own iterator. It communicates, by one call of
+        `agree` per round, only in evaluations in lock step over a loader without length.
         """
         self.release_state()
         self._ended_at = None
@@ -195,7 +201,7 @@ class PreparedLoader(ABC):
     def check_resume(self, batch: int, *, has_state: bool) -> None:
         """Check that an epoch can continue at round `batch`, before anything is fetched.
 
-        The loader must seek, or keep its own position and have its state restored (`has_state`).
+        This needs `can_seek`, or a stateful loader whose state was restored (`has_state`).
         """
         if not batch or self.can_seek or (self.stateful and has_state):
             return
@@ -208,20 +214,20 @@ class PreparedLoader(ABC):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own state of the loader as of the last batch that the loop has received. Not collective.
+        """Return this rank's state of the loader after the last batch that the loop has received. Not collective.
 
-        It is a ConfigurationError if the loader is not `stateful`.
+        Raises a ConfigurationError if the loader is not `stateful`.
         """
         self._need_state()
         return self.held_state if self.held_state is not None else self._state_now()
 
     def load_state_dict(self, state: Mapping[str, Any], *, at_epoch_start: bool = False) -> None:
-        """Restore the loader's state; the next `iterate(start_batch)` continues there.
+        """Restore the loader's state. The next `iterate(start_batch)` continues from it.
 
         Args:
             state: the result of `state_dict` on the same rank.
-            at_epoch_start: the epoch in which it was taken has ended: the loader is advanced to its end, and the next
-                `iterate(0)` starts from there, as in the uninterrupted run. Default: False.
+            at_epoch_start: the epoch of `state` has ended. The loader is advanced to the end of that epoch, and the
+                next `iterate(0)` starts from there, as in an uninterrupted run. Default: False.
         """
         self._need_state()
         self._load_own(state["loader"], at_epoch_start=at_epoch_start)
@@ -232,28 +238,29 @@ class PreparedLoader(ABC):
         self._restored = True
 
     def hold_state(self) -> None:
-        """Keep the current state for `state_dict`, because the next batch is fetched before the loop requests it. The
-        generators' state is kept too: the batch must draw the same numbers in this process after a resume.
+        """Store the current state for `state_dict`, because the next batch is fetched before the loop requests it.
+
+        The states of generators are stored too, so that the batch has the same random numbers after a resume.
         """
         if self.stateful:
             self.held_state = {**self._state_now(), "rng": rng_state()}
 
     def release_state(self) -> None:
-        """Let `state_dict` return the current state again: nothing is fetched ahead."""
+        """Let `state_dict` return the current state again, because no batch is fetched ahead."""
         self.held_state = None
 
     def freeze_state(self) -> None:
-        """Keep the current state for `state_dict` from now on, because `close` releases its source."""
+        """Store the current state for `state_dict`, because `close` releases the loader's iterator."""
         if self.stateful and self.held_state is None:
             self.held_state = self._state_now()
 
     def end_pass(self) -> None:
-        """End a pass that is finished or interrupted, and its workers unless they are persistent; within seconds."""
+        """End a finished or interrupted pass, and its workers unless they are persistent. Takes seconds at most."""
         if not self.stateful:  # such a loader keeps its iterator, which holds the position
             self._workers.end_pass()
 
     def close(self) -> None:
-        """End the workers of interrupted passes, and persistent ones; takes seconds at most."""
+        """End persistent workers and those of interrupted passes. Takes seconds at most."""
         self._workers.close()
         if isinstance(self._loader, DataLoader):
             vars(self._loader)["_iterator"] = None  # it would be used again
@@ -261,7 +268,8 @@ class PreparedLoader(ABC):
     def keep_run_out(self, state: dict[str, Any] | None) -> None:
         """Record that this rank has no batch left while others continue.
 
-        `state` is from before the last batches. A resumed run fetches one of them again, to pad with.
+        `state` is the loader's state before the last batches. A resumed run fetches one of these batches again for
+        padding.
         """
         if self.stateful and state is not None:
             self.held_state = {**state, "has_run_out": True}
@@ -269,7 +277,7 @@ class PreparedLoader(ABC):
     def take_ahead(self, batches: Iterator[Any]) -> tuple[list[Any], list[Any]]:
         """Fetch the first batch of an epoch, or of its remainder, ahead of the loop.
 
-        Return at most one batch that comes next, and at most one only for padding.
+        Return at most one batch to train on, and at most one batch that is only used as padding.
         """
         state, self._rng_ahead = self._rng_ahead, None
         if state is None:
@@ -296,7 +304,7 @@ class PreparedLoader(ABC):
         self._state_source.load_state_dict(state)
 
     def count_batches(self) -> None:
-        """Determine the number of batches of every rank in the current epoch; collective as in `set_epoch`."""
+        """Determine the number of batches of every rank in the current epoch. Collective like `set_epoch`."""
         counts = self._all_counts()
         self._counts = counts
         self._fewest = min(counts) if counts else 0
@@ -317,18 +325,18 @@ class PreparedLoader(ABC):
 
     @abstractmethod
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
-        """Set the epoch in everything that depends on it."""
+        """Set the epoch of the loader, its sampler and its data set."""
 
     @abstractmethod
     def _count(self) -> list[int] | int | None:
-        """Return the number of batches of every rank, if it can be computed; or this rank's own number; or None."""
+        """Return the number of batches of every rank, or only this rank's number, or None, as far as known."""
 
     @abstractmethod
     def _open(self, start_batch: int) -> Iterator[Any]:
         """Return the iterator over this rank's real batches from `start_batch` on."""
 
     def filler(self) -> Any:
-        """Return a batch for a rank that has none of its own to replay."""
+        """Return a padding batch for a rank that has no batch of its own."""
         raise ConfigurationError(
             f"{self.options.title}: rank {self.options.rank} has no batches, and nothing to pad with. Give every "
             'rank data, or pass uneven="stop".'
@@ -417,7 +425,7 @@ class PreparedLoader(ABC):
 
 
 def uneven_error(name: str, counts: list[int], policy: str) -> ConfigurationError:
-    """Return the error for ranks with different numbers of batches, with the numbers and the possible solutions."""
+    """Return the error for ranks with different numbers of batches."""
     return ConfigurationError(
         f"{name}: the ranks have different numbers of batches, {counts}, which uneven={policy!r} does not allow. "
         'Pass uneven="pad" (ranks without further batches replay one with weight 0), or uneven="stop" with at least '

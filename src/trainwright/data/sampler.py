@@ -1,11 +1,13 @@
 """Assignment of micro-batches to ranks, and resuming: arithmetic on the position in the epoch, without replay.
 
-Micro-batch m of an epoch goes to rank m mod world. So `world` ranks without accumulation see in each step what one rank
-with `world` accumulation steps sees, no sample is visited twice, and the last micro-batch may be short.
+Micro-batch m of an epoch goes to rank m mod world. In each step `world` ranks without accumulation therefore process
+the same samples as one rank with `world` accumulation steps. No sample is visited twice. The last micro-batch may be
+short.
 
-A *round* is one batch of every rank: round i is the i-th batch of every rank, counted from the epoch's start. A resumed
-epoch has an *anchor*: the round, and the position in the data, at which this process group resumed. The rounds before
-it belong to earlier processes, possibly with another world size; the samples after it are divided again.
+A *round* is one batch of every rank: round i consists of the i-th batch of every rank in the epoch. A resumed epoch has
+an *anchor*: the round, and the position in the data, at which this process group resumed. Earlier processes, possibly
+with another world size, have processed the rounds before the anchor. Samples after the anchor are divided over the
+current ranks.
 """
 
 from __future__ import annotations
@@ -66,19 +68,19 @@ class Dealer(Sampler[Any], ABC):
         """Micro-batches of this epoch after the anchor, over all ranks; None if unknown."""
 
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
-        """Set `epoch` (0-based); `resume` is the `position` at which the epoch was interrupted, None for its start."""
+        """Set `epoch` (0-based). `resume` is the `position` at which the epoch was interrupted, or None."""
         self.epoch = epoch
         self._anchor_round = int(resume["batch"]) if resume else 0
         self._start_round = self._anchor_round
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return the values on which the epoch's order depends besides its seed, JSON-compatible: a position is valid
-        only with the same ones.
+        """Return the JSON-compatible values on which the epoch's order depends besides its seed. A position is only
+        valid for equal values.
         """
 
     def start(self, batch: int) -> None:
-        """Let the next iteration begin at this rank's batch `batch` of the epoch (a round), by arithmetic.
+        """Let the next iteration begin at this rank's batch in round `batch` of the epoch.
 
         Raises:
             ConfigurationError: the round is before the anchor of `set_epoch`.
@@ -90,7 +92,7 @@ class Dealer(Sampler[Any], ABC):
         self._start_round = batch
 
     def counts(self) -> list[int] | None:
-        """Return the number of batches of each rank in this epoch, with rounds before the anchor; None if unknown."""
+        """Return the number of batches of each rank in this epoch, also before the anchor; None if unknown."""
         left = self.micro_batches_left
         if left is None:
             return None
@@ -120,14 +122,10 @@ class Dealer(Sampler[Any], ABC):
 
     @abstractmethod
     def position(self, batch: int) -> dict[str, int]:
-        """Return the position in the data after `batch` rounds of this epoch, JSON-compatible, for
-        `set_epoch(resume=...)`.
-        """
+        """Return the JSON-compatible position in the data after `batch` rounds, for `set_epoch(resume=...)`."""
 
     def indices_in(self, round_index: int) -> list[int | str] | None:
-        """Return the indices in this rank's batch of a round, or None if they cannot be drawn again. A running
-        iteration is not affected.
-        """
+        """Return the indices in this rank's batch of a round, or None if unknown. A running iteration is unaffected."""
         alone = self._twin()
         alone.seeding = "none"
         alone.start(round_index)
@@ -138,7 +136,7 @@ class Dealer(Sampler[Any], ABC):
         return copy.copy(self)
 
     def first(self) -> Any:
-        """Return the indices of the epoch's first batch, on any rank; there must be one."""
+        """Return the indices of the epoch's first batch, on any rank. The epoch must not be empty."""
         alone = copy.copy(self)
         alone.rank, alone.world, alone.seeding = 0, 1, "none"
         Dealer.set_epoch(alone, self.epoch)
@@ -149,7 +147,7 @@ class Dealer(Sampler[Any], ABC):
         """Reset the anchor's position in the data."""
 
     def __len__(self) -> int:
-        """Return the number of batches of the next iteration on this rank; TypeError if unknown."""
+        """Return the number of batches of the next iteration on this rank. Raises TypeError if unknown."""
         counts = self.counts()
         if counts is None:
             raise TypeError("The number of batches is unknown.")
@@ -160,7 +158,7 @@ class Dealer(Sampler[Any], ABC):
         return (round_index - self._anchor_round) * self.world
 
     def _seeded(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        """Yield this rank's batches with their seeds; `first`: micro-batch of the first, from the epoch's start."""
+        """Yield this rank's batches with their seeds. `first` is the first batch's micro-batch index in the epoch."""
         if self.seeding == "none":
             return batches
         if self.seeding != "batch":
@@ -171,14 +169,15 @@ class Dealer(Sampler[Any], ABC):
 
 
 class ShardedBatchSampler(Dealer):
-    """Index batches of one rank, from an order that is a pure function of (seed, epoch). Micro-batch m after the anchor
-    is the slice [m·batch_size, (m + 1)·batch_size) of the epoch's order; rank r takes m = r, r + world, r + 2·world, …
-    A resume starts at any position in constant time, without computing earlier indices.
+    """Index batches of one rank, from an order that is a pure function of (seed, epoch).
+
+    Micro-batch m after the anchor is the slice [m·batch_size, (m + 1)·batch_size) of the rest of the order. Rank r
+    takes m = r, r + world, r + 2·world, … A resume at any position takes constant time.
 
     Args:
-        num_samples: samples in the data set; or the data set, whose length is read at the beginning of each epoch.
-        batch_size: samples in a micro-batch; the last one of the epoch may be short.
-        shuffle: visit the samples in `ShuffledOrder(num_samples, seed, epoch)`, otherwise in their own order.
+        num_samples: number of samples, or the data set, whose length is read at the beginning of each epoch.
+        batch_size: samples in a micro-batch. The last micro-batch of the epoch may have fewer.
+        shuffle: visit the samples in `ShuffledOrder(num_samples, seed, epoch)`. False visits them in sequence.
         seed: seed of the order; the same on every rank.
         drop_last: skip a short last micro-batch. Default: False.
         rank, world: this rank and the number of data-parallel ranks.
@@ -225,7 +224,7 @@ class ShardedBatchSampler(Dealer):
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
-        """Set `epoch`; `resume` holds `batch` and `samples` (over all ranks) consumed in it so far, if any."""
+        """Set `epoch`. `resume` contains the numbers `batch` and `samples` (over all ranks) consumed in it so far."""
         super().set_epoch(epoch, resume)
         if isinstance(self._data, Sized):
             self.num_samples = len(self._data)
@@ -242,7 +241,7 @@ class ShardedBatchSampler(Dealer):
         return self._samples_before(round_index + 1) - self._samples_before(round_index)
 
     def position(self, batch: int) -> dict[str, int]:
-        """Return `batch` itself and `samples`, the number consumed by all ranks after `batch` rounds."""
+        """Return `batch` and `samples`, the number of samples consumed by all ranks in `batch` rounds."""
         return {"batch": batch, "samples": self._samples_before(batch)}
 
     def order(self) -> SampleOrder:
@@ -279,15 +278,16 @@ class ShardedBatchSampler(Dealer):
 
 
 class BatchShard(Dealer):
-    """Unchanged batches of indices of a user's sampler, divided over the ranks: micro-batch m goes to rank m mod world.
-    Skipping draws the user's indices and discards them; no data is fetched. So that every rank, and a resumed run,
-    draws the same indices, the global CPU generators are seeded by (seed, epoch) while the sampler begins (up to its
-    first batch) and restored afterwards, generators that it holds (torch's `generator`, NumPy's, Python's) are seeded
-    likewise, and `set_epoch` is passed on to it.
+    """Index batches of a user's sampler, divided over the ranks: micro-batch m belongs to rank m mod world.
+
+    Skipping draws and discards indices, and fetches no data. Every rank, and a resumed run, must draw the same indices.
+    The global CPU generators are therefore seeded by (seed, epoch) until the sampler has returned its first batch, and
+    then restored. Generators among the sampler's attributes (of torch, NumPy or Python) are seeded too, and its
+    `set_epoch` is called.
 
     Args:
         batch_sampler: an iterable of index batches (or of single indices); with a length if the epoch has one.
-        rank, world: this rank and the number of data-parallel ranks. `0, 1`: all batches belong to this rank.
+        rank, world: this rank and the number of data-parallel ranks. With `0, 1` all batches belong to this rank.
         seed: seed of the run. Default: 0.
         seeding: seeds sent with the indices; see `trainwright.data.seeding`. Default: `"none"`.
     """
@@ -322,7 +322,7 @@ class BatchShard(Dealer):
             return None
 
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
-        """Set `epoch`, also in the user's sampler if it has `set_epoch`; `resume` is a result of `position`."""
+        """Set `epoch`, also in the user's sampler if it has `set_epoch`. `resume` is a result of `position`."""
         super().set_epoch(epoch, resume)
         for part in self._parts:
             if sets_epoch(part):
@@ -330,7 +330,7 @@ class BatchShard(Dealer):
         self._anchor_micro_batch = self._consumed_micro_batches(resume) if resume else 0
 
     def indices_in(self, round_index: int) -> list[int | str] | None:
-        """Return the indices in this rank's batch of a round, drawn again; None for an iterator, which draws once."""
+        """Draw and return the indices in this rank's batch of a round. None for an iterator, which cannot restart."""
         if isinstance(self.batch_sampler, Iterator):
             return None
         before = [generator.get_state() for generator, _ in self._generators]
@@ -344,7 +344,7 @@ class BatchShard(Dealer):
                 generator.state = state
 
     def _twin(self) -> BatchShard:
-        """Return a copy with a copy of the user's sampler, which may hold a position."""
+        """Return a copy with a copy of the user's sampler, because the sampler may have a state."""
         twin = copy.copy(self)
         twin.batch_sampler = copy.copy(self.batch_sampler)
         own = getattr(twin.batch_sampler, "__dict__", {})
@@ -370,7 +370,7 @@ class BatchShard(Dealer):
         return samples
 
     def position(self, batch: int) -> dict[str, int]:
-        """Return `batch` itself and `micro_batches`, the number consumed by all ranks after `batch` rounds."""
+        """Return `batch` and `micro_batches`, the number of micro-batches consumed by all ranks in `batch` rounds."""
         return {"batch": batch, "micro_batches": self._anchor_micro_batch + max(0, self._first_micro_batch(batch))}
 
     def __iter__(self) -> Iterator[Any]:
@@ -404,8 +404,8 @@ class BatchShard(Dealer):
 class SplitBatchShard(BatchShard):
     """Parts of each batch of a user's batch sampler, one for each rank. Round i is the sampler's batch i.
 
-    A rank's part has `batch_size // world` indices. Without a known batch size each batch is divided evenly. A rank for
-    which a short batch has no index gets the batch's first one as padding.
+    A rank's part has `batch_size // world` indices. If the batch size is unknown, each batch is divided evenly. If a
+    short batch has no index for a rank, the rank gets the batch's first index as padding.
 
     Args:
         batch_sampler: an iterable of lists of indices, the same on every rank.
@@ -427,16 +427,16 @@ class SplitBatchShard(BatchShard):
             self.stream = rank
 
     def counts(self) -> list[int] | None:
-        """Return the number of batches, once for each rank; None if unknown."""
+        """Return a list with the number of batches of each rank, which are equal; None if unknown."""
         counts = super().counts()
         return None if counts is None else counts * self._num_parts
 
     def has_batch(self, round_index: int) -> bool:
-        """Return whether this rank's part of a round that was drawn is real."""
+        """Return whether this rank's part of a round is real. The round must have been drawn."""
         return self._part < self.real_ranks(round_index)
 
     def real_ranks(self, round_index: int) -> int:
-        """Return the number of ranks with a real part of a round that was drawn."""
+        """Return the number of ranks with a real part of a round. The round must have been drawn."""
         return self._short_rounds.get(round_index, self._num_parts)
 
     def start(self, batch: int) -> None:

@@ -1,6 +1,7 @@
-"""Seeds for random augmentation, sent with the indices of a batch instead of depending on a worker's history. A loader
-worker is a process with its own generators, which a resume starts again. So its random numbers must not depend on
-earlier ones: the indices sent to it carry a seed, which is set when they arrive.
+"""Seeds for random augmentation, which are sent to loader workers with the indices of a batch.
+
+A loader worker is a process with its own generators, which a resume creates again. Its random numbers must therefore
+not depend on earlier random numbers: the worker sets the seed that it receives with the indices.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ def seed_global_generators(seed: int) -> None:
 
 
 class HeldGenerator:
-    """NumPy's or Python's generator held by a sampler, with one way to seed either."""
+    """NumPy's or Python's generator of a sampler, with one interface for both."""
 
     def __init__(self, generator: np.random.Generator | np.random.RandomState | random.Random) -> None:
         self._own = generator
 
     def seed(self, seed: int) -> None:
-        """Seed it with a 64-bit integer."""
+        """Seed the generator with a 64-bit integer."""
         if isinstance(self._own, np.random.Generator):
             self._own.bit_generator.state = type(self._own.bit_generator)(seed).state
         else:
@@ -88,10 +89,11 @@ def _arrive(value: object, seed: int) -> Any:
 
 
 class SeededIndices(list[Any]):
-    """Indices of one batch, with the seed that is set in the loader worker that receives them. A worker's random
-    augmentation so depends on (seed, epoch, micro-batch) alone: not on the number of workers, not on how many batches
-    that worker fetched before, and not on a resume in between. Unpickling it inside a worker process seeds `random`,
-    numpy's global generator and torch's CPU generator; the worker receives a plain list.
+    """Indices of one batch, with a seed for the loader worker that receives them.
+
+    Random augmentation then depends only on (seed, epoch, micro-batch): not on the number of workers, not on how many
+    batches that worker fetched before, and not on a resume in between. Unpickling in a worker process seeds `random`,
+    numpy's global generator and torch's CPU generator, and returns a plain list.
     """
 
     def __init__(self, indices: Iterable[Any], seed: int) -> None:
@@ -103,7 +105,7 @@ class SeededIndices(list[Any]):
 
 
 class SeededIndex(int):
-    """Single index with a seed, for a loader without batches; see `SeededIndices`."""
+    """Single index with a seed, for a loader without batches. See `SeededIndices`."""
 
     seed: int
 
@@ -119,7 +121,7 @@ class SeededIndex(int):
 
 
 class SeededTurn:
-    """Seed for a stream, whose workers receive a turn instead of indices: None after unpickling."""
+    """Seed for workers of an iterable data set, which receive no indices. Unpickled as None."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -129,8 +131,8 @@ class SeededTurn:
 
 
 def seeded(indices: object, seed: int) -> Any:
-    """Return the indices of a batch, or a single index, with the seed for the worker. Indices other than lists and
-    integers are returned unchanged, because they cannot carry a seed.
+    """Return the indices of a batch, or a single index, with a seed for the worker. Other types than lists and integers
+    are returned unchanged.
     """
     if type(indices) is list:
         return SeededIndices(indices, seed)
@@ -138,9 +140,10 @@ def seeded(indices: object, seed: int) -> Any:
 
 
 class SampleSeeds(list[Any]):
-    """Indices of one batch, each of which seeds the generators of the process before its sample is fetched. So random
-    numbers for a sample depend on (seed, epoch, index) alone. Those for collation, after all samples have been fetched,
-    depend on (seed, epoch, the batch's first index).
+    """Indices of one batch, each of which seeds the generators of the process before its sample is fetched.
+
+    Random numbers for a sample depend only on (seed, epoch, index). Random numbers for collation depend only on (seed,
+    epoch, the batch's first index).
     """
 
     def __init__(self, indices: Iterable[Any], key: int) -> None:
@@ -177,7 +180,7 @@ def seed_each_sample(batches: Iterator[Any], key: int, *, here: bool) -> Iterato
     Args:
         batches: batches of a sampler.
         key: see `sample_key`.
-        here: the data is fetched in this process, right after an index is drawn; False: in workers.
+        here: the data is fetched in this process, right after an index is drawn. False if workers fetch it.
     """
     for indices in batches:
         if isinstance(indices, Iterable) and not isinstance(indices, (str, bytes)):
@@ -190,7 +193,7 @@ def seed_each_sample(batches: Iterator[Any], key: int, *, here: bool) -> Iterato
 
 
 class Indexed(Protocol):
-    """Anything with a length and `[index]`."""
+    """Object with a length and `[index]`."""
 
     def __getitem__(self, index: object, /) -> Any: ...
 
@@ -198,8 +201,8 @@ class Indexed(Protocol):
 
 
 class OneByOne(Dataset[Any]):
-    """Map-style data set whose samples are fetched one after the other, even if it could fetch several at once.
-    `__getitems__` receives a full batch, in which samples have no separate random numbers.
+    """Map-style data set that fetches samples one by one. `__getitems__` of the wrapped data set is not used, because
+    samples of a full batch have no separate random numbers.
     """
 
     def __init__(self, dataset: Indexed) -> None:
@@ -224,7 +227,7 @@ class IsolatedFetches(Iterator[Any]):
 
 
 def fetch_seeded(fetch: Callable[[Any], Any], indices: Iterable[Any], key: int) -> Iterator[Any]:
-    """Yield `fetch(index)` for each index, fetched under the sample's own seed, without changing the generators."""
+    """Yield `fetch(index)` for each index, with the generators seeded for the sample. Restores the generators."""
     for index in indices:
         with isolate_rng():
             seed_global_generators(sample_seed(key, index))
@@ -234,9 +237,9 @@ def fetch_seeded(fetch: Callable[[Any], Any], indices: Iterable[Any], key: int) 
 
 
 class SeededTurns(Sampler[Any]):
-    """Sampler of a loader over a stream, which sends turns to its workers instead of indices, each with its own seed.
-    It counts them and keeps the count as its state, so that a loader which restores its sampler's state continues with
-    the same seeds.
+    """Sampler of a loader over an iterable data set. It sends one seed per batch to the workers, instead of indices.
+
+    Its state is the number of seeds so far. A loader that restores its sampler's state continues with the same seeds.
     """
 
     def __init__(self, batch_size: int | None) -> None:
@@ -245,16 +248,16 @@ class SeededTurns(Sampler[Any]):
         self._next = 0
 
     def turn_to(self, key: int) -> None:
-        """Start with the seeds of another epoch, see `batch_key`."""
+        """Start with the seeds of another epoch; see `batch_key`."""
         self.key = key
         self._next = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of turns so far, and their key."""
+        """Return the number of seeds so far, and their key."""
         return {"turn": self._next, "key": self.key}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the counted turns."""
+        """Restore the result of `state_dict`."""
         self._next, self.key = int(state["turn"]), int(state["key"])
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Loader workers: their initialization, and how a run ends them in all cases."""
+"""Initialization and termination of loader workers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ B = TypeVar("B", bound=Iterator[Any])
 
 
 class WorkerStart:
-    """Initialization of a worker: it ignores the signals that announce the end of a run, which go to the process group.
-    The training process must finish its step and save; it ends its workers itself (see `Workers`). They also end when
-    that process is killed.
+    """Initialization of a worker, which then ignores signals that announce the end of a run.
+
+    Such signals are sent to the whole process group. The training process must finish its step and save, and ends its
+    workers itself (see `Workers`). Workers also end when the training process is killed.
 
     Raises:
-        ConfigurationError: workers could not send tensors: the path of the temporary folder is too long.
+        ConfigurationError: workers cannot send tensors, because the path of the temporary folder is too long.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
@@ -56,7 +57,7 @@ class WorkerStart:
 
 
 def _check_temporary_folder() -> None:
-    """Check that workers can open their sockets: otherwise a worker prints an error, and the training process hangs."""
+    """Check that workers can open their sockets. Otherwise the training process would hang."""
     folder = tempfile.gettempdir()
     spare = _SOCKET_BYTES - _NAME_BYTES - len(os.fsencode(folder))
     way = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no annotation
@@ -68,8 +69,10 @@ def _check_temporary_folder() -> None:
 
 
 class _OutlivesFirst:
-    """Signal handler that ignores the first signal, and those shortly after it: a signal to a group may reach a process
-    twice. A worker that does not end is sent another.
+    """Signal handler that ignores the first signal and signals shortly after it.
+
+    A signal to a process group may reach a process twice. A later signal, which `Workers` sends to a worker that does
+    not end, is not ignored.
     """
 
     def __init__(self) -> None:
@@ -96,9 +99,10 @@ def _end_with_parent() -> None:
 
 
 class Workers:
-    """Workers of a run's loaders, or of one loader, which `close` ends. Torch ends a pass's workers when nothing refers
-    to the pass any more. The traceback of an error does so until the interpreter ends, which would then wait for
-    workers that ignore a signal.
+    """Workers of one or several loaders, which `close` ends.
+
+    torch ends the workers of a pass when the pass is no longer referenced. The traceback of an error references it
+    until the interpreter ends, and the interpreter would then wait for workers that ignore signals.
     """
 
     def __init__(self, within: Workers | None = None) -> None:
@@ -109,7 +113,7 @@ class Workers:
         _all.add(self)
 
     def keep(self, batches: B) -> B:
-        """Register a loader's iterator, and return it."""
+        """Register and return a loader's iterator."""
         if getattr(batches, "_workers", None):
             self._passes.add(batches)
             self._last = None if self._within is None else batches
@@ -118,9 +122,10 @@ class Workers:
         return batches
 
     def end_pass(self) -> None:
-        """End the workers of the loader's last pass, which is finished or interrupted, unless they are persistent.
-        Takes seconds, as `close`. Torch does so when the iterator is deleted, where a Ctrl-C is lost, and waits for
-        each worker that reads a sample.
+        """End the workers of the loader's last pass, unless they are persistent. Takes seconds at most.
+
+        torch would end them when the iterator is deleted, where a Ctrl-C is lost, and would wait for workers that are
+        reading a sample.
         """
         last, self._last = self._last, None
         if last is None or last._shutdown or getattr(last, "_persistent_workers", False):
@@ -151,7 +156,7 @@ def _end_all() -> None:
 
 
 def _end(passes: list[Any]) -> None:
-    """End the workers of torch's (or torchdata's) iterators over loaders, and release what they hold here."""
+    """End the workers of iterators of torch or torchdata, and release the iterators' resources in this process."""
     asked: list[Any] = []
     broken: list[Any] = []
     for batches in passes:
@@ -180,8 +185,9 @@ def _end(passes: list[Any]) -> None:
 
 
 def _interrupt(workers: list[Any]) -> None:
-    """Interrupt workers in their current sample; they still remove their files from the temporary folder. The caller
-    must kill a worker that catches the interrupt, or is in code that does not check for it.
+    """Interrupt workers in their current sample, so that they remove their files from the temporary folder.
+
+    The caller must kill a worker that catches the interrupt or runs code that does not check for it.
     """
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, for models that are not transformers'."""
+"""Cache of keys and values, for models that are not from transformers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trainwright.core.errors import ConfigurationError
 class KeyValueCache:
     """Keys and values of all tokens that a model has computed, by layer.
 
-    `generate` passes one to a model whose forward has a parameter `cache`, with tokens that are not stored yet: all of
-    the prompts at first, then one token per row. Rows may have different lengths.
+    `generate` passes a cache to a model whose forward has a parameter `cache`, together with the tokens that are not
+    stored yet: first the prompts, then one token per row. Rows may have different lengths.
 
     Attributes:
         positions: Position of each token of this call in its row, int64 of shape (batch, length).
@@ -35,11 +35,11 @@ class KeyValueCache:
         self._updated: set[int] = set()  # layers of this call
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values of this call's tokens, and return those of all tokens.
+        """Store keys and values of this call's tokens, and return the keys and values of all tokens.
 
         Args:
             layer: Number of the layer. Each layer has its own.
-            keys, values: Shape (batch, heads, length, width), with any number of heads, such as a rank's share.
+            keys, values: Tensors of shape (batch, heads, length, width). The heads may be those of one rank.
 
         Returns:
             Keys and values of shape (batch, heads, stored, width).
@@ -84,7 +84,7 @@ class KeyValueCache:
 
 
 def takes_cache(model: nn.Module) -> bool:
-    """Return whether a model's forward has a parameter `cache`; wrappers pass all arguments to the module in them."""
+    """Return whether the forward of a model, or of the module in a wrapper, has a parameter `cache`."""
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     children = list(model.children())
     if len(children) == 1 and all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):

@@ -1,4 +1,4 @@
-"""Continue prompts with a language model, in one process or with one that is split over several."""
+"""Text generation with a language model in one process, or split over several processes."""
 
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ def generate(
 ) -> Tensor:
     """Return prompts with their continuations: int64 of shape (batch, length), padded at the end of each row.
 
-    The most probable token is chosen (greedy search), or one is sampled if `temperature`, `top_k` or `top_p` is passed,
-    or `num_beams` sequences are searched. A model of transformers computes by its own `generate`, with its cache of
-    keys and values. Any other model is called as `model(tokens)`, with tokens of shape (batch, length), and returns
-    logits of shape (batch, length, vocabulary); it is causal, and computes all positions for each new token. If its
-    forward has a parameter `cache`, it receives a `KeyValueCache`, and computes each position once.
+    The default is greedy search. `temperature`, `top_k` or `top_p` select sampling, and `num_beams` selects beam
+    search. A model of transformers uses its own `generate` with its key-value cache. Any other model must be causal. It
+    is called as `model(tokens)` with tokens of shape (batch, length), returns logits of shape (batch, length,
+    vocabulary), and computes all positions for each new token. A model whose forward has a parameter `cache` receives a
+    `KeyValueCache` and computes each position once.
 
-    Collective if the model's weights are split or sharded over ranks: all ranks call it, those with the same data with
-    the same prompts. Each stage of a pipeline keeps the keys and values of its own layers, for models of transformers
-    whose forward takes `past_key_values`.
+    Collective if the model's weights are split or sharded over ranks. Ranks with the same data must pass the same
+    prompts. For models of transformers whose forward takes `past_key_values`, each pipeline stage caches the keys and
+    values of its own layers.
 
     Args:
-        model: A model of transformers, a task that holds one, or another causal language model; prepared or not.
+        model: A model of transformers, a task that contains one, or another causal language model; prepared or not.
         input_ids: Prompts, of shape (batch, length). In rows that are shorter, padding is at the beginning or at the
             end.
         attention_mask: 0 at padding, of the same shape. Default: None, for prompts of equal length.
         max_new_tokens: Number of tokens to add to each row. Default: 32.
-        temperature: Logits are divided by it before a token is sampled. Default: None.
-        top_k: Sample from this many tokens with the highest logits; 0: from all. Default: 0.
+        temperature: Divisor of the logits before sampling. Default: None.
+        top_k: Sample from this many tokens with the highest logits. 0 samples from all tokens. Default: 0.
         top_p: Sample from the most probable tokens whose probabilities sum up to this. Default: 1.
-        top_p_decay: `top_p` is multiplied by it after each token. Default: 1.
+        top_p_decay: Factor of `top_p` after each token. Default: 1.
         num_beams: Sequences that beam search keeps for each row. Default: 1.
-        length_penalty: Exponent of the length by which scores of beams are divided. Default: 1.
-        eos_token: Ends a row. Default: None, which is that of the model's `generation_config`, if it has one.
-        pad_token: Fills the ends of rows. Default: None, which is `eos_token`, or 0 if there is none.
-        bos_token: Is put before each prompt. Default: None.
-        stop_words: Sequences of tokens, each of which ends a row.
-        seed: Seed of the samples. Default: None, which draws one from torch's generator.
+        length_penalty: Scores of beams are divided by their length to the power of this number. Default: 1.
+        eos_token: Token that ends a row. Default: None, the token in the model's `generation_config`, if any.
+        pad_token: Token that pads the ends of rows. Default: None, which is `eos_token`, or 0 without one.
+        bos_token: Token to put before each prompt. Default: None.
+        stop_words: Token sequences that end a row.
+        seed: Seed of the sampling. Default: None, which draws a seed from torch's generator.
 
     Raises:
         ConfigurationError: An argument is out of range or has no effect, options exclude each other, a prompt is empty
@@ -188,7 +188,7 @@ def _by_logits(
 def _beams(
     model: nn.Module, prompt: Tensor, num: int, num_beams: int, length_penalty: float, words: list[list[int]]
 ) -> Tensor:
-    """Return the best continuation of a prompt that is found by beam search, as transformers' `generate` does."""
+    """Return the best continuation of a prompt by beam search, like transformers' `generate`."""
     cache, beams = _make_cache(model, len(prompt) + num), prompt.repeat(num_beams, 1)
     totals = torch.full((num_beams,), -torch.inf, device=prompt.device)
     totals[0] = 0.0  # all beams are equal at first
@@ -241,13 +241,13 @@ def _next_logits(
 
 
 def _is_shared(model: nn.Module) -> bool:
-    """Return whether ranks share the model's weights: they are split or sharded."""
+    """Return whether the model's weights are split or sharded over ranks."""
     return dist.is_initialized() and any(is_cut(parameter) or parameter.is_meta for parameter in model.parameters())
 
 
 def _any_computes(model: nn.Module, device: torch.device, computes: bool) -> bool:
-    """Return whether any rank calls the model once more. Collective if ranks share the model's weights, and all of them
-    must then call it. False if they do not.
+    """Return whether any rank must call the model again. If weights are split or sharded, all ranks must then call the
+    model, and this function is collective. Otherwise return False.
     """
     if not _is_shared(model):
         return False

@@ -11,17 +11,17 @@ from trainwright.core.errors import ConfigurationError
 
 
 class Sampling:
-    """Changes logits so that the greatest one is a sample. Called as a `LogitsProcessor` of transformers.
+    """Function that changes logits so that the largest one is a sample. It is a `LogitsProcessor` of transformers.
 
     Source of `top_p`: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1. Source of
     the sample: Maddison et al., "A* Sampling" (2014), section 2: Gumbel noise is added to all logits.
 
     Args:
-        temperature: Above 0.
-        top_k: 0: all tokens.
-        top_p: In (0, 1].
-        top_p_decay: `top_p` is multiplied by it after each call.
-        generator: Of the noise. None adds none.
+        temperature: Divisor of the logits, above 0.
+        top_k: Number of tokens to sample from. 0 is all tokens.
+        top_p: Total probability of the tokens to sample from, in (0, 1].
+        top_p_decay: Factor of `top_p` after each call.
+        generator: Generator of the noise. None adds no noise.
 
     Raises:
         ConfigurationError: A value is out of range.
@@ -72,6 +72,6 @@ def ends(words: list[list[int]], tokens: Tensor) -> bool:
 
 
 def cut(words: list[list[int]], tokens: Tensor) -> Tensor:
-    """Return the new tokens of a row up to the first word, with it."""
+    """Return the new tokens of a row up to and including the first word."""
     lengths = range(1, len(tokens) + 1)
     return tokens[: next((length for length in lengths if ends(words, tokens[:length])), len(tokens))]

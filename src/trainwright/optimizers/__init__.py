@@ -1,5 +1,5 @@
-"""Optimizers by name, among them those that save memory: `create_optimizer("adamw_8bit", model.parameters(), lr=1e-3)`.
-Names are imported when they are first used.
+"""Optimizers by name, including memory-saving optimizers: `create_optimizer("adamw_8bit", model.parameters(),
+lr=1e-3)`. Names are imported when they are first used.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from trainwright.core.errors import ConfigurationError
 
 
 class LowRankAdamW(Optimizer):
-    """AdamW that projects the gradient of each matrix on `rank` directions and keeps its states there.
+    """AdamW that projects the gradient of each matrix on `rank` directions and stores its states in that basis.
 
     The directions are the first singular vectors of a gradient. They are computed again every `update_every` steps.
     Parameters that are not matrices, and matrices with a side of at most `rank`, are trained by plain AdamW.
@@ -48,7 +48,7 @@ class LowRankAdamW(Optimizer):
         super().__init__(params, {**defaults, "rank": rank, "update_every": update_every, "scale": scale})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, whose options may differ from the others."""
+        """Add a parameter group, whose options may differ from those of other groups."""
         for option in ("rank", "update_every"):
             value = param_group.get(option, self.defaults[option])
             if type(value) is not int or value < 1:

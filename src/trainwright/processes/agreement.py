@@ -1,4 +1,4 @@
-"""What ranks tell each other between steps: wishes and signals that only some of them have had."""
+"""Exchange of stop requests and signals between ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _PERIOD_S = 1.0  # how long a wish of one rank may stay unheard
 
 
 class Agreement:
-    """An exchange of a few numbers on the host at counts that all ranks know beforehand.
+    """Exchange of a few numbers between ranks, on the host, at counts that are the same on every rank.
 
-    At each exchange the slowest rank's pace also says when the next one comes: about a second later, after at least one
-    count and at most `at_most`.
+    Each exchange also schedules the next one by the slowest rank's pace: about a second later, after 1 to `at_most`
+    counts.
 
     Args:
-        processes: this rank among the others.
-        at_most: there is an exchange at every multiple of it, however fast the counts go by.
+        processes: the processes of the run.
+        at_most: maximum number of counts between two exchanges. There is an exchange at each multiple of it.
     """
 
     def __init__(self, processes: Processes, at_most: int) -> None:
@@ -28,19 +28,19 @@ class Agreement:
         self._next = 1
 
     def begin(self, count: int) -> None:
-        """Start at a count, alike on every rank; the first exchange comes at the next one."""
+        """Start at a count, which must be the same on every rank. The first exchange is at the next count."""
         self._last, self._next, self._since = count, count + 1, time.perf_counter()
 
     def left(self, count: int) -> int:
-        """Return after how many counts the next exchange comes."""
+        """Return the number of counts until the next exchange."""
         return self._next - count
 
     def due(self, count: int) -> bool:
-        """Tell, alike on every rank, whether ranks exchange at `count`; it never goes back."""
+        """Return whether ranks exchange at `count`. The result is the same on every rank."""
         return count >= self._next
 
     def hold(self, count: int, values: list[int]) -> list[list[int]]:
-        """Return every rank's `values`, by rank. Collective, on the host; all ranks pass the same `count`."""
+        """Return the `values` of every rank, in rank order. Collective, on the host, with equal `count`."""
         now = time.perf_counter()
         pace_us = int((now - self._since) / max(count - self._last, 1) * 1e6)
         everyone = self._processes.gather_integers([*values, pace_us])

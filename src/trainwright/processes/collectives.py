@@ -1,11 +1,10 @@
-"""Operations on tensors and objects across the processes of a script, by Accelerate's names.
+"""Operations on tensors and objects across the processes of a script, with Accelerate's names.
 
-They traverse lists, tuples (also named ones), mappings and dataclasses; every tensor in them is exchanged separately.
-All but `send_to_device`, `recursively_apply` and `concatenate` are collective: every process calls them, in the same
-order, with the same structure. They use the processes of `PartialState`, which is created if needed. With a single
-process they are the identity. The arguments of the processes are compared first, by one number from each on the host:
-if operations, shapes or dtypes differ, every process raises an error that shows them all, instead of the behaviour of
-torch's backends (a crash, a hang, or wrong values).
+The functions traverse lists, tuples (also named ones), mappings and dataclasses, and exchange every tensor separately.
+A collective function must be called on every process, in the same order, with the same structure. It uses the processes
+of `PartialState`, which is created if needed. A single process does not communicate. A collective function first
+compares a hash of the arguments of all processes on the host. If operations, shapes or dtypes differ, every process
+raises an error that shows them all, while torch's backends would crash, hang or return wrong values.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: object,
 ) -> Any:
-    """Return `data` with `func` applied to its leaves; containers keep their types. Not collective.
+    """Return `data` with `func` applied to its leaves. Containers keep their types. Not collective.
 
     Args:
         func: called as `func(leaf, *args, **kwargs)`.
         data: nested lists, tuples, mappings and dataclasses.
-        args: passed on to `func`.
-        test_type: selects the leaves. Default: tensors.
+        args: further positional arguments of `func`.
+        test_type: function that returns True for leaves to change. Default: tensors.
         error_on_other_type: raise an error for other leaves instead of keeping them unchanged. Default: False.
-        kwargs: passed on to `func`.
+        kwargs: keyword arguments of `func`.
 
     Raises:
-        TypeError: a leaf of another type.
+        TypeError: `error_on_other_type` is set, and a leaf has another type.
     """
 
     def visit(part: object) -> Any:
@@ -83,7 +82,7 @@ def send_to_device(
     Args:
         tensor: nested tensors.
         device: the target.
-        non_blocking: do not wait for copies from pinned memory, or to the host: read those after a synchronization.
+        non_blocking: do not wait for copies from pinned memory or to the host. Synchronize before you read the latter.
             Default: False.
         skip_keys: keys of mappings whose values are not moved, at every depth. Default: None.
     """
@@ -104,14 +103,14 @@ def send_to_device(
 
 
 def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
-    """Return the tensors of several equally built structures, concatenated leaf by leaf. Not collective.
+    """Concatenate the tensors of several equal structures, leaf by leaf. Not collective.
 
     Args:
         data: the structures, at least one.
         dim: the dimension of concatenation. Default: 0.
 
     Raises:
-        ConfigurationError: nothing to concatenate, or structures that differ.
+        ConfigurationError: `data` is empty, or structures differ.
         TypeError: a leaf that is not a tensor.
     """
     if not data:
@@ -140,20 +139,20 @@ def wait_for_everyone() -> None:
 
 
 def gather(tensor: object) -> Any:
-    """Return nested tensors with those of all processes, along the first dimension, in the order of the processes.
+    """Concatenate nested tensors of all processes along the first dimension, in the order of the processes.
 
     Collective. Gradients do not flow through it.
 
     Args:
-        tensor: each tensor of the same shape and dtype on every process, `[n, ...]`; one without a dimension counts as
-            `[1]`. For unequal lengths there are `Accelerator.gather_for_metrics` and `pad_across_processes`.
+        tensor: tensors `[n, ...]`, with the same shape and dtype on every process. A 0-dim tensor is treated as `[1]`.
+            For unequal lengths use `Accelerator.gather_for_metrics` or `pad_across_processes`.
 
     Returns:
-        Tensors `[num_processes * n, ...]`, on every process; with a single process its argument, unchanged.
+        Tensors `[num_processes * n, ...]` on every process. A single process gets its argument unchanged.
 
     Raises:
         TypeError: a leaf that is not a tensor.
-        ConfigurationError: different shapes or dtypes, on every process.
+        ConfigurationError: shapes or dtypes differ between processes. Raised on every process.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -171,17 +170,18 @@ def gather(tensor: object) -> Any:
 
 
 def gather_object(object: object) -> Any:
-    """Return the concatenated lists of all processes, in the order of the processes. Collective. Uses pickle and the
-    host: for small objects.
+    """Return the concatenated lists of all processes, in the order of the processes. Collective.
+
+    Uses pickle and the host, so it is for small objects.
 
     Args:
         object: a list or tuple of picklable objects, of any length.
 
     Returns:
-        The list; with a single process its argument, unchanged.
+        The list. A single process gets its argument unchanged.
 
     Raises:
-        TypeError: neither a list nor a tuple.
+        TypeError: `object` is neither a list nor a tuple.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -205,7 +205,7 @@ def broadcast(tensor: object, from_process: int = 0) -> Any:
 
     Raises:
         TypeError: a leaf that is not a tensor.
-        ConfigurationError: no such process; or different shapes, dtypes or processes to send, on every process.
+        ConfigurationError: the process does not exist, or shapes, dtypes or `from_process` differ between processes.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -225,7 +225,7 @@ def broadcast(tensor: object, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Overwrite a list with that of one process, in place, and return it. Collective; through pickle and the host.
+    """Overwrite a list in place with that of one process, and return it. Collective. Uses pickle and the host.
 
     Args:
         object_list: picklable objects.
@@ -244,17 +244,18 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Return nested tensors, each the mean or sum over all processes. Collective; the arguments are not changed. With
-    several processes gradients do not flow through it.
+    """Return the means or sums of nested tensors over all processes. Collective. The arguments are not changed.
+
+    With several processes gradients do not flow through it.
 
     Args:
         tensor: each tensor of the same shape and dtype on every process.
-        reduction: `"mean"`, `"sum"`, or `"none"`: each process keeps its own. Default: `"mean"`.
+        reduction: `"mean"`, `"sum"`, or `"none"`, which returns each process's own tensors. Default: `"mean"`.
         scale: factor of the result. Default: 1.0.
 
     Raises:
-        TypeError: a leaf that is not a tensor, or the mean of integer tensors over several processes.
-        ConfigurationError: an unknown reduction; or different shapes, dtypes or reductions, on every process.
+        TypeError: a leaf is not a tensor, or is an integer tensor whose mean over several processes is requested.
+        ConfigurationError: the reduction is unknown, or shapes, dtypes or reductions differ between processes.
     """
     if reduction not in _REDUCTIONS:
         hint = " For others, reduce what gather returns: gather(tensor).max()."
@@ -281,19 +282,20 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Return nested tensors, each padded to the longest of all processes along one dimension. Collective. Sizes are
-    exchanged on the host, once for the structure.
+    """Return nested tensors, each padded to its largest size on any process along one dimension. Collective.
+
+    Sizes of all tensors are exchanged at once, on the host.
 
     Args:
         tensor: each tensor with the same number of dimensions on every process.
-        dim: the dimension; tensors without it are unchanged. Default: 0.
+        dim: the dimension. Tensors without it are unchanged. Default: 0.
         pad_index: the padding value. Default: 0.
         pad_first: pad at the front instead of the end. Default: False.
 
     Raises:
         TypeError: a leaf that is not a tensor.
-        ConfigurationError: different numbers of tensors or dimensions, or another `dim`, on every process; in debug
-            mode different dtypes too.
+        ConfigurationError: numbers of tensors or dimensions, `dim`, or in debug mode dtypes differ between processes.
+            Raised on every process.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -322,12 +324,12 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
 def slice_tensors(
     data: object, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Return nested tensors, each cut to a slice of its first dimension; views. Not collective.
+    """Return nested tensors, each a view of a slice of its first dimension. Not collective.
 
     Args:
         data: Tensors in lists, tuples and mappings.
         tensor_slice: The slice.
-        process_index, num_processes: Accepted for Accelerate's sake.
+        process_index, num_processes: Accepted for compatibility, without effect.
 
     Raises:
         TypeError: A leaf is not a tensor.
@@ -344,14 +346,14 @@ def listify(data: object) -> Any:
 
 
 def convert_to_fp32(tensor: object) -> Any:
-    """Return nested tensors with those of float16 and bfloat16 in float32; other leaves are unchanged."""
+    """Convert nested float16 and bfloat16 tensors to float32. Other leaves are unchanged."""
     return recursively_apply(
         lambda leaf: leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf, tensor
     )
 
 
 def convert_outputs_to_fp32(model_forward: Callable[P, Any]) -> Callable[P, Any]:
-    """Return a function that calls another one and returns its outputs by `convert_to_fp32`."""
+    """Return a function that calls another function and returns its outputs converted by `convert_to_fp32`."""
 
     @functools.wraps(model_forward)
     def forward(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -361,7 +363,7 @@ def convert_outputs_to_fp32(model_forward: Callable[P, Any]) -> Callable[P, Any]
 
 
 def _tensors(operation: str, tree: object) -> list[torch.Tensor]:
-    """Return the leaves of `tree`, depth first; raise a TypeError for leaves that are not tensors."""
+    """Return the leaves of `tree`, depth first. Raise a TypeError for leaves that are not tensors."""
     found: list[torch.Tensor] = []
 
     def note(leaf: torch.Tensor) -> None:
@@ -376,8 +378,9 @@ def _ready(
     operation: str, state: PartialState, tree: object, argument: object = None, *, lengths_differ: bool = False
 ) -> Processes:
     """Return the processes for an operation on these tensors, after checking that all make the same call. Collective.
-    Wrong types and different calls are found before anything is sent, on every process: a partial exchange would leave
-    the others waiting.
+
+    Wrong types and different calls raise errors on every process before data is sent, because the other processes would
+    wait forever in a partial exchange.
     """
     refused: TypeError | None = None
     described: Any
@@ -417,7 +420,7 @@ def _check_process(from_process: int, state: PartialState) -> None:
 
 
 def same_on_all_ranks(processes: Processes, call: object) -> bool:
-    """Return whether every rank is about to make the same call. Collective, on the host: one number from each rank."""
+    """Return whether every rank is about to make the same call. Collective, on the host."""
     digest = hashlib.blake2b(repr(call).encode(), digest_size=8).digest()
     told = processes.gather_integers([int.from_bytes(digest, "big", signed=True)])
     return all(row == told[0] for row in told)
@@ -432,7 +435,7 @@ def compare_calls(processes: Processes, operation: str, arguments: object, hint:
 def different_calls(calls: list[Any], hint: str) -> DistributedOperationException:
     """Return the error for calls that do not match, given the operation and the tensors of each process.
 
-    The tensors are a list of tuples, of which the first element is a place such as `['loss']`; or a text.
+    The tensors are a text, or a list of tuples whose first element is a path such as `['loss']`.
     """
     shown = "\n".join(f"  process {rank}: {name} of {what}" for rank, (name, what) in enumerate(calls))
     return DistributedOperationException(
@@ -442,7 +445,7 @@ def different_calls(calls: list[Any], hint: str) -> DistributedOperationExceptio
 
 
 def _first_difference(calls: list[Any]) -> str:
-    """Return a sentence on the first place where a process differs from process 0 in the same operation, or ''."""
+    """Return a sentence that names the first tensor in which a process differs from process 0, or ''."""
     name = calls[0][0]
     if any(other != name or not isinstance(what, list) for other, what in calls):
         return ""

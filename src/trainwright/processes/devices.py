@@ -47,7 +47,7 @@ def device_type(accelerator: str) -> str:
 
 
 def _has_tpu() -> bool:
-    """Return whether torch_xla is installed, and told to use a device (`PJRT_DEVICE`) or on a machine with a TPU."""
+    """Return whether torch_xla is installed, and either `PJRT_DEVICE` is set or the machine has a TPU."""
     if importlib.util.find_spec("torch_xla") is None:
         return False
     return bool(variable("PJRT_DEVICE")) or any(Path(place).exists() for place in _TPUS)
@@ -98,7 +98,7 @@ def check_backend(backend: str | None, kind: str, argument: str = "process_group
     """Check that a backend of torch.distributed serves this type of device. Imports nothing.
 
     Raises:
-        ConfigurationError: It serves another one.
+        ConfigurationError: The backend serves another type.
         MissingPackageError: `"ccl"`, and its package is not installed.
     """
     if backend == "ccl":
@@ -122,7 +122,7 @@ def check_backend(backend: str | None, kind: str, argument: str = "process_group
 
 
 def default_backend(device: torch.device) -> str:
-    """Return torch's backend for a device, or the vendor's if its package has not set one."""
+    """Return torch's default backend for a device, or the vendor's backend if torch has none."""
     try:
         return dist.get_default_backend_for_device(device)
     except ValueError:
@@ -152,10 +152,10 @@ def kernel_choice(
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the largest amount of memory that this process has used, in bytes. Does not wait for the device.
+    """Return the peak memory of this process in bytes. Does not wait for the device.
 
-    On an accelerator it is what the allocator has given to tensors, on the CPU the resident memory of the process. None
-    if the device or the system does not count it.
+    On an accelerator it is the memory allocated for tensors, on the CPU the resident memory of the process. None if the
+    device or the system does not report it.
     """
     if device.type == "cpu":
         if sys.platform == "win32":
@@ -170,8 +170,10 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 class DistributedType(str, Enum):  # noqa: UP042 -- as text a member shows its class, as Accelerate's does
-    """Kind of distribution; a member equals its name. A `PartialState` has `NO`, or the one of its type
-    of device, an `Accelerator` also `DEEPSPEED` or `FSDP`. The others exist for scripts that compare with them.
+    """Kind of distribution. Members equal their names.
+
+    A `PartialState` has `NO` or the member of its type of device. An `Accelerator` may also have `DEEPSPEED` or `FSDP`.
+    Other members only exist for comparisons in scripts.
     """
 
     NO = "NO"

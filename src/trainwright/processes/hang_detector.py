@@ -1,8 +1,8 @@
 """Monitor of each rank of a distributed run, which detects failed ranks and reports a run that hangs.
 
-A collective does not report why it does not return. Each rank therefore has a daemon thread with its own connection to
-the store of the process group. It never takes part in a collective and never uses a device. It only reads the Trainer's
-counters, and adds no work to a step. The threads communicate through these keys of the store:
+A hanging collective does not report the reason. Each rank therefore has a daemon thread with its own connection to the
+store of the process group. The thread never takes part in a collective and never uses a device. It only reads the
+Trainer's counters, and adds no work to a step. The threads communicate through these keys of the store:
 
     events              counter that grows whenever `failure` or `stall/N` is written; the only key read at every beat
     failure             the rank that failed first, with its traceback
@@ -58,9 +58,9 @@ class HangDetector:
     Args:
         store: separate connection to the store of the process group, with a prefix for this stage.
         rank, world_size: this rank and the number of ranks.
-        position: returns the progress of this rank; called in the monitor thread, so it must only read.
-        hang_timeout_s: seconds without progress after which all ranks report their positions. None: never.
-        timeout_s: seconds after which a collective fails; shown in the report.
+        position: returns the progress of this rank. It is called in the monitor thread and must not change any state.
+        hang_timeout_s: seconds without progress after which all ranks report their positions. None disables the report.
+        timeout_s: seconds after which a collective fails, for the report.
         store_dies_with_rank_0: True if the process of rank 0 serves the store, False if torchrun's agent does.
         interrupt_only: after the failure of another rank, raise a WorkerError in the main thread instead of ending this
             process. A process that does not react is ended, except in a notebook.
@@ -112,11 +112,12 @@ class HangDetector:
         self._thread.start()
 
     def leave(self, error: BaseException) -> None:
-        """Report the error with which this rank leaves the run. Waits for the store, some seconds at most. The error
-        gets a note if another rank has failed first.
+        """Report the error with which this rank leaves the run. Waits for the store, some seconds at most.
+
+        If another rank has failed first, a note is added to the error.
 
         Raises:
-            WorkerError: the error is only the interrupt of this rank after another one has failed.
+            WorkerError: the error is only the interrupt of this rank after the failure of another rank.
         """
         self._error = error
         self._wake.set()
@@ -129,7 +130,7 @@ class HangDetector:
         error.add_note(f"This followed the failure of another rank:\n{found.text}")
 
     def close(self) -> None:
-        """Stop monitoring. Waits for the store, some seconds at most; does nothing the second time."""
+        """Stop monitoring. Waits for the store, some seconds at most. A second call has no effect."""
         atexit.unregister(self.close)
         self._stopping = True
         self._wake.set()
@@ -202,7 +203,7 @@ class HangDetector:
     # A rank that fails
 
     def _tell(self) -> None:
-        """Post this rank's own failure, unless it is the consequence of another's, which is then known here."""
+        """Post this rank's failure, unless it is the consequence of a known failure of another rank."""
         error = self._error
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._shared.set(f"left/{self._rank}", f"{type(error).__name__}: {error}")
@@ -220,7 +221,7 @@ class HangDetector:
         self._told.set()
 
     def _post_failure(self, failure: Failure) -> None:
-        """Post this as the run's failure unless there is one already, and read which it is."""
+        """Post a failure as the run's first failure, unless there is one already. Then read the first failure."""
         if self._failure is None:
             first = self._shared.compare_set("failure", "", failure.to_json())
             self._shared.add("events", 1)
@@ -231,8 +232,8 @@ class HangDetector:
         self._shared.add("seen", 1)
 
     def _say_farewell(self) -> None:
-        """Record that a failed rank has finished: others need not wait for it; if it serves the store, all have been
-        notified.
+        """Record that a failed rank has finished, so that other ranks need not wait for it. If this rank serves the
+        store, first wait until all ranks know of the failure.
         """
         if not self._told.is_set():
             self._tell()
@@ -262,8 +263,10 @@ class HangDetector:
     # A surviving rank
 
     def _is_time_to_end(self, now: float) -> bool:
-        """Return whether the main thread had time to notice itself, and the failed rank to finish first. A surviving
-        rank must not exit first, otherwise its launcher would end the failed rank while it still saves.
+        """Return whether this process should end after the failure of another rank.
+
+        Its main thread first gets time to detect the failure itself, and the failed rank gets time to finish. If a
+        surviving rank exited first, the launcher would end the failed rank, which may still be saving.
         """
         failure = self._failure
         assert failure is not None  # checked before
@@ -298,7 +301,7 @@ class HangDetector:
         os._exit(1)
 
     def _go_on_without_store(self) -> None:
-        """Handle the end of the process that served the store: rank 0, or torchrun's agent on its node."""
+        """Handle the end of the process that serves the store: rank 0, or torchrun's agent on the node of rank 0."""
         self._store = None
         if self._failure is None and self._store_dies_with_rank_0:
             self._failure = Failure(0, "rank 0: its process, which served the store, has ended.", gone=True)
@@ -336,7 +339,7 @@ class HangDetector:
         self._report_due = number, now + _ANSWER_S * (1 + min(self._rank, 3))
 
     def _report_when_due(self, now: float) -> None:
-        """Print a report after all ranks have answered, or their time is over."""
+        """Print a report after all ranks have answered or the time limit for answers is over."""
         if self._report_due is None:
             return
         number, due = self._report_due
@@ -372,7 +375,7 @@ class HangDetector:
 
 
 def _is_echo(error: BaseException) -> bool:
-    """Return whether an error looks like that of a collective whose peer's connection breaks."""
+    """Return whether an error looks like that of a collective with a broken connection to another rank."""
     signs = ("onnection", "pair.cc", "roken pipe")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 

@@ -12,14 +12,14 @@ from trainwright.processes.standing import Standing
 
 @dataclass(frozen=True)
 class Failure:
-    """Failed rank, as described to the others."""
+    """Description of a failed rank for the other ranks."""
 
     rank: int
     text: str  # its traceback, or how it is known to be gone
     gone: bool = False  # its process has ended without a word
 
     def to_json(self) -> str:
-        """Return it as text for the store."""
+        """Return the description as text for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -29,7 +29,7 @@ class Failure:
 
     @property
     def headline(self) -> str:
-        """The last line of its traceback."""
+        """The last line of the failed rank's traceback."""
         return self.text.strip().splitlines()[-1].strip()
 
 

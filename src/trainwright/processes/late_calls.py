@@ -1,4 +1,4 @@
-"""Positions of all ranks while one of them waits in a collective call that others do not make."""
+"""Report of the positions of all ranks when a rank waits in a collective that other ranks do not call."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _STUCK_S = 30.0  # in one collective
 
 
 class LateCalls:
-    """A daemon thread of each rank that reports the position of its main thread when another rank requests it.
+    """Daemon thread of each rank that reports the position of the rank's main thread when another rank requests it.
 
-    It requests the positions itself when the main thread has been in one collective for 30 s, and prints them, once, if
-    other ranks are elsewhere.
+    When the main thread has been in one collective for 30 s, this thread requests all positions. It prints them once,
+    if other ranks are not in the same collective.
 
     Args:
-        store: Store of the process group, through a connection of its own.
+        store: Separate connection to the store of the process group.
         rank, world_size: This rank, and the number of ranks.
     """
 
@@ -64,7 +64,7 @@ class LateCalls:
             pass  # rank 0 has ended, and the store with it
 
     def _report(self, number: int, waited_s: float, collective: str) -> None:
-        """Print where the ranks are, unless all of them are in the same collective."""
+        """Print the positions of the ranks, unless all ranks are in the same collective."""
         places = self._answers(self._store, number)
         if all(place.endswith(f"waits in {collective}") for place in places) and len(places) == self._world_size:
             return
@@ -83,10 +83,10 @@ class LateCalls:
         return [f"rank {rank}: {store.get(key).decode()}" for rank, key in keys.items() if store.check([key])]
 
     def ask(self, store: Store) -> list[str]:
-        """Return where each rank is, a line of text for each that answers. Blocks for some seconds.
+        """Return the positions of all ranks that answer, one line of text each. Blocks for some seconds.
 
         Args:
-            store: The same, through the calling thread's connection.
+            store: The store, through the calling thread's connection.
         """
         number = self._request(store)
         deadline = time.monotonic() + _ANSWER_S + self._look_s
@@ -96,10 +96,10 @@ class LateCalls:
 
 
 def _is_marked(frames: list[FrameType]) -> bool:
-    """Return whether the innermost frame has been seen before; mark it.
+    """Return whether the innermost frame was marked before, and mark it.
 
-    A later call may have a frame at the same address. The mark is a setting for tracers, which nothing else changes in
-    frames of torch; holding the frame would keep its tensors.
+    The mark is a tracer setting of the frame, which no other code changes in frames of torch. An address is not unique
+    over time, and a reference to the frame would keep its tensors alive.
     """
     if not frames or not frames[0].f_trace_lines:
         return bool(frames)

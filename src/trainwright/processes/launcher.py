@@ -39,7 +39,7 @@ _started: list[_Children] = []  # one for each running call of `run_in_processes
 
 
 def set_variable(name: str, value: str) -> bool:
-    """Set one variable of this process's environment, for settings of libraries; returns False if it is set already."""
+    """Set a variable of this process's environment, for settings of libraries. Return False if it is already set."""
     is_new = variable(name) is None
     os.environ.setdefault(name, value)
     return is_new
@@ -51,7 +51,7 @@ def unset_variable(name: str) -> None:
 
 
 def set_variables(values: Mapping[str, str]) -> None:
-    """Set variables of this process's environment, which the programs that it starts inherit."""
+    """Set variables of this process's environment, which started programs inherit."""
     os.environ.update(values)
 
 
@@ -65,10 +65,10 @@ def run_in_processes(
     """Run `work()` in this process as rank 0 and in `num_processes - 1` new ones, and return rank 0's result.
 
     Args:
-        work: picklable by cloudpickle; reads its rank from the variables that torchrun would set.
+        work: function that cloudpickle can pickle. It reads its rank from the variables that torchrun would set.
         num_processes: processes on this node, ≥ 2.
         by_value: objects whose classes may be in modules that a new interpreter cannot import. Default: `()`.
-        before: called first in the new processes; also picklable. Default: None.
+        before: picklable function that is called first in the new processes. Default: None.
     """
     payload = serialize((before, work, sys.argv), by_value)
     port = free_port()
@@ -107,7 +107,7 @@ def work_folder() -> Iterator[Path]:
 
 
 def _remove_left_over() -> None:
-    """Remove folders of this user's earlier calls that were killed with all the processes they had started."""
+    """Remove folders of this user's earlier calls whose processes were all killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another process removes it too
             found = folder.lstat()
@@ -117,15 +117,15 @@ def _remove_left_over() -> None:
 
 
 def run_module(module: str, arguments: list[str]) -> int:
-    """Run `python -m module` in a separate process with the same import path; return its exit code. Its output goes to
-    this process's stderr. Blocks until it has ended.
+    """Run `python -m module` in a separate process with the same import path, and return the exit code. The output is
+    written to this process's stderr. Blocks until the module has ended.
     """
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(command, env=_with_own_path({}), stdout=2, check=False).returncode
 
 
 def _with_own_path(variables: dict[str, str]) -> dict[str, str]:
-    """Return this process's variables with additions, for a process with the same import path."""
+    """Return this process's variables with additions, and with its import path as PYTHONPATH."""
     return {**environment(), **variables, "PYTHONPATH": import_path()}
 
 
@@ -135,12 +135,12 @@ def import_path() -> str:
 
 
 def failure_of_started() -> str | None:
-    """Return the traceback of the first process started by this one that has failed; None if none has."""
+    """Return the traceback of the first failed process that this process has started, or None."""
     return next((found for found in (children.failure() for children in _started) if found is not None), None)
 
 
 def first_error(folder: Path) -> str | None:
-    """Return the traceback that a started process has written first into its work folder; None without one."""
+    """Return the first traceback that a started process has written into the work folder, or None."""
     files = sorted(folder.glob("error-*.txt"), key=lambda file: file.stat().st_mtime_ns)
     return files[0].read_text() if files else None
 
@@ -157,7 +157,7 @@ class _Children:
         self._started[rank] = subprocess.Popen(command, env=_with_own_path(variables))
 
     def failure(self) -> str | None:
-        """Return the traceback of the process that failed first, if one has."""
+        """Return the traceback of the process that failed first, or None."""
         found = first_error(self._folder)
         if found is not None:
             return found
@@ -181,7 +181,7 @@ class _Children:
             time.sleep(0.05)
 
     def wait(self) -> None:
-        """Wait for all to end; raise the error of a failed one."""
+        """Wait until all processes have ended. Raise the error of a failed process."""
         for process in self._started.values():
             process.wait()
         found = self.failure()
@@ -189,7 +189,7 @@ class _Children:
             raise WorkerError(f"a process that the Trainer started has failed:\n{found}")
 
     def stop(self, grace_s: float) -> None:
-        """End running processes, after this many seconds by force."""
+        """End running processes. Kill those that still run after this many seconds."""
         running = [process for process in self._started.values() if process.poll() is None]
         for process in running:
             process.terminate()
@@ -236,7 +236,7 @@ def patch_environment(**variables: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def clear_environment() -> Iterator[None]:
-    """Remove all environment variables during a `with` block; changes of the block are lost."""
+    """Remove all environment variables during a `with` block. Changes within the block are discarded."""
     before = environment()
     os.environ.clear()
     try:
@@ -255,7 +255,7 @@ def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
         by_value: functions, classes, or objects whose classes may be in such modules.
 
     Raises:
-        ConfigurationError: Something cannot be pickled.
+        ConfigurationError: An object cannot be pickled.
     """
     import cloudpickle
 
@@ -301,8 +301,8 @@ def _importable(module: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is not in use, below those that systems choose for outgoing connections: one
-    of these may be taken again before it is used.
+    """Return a free port of this machine, below the range of outgoing connections, so that no connection takes the port
+    before it is used.
     """
     for _ in range(100):
         port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS)

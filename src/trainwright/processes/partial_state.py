@@ -36,42 +36,41 @@ _open_blocks: list[str] = []  # the turns that have begun in this process and no
 
 @dataclass(frozen=True)
 class _GroupOptions:
-    """Options of the process group; None: the default."""
+    """Options of the process group. None is the default."""
 
     backend: str | None = None
     timeout: timedelta | None = None
 
 
 class PartialState:
-    """State of this process among those of its script, and operations across them, with Accelerate's names. All
-    instances share one state. The first one detects this process's rank from its launcher's variables and, with several
-    processes, creates torch's default group, or uses the one that the script has created: every process must call it,
-    and it blocks until all have joined. It makes this process's accelerator the current one. A single process opens no
-    group and does not communicate. The group stays open until the process ends; a `Trainer` in the same script uses it
-    and does not close it.
+    """State of the processes of a script, and operations across them, with Accelerate's names.
+
+    All instances share one state. The first one detects this process's rank from the launcher's variables and sets the
+    current accelerator. With several processes it also creates torch's default group, or uses the script's existing
+    group. Every process must then create a state, which blocks until all have joined. A single process creates no
+    group. The group stays open until the process ends, and a `Trainer` in the same script uses it.
 
     Args:
         cpu: use the CPU even if there is an accelerator. Default: False.
-        kwargs: `backend` (default: gloo on the CPU and the vendor's library on accelerators), `timeout` (how long a
-            collective may take: a timedelta, seconds, or text such as `"30 min"`), `init_method` (`"env://"` alone).
+        kwargs: `backend` (default: gloo on the CPU, the vendor's library on accelerators), `timeout` of a collective (a
+            timedelta, seconds, or text such as `"30 min"`), and `init_method` (only `"env://"`).
 
     Attributes:
-        device: device of this process; a node's accelerators are assigned by `local_process_index`.
+        device: device of this process. `local_process_index` is the index of its accelerator.
         backend: backend of torch's default group; None for a single process.
         distributed_type: see `DistributedType`.
         num_processes: number of processes on all nodes.
-        process_index: index of this process among them.
+        process_index: index of this process on all nodes.
         local_process_index: index of this process on its node.
-        debug: `pad_across_processes` compares dtypes over processes too (shapes and dtypes that must be equal are
-            always compared); set it, or the variable `TRAINWRIGHT_DEBUG_MODE` (or Accelerate's `ACCELERATE_DEBUG_MODE`)
-            to 1.
-        fork_launched: the variable `FORK_LAUNCHED` is set: a notebook forked this process.
+        debug: True to compare dtypes in `pad_across_processes`, too. The variables `TRAINWRIGHT_DEBUG_MODE=1` and
+            `ACCELERATE_DEBUG_MODE=1` set it. Shapes and dtypes that must be equal are always compared.
+        fork_launched: True if the variable `FORK_LAUNCHED` is set because a notebook forked this process.
         processes: the communication of the processes on the host.
-        topology: this process's topology, and how it was detected.
+        topology: this process's topology, and the variables it was detected from.
 
     Raises:
-        ConfigurationError: an unknown or unusable argument, one that contradicts the existing state, or more processes
-            on this node than accelerators.
+        ConfigurationError: an argument is unknown, invalid or contradicts the existing state, or this node has more
+            processes than accelerators.
         TimeoutError: some processes have not joined.
     """
 
@@ -164,7 +163,7 @@ class PartialState:
         return torch.device(device_type("auto"))
 
     def set_device(self) -> None:
-        """Make this process's accelerator the current one of torch; nothing on the CPU."""
+        """Make this process's accelerator torch's current device. No effect on the CPU."""
         if self.device.type == "xla":
             load_xla()
         elif self.device.index is not None:
@@ -176,27 +175,28 @@ class PartialState:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: object, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its share of `inputs`, in order; if it is not divisible, the first ones get one more. Not
-        collective; every process passes the same inputs. Three over two processes are two and one; with fewer inputs
-        than processes, the last ones get empty shares. A single process gets all inputs, unchanged.
+        """Return this process's consecutive part of `inputs`, which are the same on every process. Not collective.
+
+        If the inputs are not divisible, the first processes get one more: of three inputs, two processes get two and
+        one. With fewer inputs than processes, the last parts are empty. A single process gets all inputs unchanged.
 
         Args:
             inputs: a list, a tuple, a tensor (split along its first dimension; its device does not change), a
                 `datasets.Dataset`, or a dict of these, also nested, all of one length.
-            apply_padding: repeat the last sample of a share until all are equally long; an empty share gets the last of
-                all. Without inputs all shares are empty. Default: False.
+            apply_padding: repeat the last sample of a part until all parts are equally long. An empty part is filled
+                with the last input, if any. Default: False.
 
         Raises:
             ConfigurationError: the values of a dict have different lengths.
-            TypeError: an object that cannot be split, for example a string.
+            TypeError: an object cannot be split, for example a string.
         """
         yield share_of(inputs, self.process_index, self.num_processes, pad=apply_padding)
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the body on the main process, and then on all others. Collective.
+        """Run the body on the main process, then on all other processes. Collective.
 
-        An error of the main process is raised there, and as a `WorkerError` on all that wait for it.
+        An error of the main process is raised there, and as a `WorkerError` on the waiting processes.
 
         Raises:
             TimeoutError: the main process took longer than the group's `timeout`.
@@ -206,7 +206,7 @@ class PartialState:
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the body on the first process of each node, and then on the node's others; see `main_process_first`."""
+        """Run the body on the first process of each node, then on its other processes. See `main_process_first`."""
         with self._goes_first(self.is_local_main_process, f"node {self.topology.node_rank}"):
             yield
 
@@ -225,10 +225,10 @@ class PartialState:
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function so that it runs on one process only; a single process always runs it.
+        """Decorate a function so that it runs on one process only. A single process always runs it.
 
         Raises:
-            ConfigurationError: no index, or one that no process has.
+            ConfigurationError: the index is missing or out of range.
         """
         _check_index("process_index", process_index, self.num_processes)
         return self._only(function, lambda: not self.use_distributed or self.process_index == process_index)
@@ -240,32 +240,31 @@ class PartialState:
         *,
         local_process_idx: int | None = None,
     ) -> Callable[..., Any]:
-        """Decorate a function so that it runs on one process of each node only; a single process always runs it.
+        """Decorate a function so that it runs on one process of each node only. A single process always runs it.
 
         Args:
             function: the function.
-            local_process_index: index of the process; on a node without it the function is not run.
+            local_process_index: index of the process. A node without this process does not run the function.
             local_process_idx: another name of `local_process_index`. Default: None.
 
         Raises:
-            ConfigurationError: no index.
+            ConfigurationError: the index is missing.
         """
         index = local_process_idx if local_process_index is None else local_process_index
         _check_index("local_process_index", index, None)
         return self._only(function, lambda: not self.use_distributed or self.local_process_index == index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first process of each node only; arguments as for Python's `print`."""
+        """Print on the first process of each node only. The arguments are those of Python's `print`."""
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201 -- the user's own line
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Close a process group of torch. Not collective, but every process should call it; waits for pending
-        operations.
+        """Close a process group of torch on this process. Every process should call it. Waits for pending operations.
 
         Args:
-            group: the group; None: the default group, and with it all others. A single process has none. Later
-                collective operations open a new one. Default: None.
+            group: the group. Default: None, which closes all groups. Later collective operations open a new default
+                group. No effect for a single process.
         """
         if self.fork_launched and group is None:
             return
@@ -273,7 +272,7 @@ class PartialState:
             dist.destroy_process_group(group)
 
     def joined(self) -> Processes:
-        """Return the processes for a collective operation; collective itself if their group must be created again.
+        """Return the processes for a collective operation. Collective if their group must be created again.
 
         Raises:
             ConfigurationError: the group was created by the script and no longer exists.
@@ -301,9 +300,9 @@ class PartialState:
 
     @contextlib.contextmanager
     def _goes_first(self, is_first: bool, corner: str) -> Iterator[None]:
-        """Let one process go first. It reports its result through the store, so that others do not wait for a failed
-        one. The barrier afterwards, which the first one enters last, is that of Accelerate: the first process continues
-        when all have arrived. A block within another one has no barrier: the others still wait for the outer one.
+        """Let one process run the body first. It reports its success to the others through the store. As in Accelerate,
+        a barrier follows, after which the first process continues. A nested block has no barrier, because the other
+        processes still wait for the outer block.
         """
         processes = self.joined()
         if processes.world_size == 1:
@@ -331,8 +330,8 @@ class PartialState:
             _open_blocks.pop()
 
     def _refresh(self) -> None:
-        """Detect the topology again if the group has changed. Not collective. A Trainer that starts processes, or
-        creates a group for each stage, changes it under an existing state.
+        """Detect the topology again if the group has changed, for example because a Trainer has started processes or
+        created a group for a stage. Not collective.
         """
         world = _default_group()
         if world is self._world:
@@ -383,7 +382,7 @@ def _group_options(kwargs: dict[str, Any]) -> _GroupOptions:
 
 
 def _place(cpu: bool, options: _GroupOptions) -> dict[str, Any]:
-    """Return the fields of a state, without communication; its processes have not connected yet."""
+    """Return the fields of a state, without communication. The processes are not connected yet."""
     topology = _topology()
     alone = topology.world_size == 1
     device = _device(topology, "cpu" if cpu else device_type("auto"), options.backend)
@@ -413,7 +412,7 @@ def _place(cpu: bool, options: _GroupOptions) -> dict[str, Any]:
 
 
 def _topology() -> Topology:
-    """Return this process's place by its launcher, or by the process group if that differs."""
+    """Return this process's topology from the launcher, or from the process group if the two differ."""
     found = detect()
     if not dist.is_initialized():
         return found
@@ -449,7 +448,7 @@ def _flag(name: str) -> bool:
 
 
 def _unpickled(kind: type[PartialState], cpu: bool, options: _GroupOptions) -> PartialState:
-    """Return the unpickling process's own state. It connects to the others when needed."""
+    """Return the state of the process that unpickles. It connects to other processes when needed."""
     state = object.__new__(kind)
     state.__dict__ = PartialState._shared_state
     if not state.initialized:
@@ -458,10 +457,11 @@ def _unpickled(kind: type[PartialState], cpu: bool, options: _GroupOptions) -> P
 
 
 def _leave() -> None:
-    """Close the group that a state has created, when the interpreter ends. No reference to the group may remain:
-    freeing it only during interpreter shutdown sometimes aborts the process while its threads end (torch 2.13, gloo:
-    "terminate called without an active exception"). After an uncaught error pending operations are not waited for: the
-    others may never complete them.
+    """Close the group that a state has created, when the interpreter ends.
+
+    No reference to the group may remain: freeing it during interpreter shutdown sometimes aborts the process (torch
+    2.13, gloo: "terminate called without an active exception"). After an uncaught error, pending operations are not
+    waited for, because other processes may never complete them.
     """
     state = PartialState._shared_state
     processes = state.get("processes")
@@ -474,9 +474,7 @@ def _leave() -> None:
 
 
 def _wait_for(store: Any, turn: str, timeout: timedelta) -> None:
-    """Wait until the process that goes first has reported its result. By polling, not by a collective: it may take
-    hours, and Ctrl-C must end the wait.
-    """
+    """Wait until the first process has reported its result. Polls the store, so that Ctrl-C can end the wait."""
     start_s, look_s = time.monotonic(), 0.001
     while not store.check([turn]):
         if time.monotonic() - start_s > timeout.total_seconds():

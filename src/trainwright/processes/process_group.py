@@ -42,17 +42,17 @@ T = TypeVar("T")
 
 
 class Helpers(Protocol):
-    """Work of other ranks while rank 0 works for all."""
+    """Work of the other ranks while rank 0 runs the main work."""
 
     def serve(self) -> None:
-        """Carry out rank 0's requests until it dismisses the helpers."""
+        """Execute rank 0's requests until rank 0 calls `dismiss`."""
 
     def dismiss(self) -> None:
-        """On rank 0: let the others continue."""
+        """End `serve` on the other ranks. Rank 0 calls it."""
 
 
 class Processes:
-    """Processes of a run with one process: every exchange is the identity. Base class of `ProcessGroup`."""
+    """Processes of a run with a single process, without communication. Base class of `ProcessGroup`."""
 
     timeout = DEFAULT_TIMEOUT
 
@@ -64,22 +64,25 @@ class Processes:
         self.num_nodes = self.topology.num_nodes
 
     def open(self, device: torch.device) -> None:
-        """Join the others. Collective."""
+        """Connect to the other processes. Collective."""
 
     def close(self) -> None:
-        """Leave the others. Does not wait for them."""
+        """Disconnect from the other processes. Does not wait for them."""
 
     @contextlib.contextmanager
     def reunited(self, device: torch.device) -> Iterator[Processes]:
-        """Yield the remaining processes of this run for a collective operation. Collective. During a stage these are
-        all of them. After a stage they connect again, unless the Trainer had started the others: those have ended, and
-        this process is the only one.
+        """Yield the remaining processes of this run for a collective operation. Collective.
+
+        During a stage these are all processes. After a stage, processes of a launcher connect again. Processes that the
+        Trainer has started have ended, so only this process remains.
         """
         yield self
 
     def recall(self, key: str, value: str) -> str | None:
-        """Return the `value` of the job's first attempt for `key`; without one, this is the first attempt and its value
-        is stored. Only torchrun's agent stores values between attempts: None elsewhere. Blocks for a round trip to it.
+        """Return the value that the job's first attempt has stored for `key`. The first attempt stores `value`.
+
+        Return None without torchrun, whose agent stores the values between attempts. Blocks for a round trip to the
+        agent.
         """
         topology = self.topology
         if topology.launcher != "torchrun" or not _agent_serves() or topology.master_addr is None:
@@ -89,20 +92,20 @@ class Processes:
         return kept.decode()
 
     def own_store(self, corner: str) -> Any:
-        """Return a connection to the run's key-value store for one other thread, under a prefix. Not collective. None
-        for a single process.
+        """Return a separate connection to the run's key-value store for another thread, with a prefix for keys. None
+        for a single process. Not collective.
         """
         return None
 
     @contextlib.contextmanager
     def watched(self, position: Callable[[], Position]) -> Iterator[None]:
-        """Report failures of the body to the other ranks and theirs to this one, and report the positions of all if one
-        hangs. Not collective. Does not wait for other ranks, even if the body raises.
+        """Exchange failures of the body between ranks, and report the positions of all ranks if one hangs. Not
+        collective. Does not wait for other ranks, even if the body raises.
         """
         yield
 
     def group_for(self, device: torch.device) -> Any:
-        """Return torch's group for tensors on this device; None is its default group. Not collective."""
+        """Return torch's group for tensors on this device, or None for torch's default group. Not collective."""
         return None
 
     def gather_object(self, value: object) -> list[Any]:
@@ -110,7 +113,7 @@ class Processes:
         return [value]
 
     def gather_integers(self, values: list[int]) -> list[list[int]]:
-        """Return every rank's list (all of one length), by rank. Collective, on the host, cheap."""
+        """Return the lists of all ranks, of equal length, in rank order. Collective, on the host, fast."""
         return [values]
 
     def broadcast_object(self, value: object, src: int = 0) -> Any:
@@ -125,28 +128,29 @@ class Processes:
         return flag
 
     def meet(self, call: str) -> None:
-        """Wait until every rank makes this call, and name the ranks that are late. Collective, through the store: a
-        call of one rank alone cannot be mixed up with another exchange of the others.
+        """Wait until every rank makes this call, and report the ranks that are late. Collective.
+
+        It uses the store, so that a call of a single rank is not confused with another exchange of the other ranks.
 
         Raises:
-            TimeoutError: ranks did not come within `timeout`.
+            TimeoutError: a rank did not make the call within `timeout`.
         """
 
     def watch_calls(self) -> None:
-        """Let this rank answer from now on where its thread is while another one waits in `meet`. Not collective."""
+        """Report this thread's position from now on when another rank waits in `meet`. Not collective."""
 
     def on_main_rank(self, work: Callable[[], T], what: str, helpers: Helpers | None = None) -> T:
         """Run `work` on rank 0, such as reading or writing a checkpoint, and share the result with every rank.
         Collective.
 
         Args:
-            work: called on rank 0 only; its result must be picklable.
+            work: called on rank 0 only. The result must be picklable.
             what: completes "rank 0 could not ..." on the other ranks.
-            helpers: work of the other ranks meanwhile. Default: None.
+            helpers: work of the other ranks at the same time. Default: None.
 
         Raises:
-            OSError, CheckpointError, ConfigurationError, MissingPackageError: the error of `work` on rank 0; a
-                CheckpointError that quotes it on the others.
+            OSError, CheckpointError, ConfigurationError, MissingPackageError: the error of `work`, on rank 0. Other
+                ranks raise a CheckpointError that quotes it.
         """
         problem: Exception | None = None
         result: T | None = None
@@ -169,11 +173,11 @@ class Processes:
 
 
 class AbsentOthers(Processes):
-    """Replaces the other processes in trial steps of one rank: each is assumed to hold what this one holds. Nothing is
-    communicated.
+    """Replacement of the other processes in trial steps of one rank, without communication. Each process is assumed to
+    have the same values as this one.
 
     Args:
-        real: the processes of the run; ranks and numbers are theirs.
+        real: the processes of the run, which define ranks and numbers of ranks.
     """
 
     def __init__(self, real: Processes) -> None:
@@ -191,11 +195,11 @@ class ProcessGroup(Processes):
 
     Args:
         topology: topology of this process.
-        timeout: how long a collective may take before it is an error. Default: None, which is `DEFAULT_TIMEOUT`.
-        backend: torch.distributed's backend; None: chosen by device: gloo on the host, and also the vendor's own
-            library on accelerators, so that objects never pass through the device. Default: None.
-        hang_timeout: time without progress of a rank after which the positions of all ranks are reported; `"auto"`:
-            half of `timeout`, ten minutes at most; None: never. Default: `"auto"`.
+        timeout: time after which a collective fails. Default: None, which is `DEFAULT_TIMEOUT`.
+        backend: torch.distributed's backend. Default: None, which is gloo for the host, and additionally the vendor's
+            library for accelerators. Objects are then never sent through the device.
+        hang_timeout: time without progress of a rank after which the positions of all ranks are reported. None disables
+            the report. Default: `"auto"`, which is half of `timeout`, at most ten minutes.
     """
 
     def __init__(
@@ -266,7 +270,7 @@ class ProcessGroup(Processes):
                 self.close()
 
     def _meet(self, store: Any) -> None:
-        """Wait for all ranks here, where Ctrl-C works and missing ranks can be reported."""
+        """Wait for all ranks, such that Ctrl-C works and missing ranks can be reported."""
         store.append("arrived", f"{self.rank} ")
         start_s, look_s, told = time.monotonic(), 0.005, False
         while not store.check(["everyone"]):
@@ -328,7 +332,7 @@ class ProcessGroup(Processes):
             self._detector = None
 
     def abandon(self) -> None:
-        """Leave the others after a failure, without waiting for pending operations."""
+        """Disconnect from the other processes after a failure, without waiting for pending operations."""
         self._failed = True
         self.close()
 
@@ -447,11 +451,12 @@ def _gloo_runs() -> bool:
 
 
 def _open_store(topology: Topology, timeout: datetime.timedelta) -> TCPStore:
-    """Return the connection to the store that rank 0, or torchrun's agent, serves. It outlives the stage: others may
-    still read from it as they leave. In a process that a launcher started it is kept until the process ends: a rank
-    that begins its next stage while rank 0 still ends the last one would write into a server that is shutting down, and
-    both would wait forever. Stages whose processes the Trainer starts have separate ports; there, the last one's
-    processes have ended when the next begins. A single process uses its own port, so that any number of them can run on
+    """Return the connection to the store that rank 0, or torchrun's agent, serves.
+
+    The store outlives the stage, because other ranks may still read from it at the end. In processes of a launcher it
+    stays open until the process ends. Otherwise a rank that begins its next stage while rank 0 ends the previous one
+    would write to a closing server, and both would wait forever. Stages whose processes the Trainer starts use separate
+    ports, and their processes end before the next stage. A single process uses its own port, so that several can run on
     a machine.
     """
     port_unless_told = 29500 if topology.world_size > 1 else 0

@@ -1,4 +1,4 @@
-"""Shares of a list, a tensor, a data set or a dict of them for each process."""
+"""Division of a list, a tensor, a data set, or a dict of these over processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.core.errors import ConfigurationError
 
 
 def share_of(inputs: object, rank: int, num_processes: int, *, pad: bool = False) -> Any:
-    """Return the share of `inputs` of one process: consecutive samples, one more for the first processes."""
+    """Return the part of `inputs` of one process: consecutive samples, one more for the first processes."""
     length = _length(inputs, "inputs")
     if num_processes == 1:
         return inputs

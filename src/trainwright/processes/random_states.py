@@ -17,7 +17,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: 0 ≤ seed < 2³².
-        device_specific: Add the index of this process, so that every process draws other numbers. Default: False.
+        device_specific: Add the process index to the seed, so that processes draw different numbers. Default: False.
         deterministic: Use only deterministic algorithms of torch, from now on. Default: False.
     """
     seed_everything(seed + PartialState().process_index if device_specific else seed)
@@ -28,12 +28,12 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronize_rng_states(
     rng_types: Iterable[str | RNGType] | None = None, generator: torch.Generator | None = None
 ) -> None:
-    """Give generators of all processes the state of the first process. Collective.
+    """Set generators of all processes to the state of the first process. Collective.
 
     Args:
         rng_types: `"torch"` for the CPU, `"generator"`, or the kind of this process's device (`"cuda"`, …). Default:
             None, which is torch's on the CPU and on the device.
-        generator: What `"generator"` names; without it, that is skipped. Default: None.
+        generator: The generator for `"generator"`, which is skipped without one. Default: None.
     """
     device = PartialState().device
     kinds = ["torch", device.type] if rng_types is None else [str(RNGType(kind)) for kind in rng_types]
@@ -43,7 +43,7 @@ def synchronize_rng_states(
 
 
 def synchronize_rng_state(rng_type: str | RNGType | None = None, generator: torch.Generator | None = None) -> None:
-    """Give one generator of all processes the state of the first process. Collective; see `synchronize_rng_states`."""
+    """Set a generator of all processes to the first process's state. Collective; see `synchronize_rng_states`."""
     state = PartialState()
     kind = "torch" if rng_type is None else str(rng_type)
     if kind == "generator":

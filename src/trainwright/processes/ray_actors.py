@@ -1,8 +1,8 @@
 """Processes of a run on a Ray cluster: one actor for each rank, in a placement group.
 
-Each actor starts one program, with the variables that torchrun would set, on the machine where Ray has placed it. Ray
-sends its output to the driver. If a program or an actor ends with an error, all others are ended, and all are started
-again if restarts are left.
+Each actor starts one program, with the variables that torchrun would set, on the machine where Ray has placed the
+actor. Ray sends the program's output to the driver. If a program or an actor fails, all others are ended. All are
+started again if restarts are left.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class RayJob:
     Attributes:
         command: program and arguments of each process. `PARENT` and `WORK` are replaced.
         num_processes: processes on all machines.
-        num_machines: machines among which they are divided evenly. Default: None, as Ray places them.
+        num_machines: number of machines over which the processes are divided evenly. Default: None, which lets Ray
+            place them.
         gpus: GPUs of each process, 0 or 1.
         cpus: CPU cores of each process.
         variables: further environment variables.
         max_restarts: restarts of all processes after a failure.
-        address: address of the cluster. Default: None, a running one or else a local one.
+        address: address of the cluster. Default: None, a running cluster or else a local one.
         work: content of the file `WORK`; None if the command has none.
     """
 
@@ -74,7 +75,7 @@ class _RankActor:
     def run(
         self, command: Sequence[str], variables: Mapping[str, str], work: bytes | None
     ) -> tuple[int, str, bytes | None]:
-        """Run the program until it ends. Return its exit code, the error and the result that it left in files."""
+        """Run the program until it ends. Return its exit code, and its error and result from files."""
         with tempfile.TemporaryDirectory(prefix="trainwright-ray-") as folder:
             file = Path(folder, "work.pkl")
             if work is not None:
@@ -94,10 +95,10 @@ class _RankActor:
 
 
 def run_on_ray(job: RayJob) -> bytes | None:
-    """Run the processes of a job until all have ended, and return the result of rank 0 if it left one.
+    """Run the processes of a job until all have ended, and return the result of rank 0, if any.
 
     Raises:
-        ConfigurationError: the cluster lacks the resources; nothing has been started.
+        ConfigurationError: the cluster lacks the resources. No process has been started.
         WorkerError: a process has failed, and no restart is left.
     """
     ray = require_package("ray", purpose="starting processes on Ray", install="ray")
@@ -182,7 +183,7 @@ def _placement(ray: Any, job: RayJob) -> Iterator[Any]:
 
 
 def _run_attempt(ray: Any, job: RayJob, group: Any, common: Mapping[str, str]) -> tuple[str | None, bytes | None]:
-    """Start all ranks and wait for them. Return the failure of the first that failed, and the result of rank 0."""
+    """Start all ranks and wait for them. Return the first failure, if any, and the result of rank 0."""
     path = {"env_vars": {"PYTHONPATH": import_path()}}
     scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
     per_bundle = job.num_processes // len(group.bundle_specs)
@@ -267,7 +268,7 @@ def _wait(ray: Any, waiting: dict[Any, int], actors: Sequence[Any]) -> tuple[str
 
 
 def write_result(result: bytes) -> None:
-    """Write the result of this rank where its actor finds it."""
+    """Write the result of this rank to the file that its actor reads."""
     file = variable(RESULT_FILE)
     assert file is not None  # an actor has started this process
     Path(file).write_bytes(result)

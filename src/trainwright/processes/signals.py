@@ -1,4 +1,4 @@
-"""Preemption signals: handlers that only record them, and their exchange between ranks."""
+"""Preemption signals: handlers that only record signals, and the exchange of signals between ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _EXCHANGE_EVERY_N_STEPS = 10  # at least
 
 
 class SignalHandler:
-    """A signal handler of Trainwright. In a forked process it does what the system would do.
+    """Signal handler of Trainwright. In a forked process it applies the system's default action.
 
-    A process that forks ends the new process with SIGTERM, as multiprocessing does, and waits for it.
+    multiprocessing, for example, ends a forked process by SIGTERM and waits for it.
     """
 
     def __init__(self) -> None:
@@ -44,14 +44,15 @@ def is_users(handler: object) -> bool:
 
 
 class ReceivedSignal:
-    """The signal that this process has received, and the one that all ranks have agreed on.
+    """A signal that this process has received, or that all ranks know.
 
     Args:
-        grace_s: Seconds between the signal and the end of the process from outside; None: signals are not handled.
+        grace_s: Seconds from the signal until the system ends the process. None if signals are not handled.
 
     Attributes:
-        signal: Number of the signal that this process received, or that the ranks agreed on; 0: none.
-        agreed: Whether all ranks have received `signal` from an exchange.
+        signal: Number of the signal that this process, or in an exchange another rank, has received. 0 without a
+            signal.
+        agreed: True if all ranks know `signal` from an exchange.
         receiver: The first rank that received it.
     """
 
@@ -63,12 +64,12 @@ class ReceivedSignal:
         self._deadline = 0.0
 
     def take(self, number: int) -> None:
-        """Record a signal to this process; only the first one counts."""
+        """Record a signal to this process. Only the first signal is recorded."""
         if not self.signal:
             self.signal, self._deadline = number, time.monotonic() + (self.grace_s or 0.0)
 
     def remaining_s(self) -> float:
-        """Return the seconds until the process is ended from outside."""
+        """Return the seconds until the system ends the process."""
         return self._deadline - time.monotonic()
 
     def note(self) -> list[int]:
@@ -85,12 +86,12 @@ class ReceivedSignal:
 
 
 class LoopSignal(ReceivedSignal):
-    """SIGTERM and SIGUSR1 in a user-written loop, until `close`. The user's own handlers are called as well.
+    """Handler of SIGTERM and SIGUSR1 in a user-written loop, until `close`. It also calls the user's own handlers.
 
     Outside of the main thread, where Python allows no handlers, only the signals of other ranks are received.
 
     Args:
-        processes: this rank and the others.
+        processes: the processes of the run.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -132,7 +133,7 @@ class LoopSignal(ReceivedSignal):
 
 
 class _LoopHandler(SignalHandler):
-    """Record a signal. Once closed, act as the handler that was set before."""
+    """Handler that records a signal. After `close` it calls the earlier handler."""
 
     def __init__(self, received: LoopSignal, number: int) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ class _LoopHandler(SignalHandler):
             self._restore()
 
     def _earlier(self) -> Any:
-        """Return the handler that was set before, passing over those that are closed."""
+        """Return the latest earlier handler that is not closed."""
         before = self._before
         while isinstance(before, _LoopHandler) and before._closed:
             before = before._before

@@ -18,7 +18,7 @@ _WRAPPERS = ("wrapper", "decorate_context", "<lambda>")
 
 @dataclass(frozen=True)
 class Position:
-    """Progress of a rank; it has moved if any of these has changed."""
+    """Progress of a rank. A rank has made progress if any field has changed."""
 
     step: int  # completed optimizer steps
     batch: int  # micro-batches consumed by this rank
@@ -31,7 +31,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Standing:
-    """Reported position of a rank; JSON-compatible through `to_dict`."""
+    """Reported position of a rank. `to_dict` returns it as JSON-compatible values."""
 
     rank: int
     position: str  # `str` of its Position
@@ -59,7 +59,7 @@ def standing_of(rank: int, position: Position, still_s: float, thread_id: int) -
 
 
 def frames_of(thread_id: int) -> list[FrameType]:
-    """Return a thread's frames, innermost first; none if it has ended."""
+    """Return a thread's frames, innermost first. Empty if the thread has ended."""
     frame = sys._current_frames().get(thread_id)
     frames = []
     while frame is not None:
@@ -71,7 +71,7 @@ def frames_of(thread_id: int) -> list[FrameType]:
 def collective_of(frames: list[FrameType]) -> str:
     """Return the name of the collective that a thread is in, or an empty string.
 
-    A backward pass counts as one, because gradients are averaged over ranks in it, outside of Python.
+    A backward pass counts as a collective, because torch averages gradients over ranks in it.
     """
     found = ""
     for frame in frames:
@@ -87,7 +87,7 @@ def collective_of(frames: list[FrameType]) -> str:
 
 
 def activity_of(frames: list[FrameType]) -> str:
-    """Return a Trainer thread's activity besides computing; empty if unknown."""
+    """Return the activity of a Trainer's thread, other than computing. Empty if unknown."""
     for frame in frames:
         module = _module(frame)
         if module.startswith(("trainwright.checkpoint", "trainwright.trainer.checkpoints.step_end")):
@@ -100,7 +100,7 @@ def activity_of(frames: list[FrameType]) -> str:
 
 
 def stacks_of(thread_id: int) -> str:
-    """Return the Python stacks of all threads but the calling one, that of `thread_id` first."""
+    """Return the Python stacks of all threads except the calling thread. The stack of `thread_id` is the first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     others = sorted(ident for ident in frames if ident not in (thread_id, threading.get_ident()))
@@ -125,7 +125,7 @@ def _place(frame: FrameType) -> str:
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """Mark that distinguishes a process from every other one, including later ones with its number."""
+    """Mark that distinguishes a process from all others, including later processes with the same number."""
 
     node: str  # equal for processes that see each other: host, and namespace of process numbers where there are such
     pid: int
@@ -140,7 +140,7 @@ class ProcessMark:
         return cls(node, pid, status[1] if status is not None else "")
 
     def is_gone(self) -> bool:
-        """Return whether the process has ended, even if its parent has not reaped it; call it on its own node."""
+        """Return whether the process has ended, even if its parent has not reaped it. Call it on the process's node."""
         if self.started:
             status = _kernel_status(self.pid)
             return status is None or status[0] in "ZX" or status[1] != self.started
@@ -154,7 +154,7 @@ class ProcessMark:
 
 
 def _kernel_status(pid: int) -> tuple[str, str] | None:
-    """Return a process's state letter and start time; None if it does not exist (or there is no /proc)."""
+    """Return a process's state letter and start time, or None if the process or /proc does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,6 @@
-"""Process that the Trainer or a launcher started: `python -m trainwright.processes.worker WORK PARENT`."""
+"""Program of the processes that the Trainer or a launcher starts: `python -m trainwright.processes.worker WORK
+PARENT`.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ def define(definitions: list[type | FunctionType]) -> None:
 
 
 def main(work_file: str) -> int:
-    """Run the pickled work; write the traceback to `error-RANK.txt` beside it if it fails. Return the exit code. The
-    file was just written by the parent process, in a folder that only this user can read.
+    """Run the pickled work and return the exit code. If it fails, write the traceback to `error-RANK.txt` beside it.
+
+    The parent process has just written the file, in a folder that only this user can access.
     """
     error_file = Path(work_file).with_name(f"error-{variable('RANK')}.txt")
     error_file.unlink(missing_ok=True)  # of an earlier attempt

@@ -1,4 +1,4 @@
-"""SimpleProfiler and AdvancedProfiler: the time of each action, and the functions that it calls."""
+"""SimpleProfiler and AdvancedProfiler, which measure actions and function calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOP = 20  # actions in the short form
 
 
 class SimpleProfiler(Profiler):
-    """Profiler of the duration of each action, with and without the actions inside of it.
+    """Profiler of the duration of each action, with and without nested actions.
 
     On a GPU, kernels run after the calls that start them: use `PyTorchProfiler` for the time of kernels.
 
@@ -24,7 +24,7 @@ class SimpleProfiler(Profiler):
         extended: Print all actions. False prints the 20 longest. Default: True.
 
     Attributes:
-        totals: Action → number of calls, seconds with the actions inside of it, seconds without them.
+        totals: For each action the number of calls, the seconds with nested actions, and the seconds without them.
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
@@ -74,8 +74,8 @@ class AdvancedProfiler(Profiler):
         dirpath, filename: see `Profiler`.
         line_count_restriction: Number of functions (int), or fraction of them (float), in the report of an action.
             Default: 1.0.
-        dump_stats: Also write `{stage}-{filename}-{rank}-{action}.prof` for each action, for tools that read the
-            files of cProfile. Default: False.
+        dump_stats: Also write cProfile's file `{stage}-{filename}-{rank}-{action}.prof` for each action. Default:
+            False.
     """
 
     def __init__(

@@ -19,16 +19,16 @@ class Profiler:
     """Base class of profilers. Sub-classes override `start`, `stop` and `summary`.
 
     A Trainer calls `setup` when a stage begins, `start` and `stop` around each action, `end_step` after each optimizer
-    step (in evaluations after each batch), `close` before its processes leave the group, and then `describe` and
+    step (in evaluations after each batch), `close` before the process group is closed, and then `describe` and
     `teardown`. Call `start` and `stop` from one thread only.
 
     Args:
-        dirpath: Folder of the files that it writes. Default: None, which is `default_root_dir` of the Trainer.
+        dirpath: Folder of the profiler's files. Default: None, which is `default_root_dir` of the Trainer.
         filename: First part of the names of the files. Default: None, which is `"profile"`. If both are None, the
             summary of rank 0 is printed. Otherwise each rank writes `{stage}-{filename}-{rank}.txt`.
 
     Attributes:
-        enabled: False if nothing is recorded; the Trainer then calls only `setup` and `teardown`.
+        enabled: False if nothing is recorded. The Trainer then calls only `setup` and `teardown`.
     """
 
     enabled = True
@@ -40,7 +40,7 @@ class Profiler:
         self._open: list[Any] = []  # sequences that begin with the name of an open action, the innermost last
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
-        """Prepare for a stage, and discard the records of earlier ones.
+        """Prepare for a stage, and discard the records of earlier stages.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
@@ -53,7 +53,7 @@ class Profiler:
         """Start recording the action `name`."""
 
     def stop(self, name: str) -> None:
-        """Stop recording the action `name`. Simple and AdvancedProfiler raise ValueError if it was not started."""
+        """Stop recording the action `name`. Simple and AdvancedProfiler raise ValueError if it is not running."""
 
     @contextmanager
     def profile(self, name: str) -> Iterator[None]:
@@ -96,7 +96,7 @@ class Profiler:
         return ""
 
     def describe(self, show: Callable[[str], Any] = print) -> None:
-        """Write the summary to its file, or pass that of rank 0 to `show` (default: print), with the names of files."""
+        """Write the summary to its file, or pass rank 0's summary to `show` (default: print). Also show file names."""
         text, path = self.summary(), self.path(".txt")
         if text and (self.dirpath is not None or self.filename is not None):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ class Profiler:
         """Release everything at the end of a stage."""
 
     def path(self, ending: str, part: str | int | None = None) -> Path:
-        """Return the path of a file; `part` is this rank, unless it is given."""
+        """Return the path of a file. `part` of the name is this rank by default."""
         part = self.rank if part is None else part
         return (self.dirpath or self._root) / f"{self.stage}-{self.filename or 'profile'}-{part}{ending}"
 

@@ -33,8 +33,8 @@ Schedule = Callable[[int], ProfilerAction]
 
 
 def make_schedule(given: Mapping[str, int] | Schedule | None) -> Schedule | None:
-    """Return a function of the step, from one or from arguments of `torch.profiler.schedule`. `active` is required;
-    `wait` and `warmup` default to 0. Return None for None.
+    """Return a schedule (a function of the step) from arguments of `torch.profiler.schedule`. `active` is required.
+    `wait` and `warmup` default to 0. A function, and None, are returned unchanged.
 
     Raises:
         ConfigurationError: A key is unknown, `active` is missing, or a value is out of its range.
@@ -112,7 +112,7 @@ class CycleProfile(torch.profiler.profile):
         self.handlers, self.num_exported = handlers, self.num_recorded
 
     def export_chrome_trace(self, path: str, *args: Any, **options: Any) -> None:
-        """Write the trace of a cycle. torch can do so once, so that further files are copies of the first one."""
+        """Write the trace of a cycle. torch can write it only once, so further files are copies of the first."""
         if not self._first:
             self._first = str(path)
             super().export_chrome_trace(self._first, *args, **options)
@@ -147,7 +147,7 @@ class PyTorchProfiler(Profiler):
         group_by_input_shapes: List operators with different input shapes separately in the table. Default: False.
         emit_nvtx: Only mark operators for NVIDIA's tools, by `torch.autograd.profiler.emit_nvtx`. Default: False.
         export_to_chrome: Write the traces. Default: True.
-        row_limit: Rows of the table; -1: all. Default: 20.
+        row_limit: Rows of the table. -1 shows all rows. Default: 20.
         sort_by_key: Column that sorts the table, such as `cpu_time_total`. Default: None, the total time on the device.
         record_module_names: Mark the forward of each module with its name. Default: True.
         table_kwargs: Further arguments of torch's `table`. Default: None.
@@ -156,7 +156,8 @@ class PyTorchProfiler(Profiler):
         memory_timeline: Write `{stage}-{filename}-{rank}-memory.json` with the memory by its use. Default: False.
         memory_snapshot: On CUDA, write `{stage}-{filename}-{rank}-memory.pickle` for pytorch.org/memory_viz. Default:
             False.
-        peak_flops: Peak of a device in FLOP/s, to compare FLOPs of a step with (`with_flops=True`). Default: None.
+        peak_flops: Peak of a device in FLOP/s. With `with_flops=True`, FLOPs of a step are compared with it. Default:
+            None.
         **profiler_kwargs: Arguments of `torch.profiler.profile`.
 
     Raises:
@@ -314,7 +315,7 @@ class PyTorchProfiler(Profiler):
         self.path(".json", "merged").write_text(json.dumps(merged), encoding="utf-8")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the open profiler: a copy in another process starts its own."""
+        """Omit the open profiler. A copy in another process starts a new profiler."""
         return {**vars(self), "profiler": None, "_open": [], "_resources": None}
 
 
@@ -372,8 +373,8 @@ class ProfileKwargs(KwargsHandler):
 def profiled(
     options: ProfileKwargs, process_index: int, wait: Callable[[], None], written: list[str]
 ) -> Iterator[torch.profiler.profile]:
-    """Yield a profiler that records the `with` block; see `Accelerator.profile`. Its traces are appended to `written`,
-    and `wait` is called after they are written.
+    """Yield a profiler that records the `with` block; see `Accelerator.profile`. The paths of its traces are appended
+    to `written`. `wait` is called after the traces are written.
     """
     if not isinstance(options, ProfileKwargs):
         raise ConfigurationError(f"accelerator.profile({options!r}): expected ProfileKwargs(…).")

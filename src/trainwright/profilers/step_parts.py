@@ -19,7 +19,7 @@ _STRATEGY_PARTS = {"batch_to_device": "host to device", "training_step": "forwar
 
 @cache
 def part_of(name: str) -> str | None:
-    """Return the part of a step that an action of the Trainer belongs to; None for actions that are not counted."""
+    """Return the part of a step that an action of the Trainer belongs to, or None if it is not counted."""
     kind, _, rest = name.partition("]")
     action = rest.rpartition(".")[2]
     if kind == "[Loader":
@@ -32,12 +32,13 @@ def part_of(name: str) -> str | None:
 
 
 class StepPartsProfiler(SimpleProfiler):
-    """Profiler that sums the own seconds of each part over some steps. A step begins when the one before it ends.
+    """Profiler that sums the seconds of each part of a step, without nested parts. A step begins when the last one
+    ends.
 
     Args:
-        steps: number of steps to measure.
-        warmup: number of steps before them.
-        traced: number of steps after them in which torch.profiler records communication. Default: 0.
+        steps: number of measured steps.
+        warmup: number of steps before the measured steps.
+        traced: number of steps after the measured steps in which torch.profiler records communication. Default: 0.
     """
 
     def __init__(self, steps: int, warmup: int, traced: int = 0) -> None:
@@ -93,7 +94,7 @@ class StepPartsProfiler(SimpleProfiler):
         self._shares = communication_shares((name, time.start, time.end) for name, time in events)
 
     def summary(self) -> str:
-        """Return no text: the command prints a table."""
+        """Return an empty text, because the command prints a table."""
         return ""
 
     def result(self) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class StepPartsProfiler(SimpleProfiler):
 
 
 def communication_shares(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Return the share of each part's own time in which a collective was in flight, from (name, start, end)."""
+    """Return the fraction of each part's time in which a collective was running, from tuples (name, start, end)."""
     marks: list[tuple[float, int, str]] = []  # time, +1 or -1, name
     for name, start, end in events:
         if name.startswith(("part:", "gloo:", "nccl:")):
@@ -139,6 +140,6 @@ def communication_shares(events: Iterable[tuple[str, float, float]]) -> dict[str
 
 
 def _wait_for_gpu() -> None:
-    """Wait for the kernels of a GPU, so that each part contains its own."""
+    """Wait for the kernels of a GPU, so that each part includes the time of its kernels."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types here
         torch.cuda.synchronize()

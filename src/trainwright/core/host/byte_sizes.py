@@ -18,7 +18,7 @@ def convert_file_size_to_int(size: int | str) -> int:
             and K, in upper or lower case. A lower-case b in a decimal unit means bits: `"10Gb"` is 1.25 GB.
 
     Raises:
-        ConfigurationError: neither, or negative.
+        ConfigurationError: `size` is neither a number of bytes nor such a text, or is negative.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size

@@ -25,12 +25,13 @@ def get_cpu_distributed_information() -> Topology:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Run this process on the cores of its NUMA node: that of its GPU, or else the node's processes share all nodes.
+    """Run this process on the cores of one NUMA node.
 
-    It has no effect on a machine with one NUMA node, or if the process may not use any of these cores.
+    This is the NUMA node of its GPU. Without one, the processes of the machine are divided over all NUMA nodes. The
+    function has no effect on a machine with one NUMA node, or if the process may not use any of these cores.
 
     Args:
-        local_process_index: Index of this process on its machine, and of its GPU.
+        local_process_index: Index of this process and of its GPU on the machine.
         verbose: Log the cores. Default: the variable `ACCELERATE_DEBUG_MODE`.
     """
     if not hasattr(os, "sched_setaffinity"):  # Linux has it
@@ -52,12 +53,12 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @lru_cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Call `override_numa_affinity` once; later calls with the same arguments do nothing."""
+    """Call `override_numa_affinity`. Later calls with the same arguments have no effect."""
     override_numa_affinity(local_process_index, verbose)
 
 
 def _of_gpu(index: int) -> Path | None:
-    """Return the file with the cores near a GPU; None without a GPU, or if the system does not list them."""
+    """Return the system file that lists the cores near a GPU; None without a GPU or such a file."""
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None
     gpu: Any = torch.cuda.get_device_properties(index)

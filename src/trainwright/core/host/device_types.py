@@ -1,4 +1,4 @@
-"""The types of accelerators that torch has or that a vendor's package adds, and what differs between them."""
+"""Types of accelerators, of torch or of a vendor's package, and their differences."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class DeviceType:
     """Properties of a type of device that torch's own functions do not return.
 
     Attributes:
-        module: import name of the package that adds it to torch; None: torch has it. `""`: not known.
-        install: what to install where torch does not find it.
-        backend: communication library of torch.distributed, which serves no other type; None: gloo.
-        visible: variable that limits which devices a process sees.
-        distributed_type: name in `DistributedType` with several processes.
-        copies_beside: `non_blocking=True` is safe, and copies from and to pinned host memory run beside both. It is not
-            on the CPU and on MPS (torch 2.13): a copy may read host memory that has been freed or overwritten.
-        has_float64: False if it does not compute in float64.
+        module: import name of the package that adds the type to torch. None if torch has the type, `""` if unknown.
+        install: package to install if torch does not find the type.
+        backend: backend of torch.distributed for this type only. None uses gloo.
+        visible: environment variable that limits the devices of a process.
+        distributed_type: member of `DistributedType` for runs with several processes.
+        copies_beside: copies with `non_blocking=True` from and to pinned host memory are safe and run asynchronously to
+            host and device. False for the CPU and MPS (torch 2.13), where a copy may read freed or overwritten memory.
+        has_float64: the device computes in float64.
         is_unified: the device shares the memory of the host, and only one process can use it.
     """
 
@@ -79,7 +79,7 @@ def properties(kind: str) -> DeviceType:
 
 
 def advice(kind: str) -> str:
-    """Return what to install where torch does not find this type of device."""
+    """Return a text that names the package to install if torch does not find this type of device."""
     found = properties(kind)
     if not found.install:
         return ""

@@ -57,7 +57,7 @@ def parent_url(url: str) -> str:
 
 
 def local_folder(root: Path, url: str) -> Path:
-    """Return the folder below `root` for `url`: readable, and unique for every URL."""
+    """Return the folder below `root` for `url`. Its name is readable and unique for each URL."""
     url = url.rstrip("/")
     words = re.sub(r"[^A-Za-z0-9_.]+", "-", url.rpartition("@")[2]).strip("-.")[-60:]  # no password in a path
     return root / f"{words}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
@@ -65,7 +65,7 @@ def local_folder(root: Path, url: str) -> Path:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Mark `folder` as in use by this process until the block ends or the process dies; see `is_held`."""
+    """Mark `folder` as in use by this process, until the context or the process ends; see `is_held`."""
     with _lockable(folder) as lock:
         # A file system without locks only loses the protection against a cleaner that runs at the same moment.
         with contextlib.suppress(OSError):
@@ -75,9 +75,10 @@ def held(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone_in(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
-    """Run this block in one process at a time, among those that use the same folder. Blocks until the others have
-    finished, for at most this many seconds, so that a stopped process does not block others forever. On file systems
-    without locks it does not block.
+    """Let only one process at a time enter the context for `folder`.
+
+    Blocks until other processes have left it, for at most `patience_s` seconds, so that a stopped process does not
+    block others forever. Does not block on file systems without locks.
     """
     with _lockable(folder) as lock:
         end = time.monotonic() + patience_s
@@ -93,7 +94,7 @@ def alone_in(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a running process holds `folder`."""
+    """Return whether a running process has marked `folder` as in use."""
     with _lockable(folder) as lock:
         try:
             lock("LOCK_EX")
@@ -104,7 +105,7 @@ def is_held(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _lockable(folder: Path) -> Iterator[Callable[[str], None]]:
-    """Hand out what locks a folder for the length of a `with` block, without waiting; it does nothing on Windows."""
+    """Yield a function that locks a folder without waiting, and unlock the folder at the end. No effect on Windows."""
     if os.name == "nt":
         yield lambda kind: None
         return

@@ -11,7 +11,7 @@ _TIMEOUT_S = 5.0
 
 
 def local_files_only(name: str, file: str = "config.json") -> bool:
-    """Return the argument of the same name for `from_pretrained`: True if only a copy can be read.
+    """Return `local_files_only` for `from_pretrained`: True if the hub cannot be reached but a local copy exists.
 
     The hub is tried once. huggingface_hub itself retries for half a minute if this machine has no copy of a file.
 

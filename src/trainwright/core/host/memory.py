@@ -52,10 +52,9 @@ def keep_freed_memory(keep: bool) -> None:
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Return whether an exception, or one that it was raised from, means that memory of a device or of the host ran
-    out.
+    """Return whether an exception, or one of its causes, means that memory of a device or of the host ran out.
 
-    Known: `torch.OutOfMemoryError`, `MemoryError`, and the RuntimeErrors of torch's allocators, cuBLAS and cuDNN. A
+    Detects `torch.OutOfMemoryError`, `MemoryError`, and the RuntimeErrors of torch's allocators, cuBLAS and cuDNN. A
     process that the operating system kills for its memory raises no error, and cannot be detected.
     """
     error: BaseException | None = exception
@@ -74,9 +73,10 @@ should_reduce_batch_size = is_out_of_memory  # Accelerate's name
 
 
 def available_host_memory_bytes() -> int:
-    """Return the bytes of host memory that this process can still use without swapping. On Linux the available memory
-    of the kernel, or the remainder of the control group (the container) if that is less; elsewhere all of the machine's
-    memory.
+    """Return the bytes of host memory that this process can still use without swapping.
+
+    On Linux this is the kernel's available memory, or the remainder of the control group (container) if that is less.
+    On other systems it is all of the machine's memory.
 
     Raises:
         ConfigurationError: the system does not report it.
@@ -118,7 +118,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Return cached memory of torch's allocator to the device.
 
     Args:
-        garbage_collection: collect reference cycles first, which may hold tensors; takes tens of milliseconds.
+        garbage_collection: first collect reference cycles, which may reference tensors. Takes tens of milliseconds.
             Default: False.
 
     May wait for the device. No effect on device memory without an accelerator.
@@ -132,8 +132,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: object) -> list[Any]:
-    """Release this function's references to `objects`, collect cycles and clear the device's cache. The caller's own
-    references must be released too, so assign the result to them: `a, b = release_memory(a, b)`.
+    """Release references to `objects`, collect cycles and clear the device's cache. To release the caller's references
+    too, assign the result: `a, b = release_memory(a, b)`.
 
     Returns:
         None for each object.
@@ -149,22 +149,23 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """Decorate a function so that it is retried with a smaller batch size whenever memory runs out. `function` takes
-    the batch size as its first argument; callers omit it. Everything that needs memory (model, optimizer, loaders) must
-    be created inside of it, so that a failed attempt can be freed. A later call begins with the size that worked last.
-    Each process decides alone: with several, use `BatchSizeFinder`, where ranks agree.
+    """Decorate a function so that it is retried with a smaller batch size whenever memory runs out.
+
+    The batch size is the first argument of `function`; callers omit it. Create everything that needs memory (model,
+    optimizer, loaders) inside the function, so that a failed attempt can be freed. A later call begins with the last
+    successful size. Processes do not communicate: with several, use `BatchSizeFinder`.
 
     Args:
-        function: the function to call; without it the decorator is returned: `@find_executable_batch_size(...)`.
-            Default: None.
+        function: the function to decorate. Default: None, which returns the decorator:
+            `@find_executable_batch_size(...)`.
         starting_batch_size: the first size to try, at least 1. Default: 128.
-        reduce_batch_size_fn: returns the next size to try after a failure, without arguments; None: half of the last
-            one, rounded down. Default: None.
+        reduce_batch_size_fn: function without arguments that returns the next size to try. Default: None, which halves
+            the size and rounds down.
 
     Raises:
-        TypeError: in a call: the batch size was passed too.
-        BatchSizeError: in a call: not even the smallest batch size fits; it is a RuntimeError, raised from the last
-            error. Other errors of `function` are raised unchanged.
+        TypeError: a call passed the batch size.
+        BatchSizeError: not even the smallest batch size fits. It is a RuntimeError, raised from the last error. Other
+            errors of `function` are raised unchanged.
     """
     if function is None:
         return functools.partial(
@@ -199,8 +200,8 @@ def find_executable_batch_size(
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Return an error without its tracebacks and those of its causes: their frames would keep the failed attempt's
-    tensors alive.
+    """Remove the tracebacks of an error and of its causes, because their frames keep the failed attempt's tensors
+    alive.
     """
     left: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -214,7 +215,7 @@ def _without_frames(error: Exception) -> Exception:
 
 
 def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise a clear error for a call with one argument too many."""
+    """Raise an error if a call passes the batch size."""
     parameters = list(inspect.signature(function).parameters.values())
     name = getattr(function, "__name__", type(function).__name__)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -1,4 +1,4 @@
-"""Helpers that act on the main process only, without a Trainer: it is determined from the launcher's variables."""
+"""Helpers for the main process, which is detected from the launcher's variables without a Trainer."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def rank_zero_warn(
     """Issue a warning on the main process only.
 
     Args:
-        message: its text.
+        message: text of the warning.
         stacklevel: as in `warnings.warn`: 2 is the caller's line. Default: 2.
-        category: its class. Default: UserWarning.
+        category: class of the warning. Default: UserWarning.
         options: further arguments of `warnings.warn`.
     """
     if detect().rank == 0:

@@ -1,4 +1,4 @@
-"""The library torch_xla: the only file that imports it."""
+"""Functions of the library torch_xla, which only this file imports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_versions(purpose: str = "strategy='xla'") -> None:
         purpose: The option that needs it.
 
     Raises:
-        ConfigurationError: It is not, or was built for another torch.
+        ConfigurationError: torch_xla is not installed, or was built for another torch.
     """
     try:
         theirs = metadata.version("torch_xla")
@@ -96,12 +96,12 @@ class XLALibrary:
     """The functions of torch_xla that an engine uses.
 
     Args:
-        spmd: One process uses all devices of this machine; chosen once in a process.
+        spmd: One process uses all devices of this machine. The value cannot change within a process.
         num_processes: Number of processes of the run.
 
     Raises:
-        ConfigurationError: An earlier run of this process has chosen otherwise, or torch_xla has another number of
-            replicas than there are processes.
+        ConfigurationError: An earlier run of this process had another value of `spmd`, or torch_xla's number of
+            replicas differs from the number of processes.
     """
 
     def __init__(self, *, spmd: bool, num_processes: int = 1) -> None:
@@ -143,7 +143,7 @@ class XLALibrary:
             self._mesh = self._sharding.Mesh(numbers, (self.num_devices,), ("data",))
 
     def sync(self) -> None:
-        """Compile, if it is new, and start what has been recorded. Does not wait for the device."""
+        """Start the recorded graph, and compile it if it is new. Does not wait for the device."""
         self._xla.sync()
 
     def average(self, gradients: list[torch.Tensor]) -> None:
@@ -156,7 +156,7 @@ class XLALibrary:
         return int(found[0]) if found else 0
 
     def shard(self, tensor: torch.Tensor, dim: int) -> None:
-        """Divide a tensor over the devices along a dimension whose size is a multiple of their number."""
+        """Divide a tensor over the devices along a dimension. Its size must be a multiple of the number of devices."""
         places = [None] * tensor.dim()
         places[dim] = "data"  # type: ignore[call-overload]  # the name of the mesh's axis
         self._sharding.mark_sharding(tensor, self._mesh, tuple(places))
@@ -169,7 +169,7 @@ class XLALibrary:
         return torch.tensor(list(state.to_bytes(8, "little")), dtype=torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
-        """Restore what `get_rng_state` returned."""
+        """Restore the result of `get_rng_state`."""
         self._model.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"))
 
     def manual_seed_all(self, seed: int) -> None:

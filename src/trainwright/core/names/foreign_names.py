@@ -1,7 +1,7 @@
-"""Counterparts of Lightning's and Accelerate's names, and replacements for those without one. This table is used for
-the errors of `trainwright.<name>`, for objects of those libraries that are passed to a Trainer, for class paths in
-configuration files, and for `trainwright migrate`. Equal names are not listed: they are in the packages' own lists of
-public names.
+"""Counterparts of Lightning's and Accelerate's names, and advice for names without a counterpart.
+
+The table is used for errors of `trainwright.<name>`, for objects of those libraries that are passed to a Trainer, for
+class paths in configuration files, and for `trainwright migrate`. Names that are equal in Trainwright are not listed.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def canonical(path: str) -> str:
 
 
 def own_module(module: str) -> str | None:
-    """Return the module here with the names of a foreign module; None if there is none."""
+    """Return Trainwright's module with the names of a foreign module, or None."""
     path = canonical(module)
     while path and path not in MODULES:
         path = path.rpartition(".")[0]
@@ -144,7 +144,7 @@ def own_module(module: str) -> str | None:
 
 
 def answer(name: str, library: str | None = None) -> str | None:
-    """Return the replacement of another library's name; None for an unknown name."""
+    """Return the replacement of another library's name, or None for an unknown name."""
     for known in [library] if library else ANSWERS:
         if name in RENAMED[known]:
             return f"{name} of {known} is {RENAMED[known][name]} here."
@@ -156,7 +156,7 @@ def answer(name: str, library: str | None = None) -> str | None:
 def missing(module: str, name: str, public: Iterable[str]) -> Exception:
     """Return the error for a missing name in one of our modules, for its `__getattr__`.
 
-    It is an ImportError for `from module import name`, whose text Python would replace otherwise; else AttributeError.
+    It is an AttributeError, or for `from module import name` an ImportError, because Python would replace the text.
     """
     text = f"module {module!r} has no attribute {name!r}."
     told = None if name.startswith("_") else answer(name)

@@ -1,4 +1,4 @@
-"""Hidden names: of checkpoints that are being written or deleted, and of wrapped parameters."""
+"""Hidden names of checkpoints that are being written or deleted, and names of wrapped parameters."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def split_hidden(name: str) -> tuple[str, str] | None:
 
 
 def names_in(folder: Path | None) -> frozenset[str]:
-    """Return the names that are taken in a folder, those of checkpoints that any run is just writing included.
+    """Return the names that are taken in a folder, including checkpoints that any run is writing.
 
-    The folder itself, `.`, tells an empty one from one that does not exist.
+    The result contains `.` if the folder exists.
     """
     if folder is None or not folder.is_dir():
         return frozenset()
@@ -26,7 +26,7 @@ def names_in(folder: Path | None) -> frozenset[str]:
 
 
 def claimed_names(folder: Path | None) -> frozenset[str]:
-    """Return the names in a folder under which a checkpoint is being written, or which a running fit keeps."""
+    """Return the names in a folder that a save or a running fit has reserved."""
     names = () if folder is None or not folder.is_dir() else os.listdir(folder)
     return frozenset(split[0] for split in map(split_hidden, names) if split and split[1] == "tmp")
 

@@ -1,4 +1,4 @@
-"""Errors for unknown keywords of a function; type checkers and editors see its own signature."""
+"""Errors for unknown keywords of a function that keeps its signature for type checkers and editors."""
 
 from __future__ import annotations
 

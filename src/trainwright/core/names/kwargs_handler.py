@@ -22,11 +22,11 @@ def as_flag(text: str) -> bool:
 
 
 def from_variable(name: str, read: Callable[[str], Any] = str, **more: object) -> Any:
-    """Return a dataclass field whose default is an environment variable; None if that is not set or says `none`.
+    """Return a dataclass field. Its default is the value of an environment variable, or None if unset or `none`.
 
     Args:
         name: name of the variable. `{}` in it is the field's name in capitals.
-        read: Converts its text; raises ValueError for a text that it cannot convert.
+        read: Converts the variable's text. Raises ValueError for an invalid text.
         more: Further metadata of the field.
     """
     return field(default=None, metadata={"variable": name, "read": read, **more})
@@ -53,7 +53,7 @@ class VariableFields:
         return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
 
     def overridden(self, origin: str) -> Iterator[str]:
-        """Yield a text for each variable that says something else than this object, the value of argument `origin`."""
+        """Yield a text for each variable whose value differs from that of this object, which was passed as `origin`."""
         for one in _fields(self):
             if "variable" in one.metadata:
                 name, own = _variable_of(one), getattr(self, one.name)
@@ -68,7 +68,7 @@ class KwargsHandler(VariableFields):
 
 
 def read_variable(name: str, read: Callable[[str], Any]) -> Any:
-    """Return the value of an environment variable; None if it is not set or says `none`. `read` converts its text."""
+    """Return the value of an environment variable, converted by `read`. None if it is unset or `none`."""
     text = (variable(name) or "").strip()
     if text.lower() in _SAYS_NOTHING:
         return None

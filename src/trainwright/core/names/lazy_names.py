@@ -1,5 +1,6 @@
-"""A package's public names, imported on first use (PEP 562), and listed only in its `__init__.pyi`. Editors and type
-checkers read that stub, and so does the package when a name is accessed.
+"""Lazy import of a package's public names (PEP 562), which are listed only in its `__init__.pyi`.
+
+Editors and type checkers read this stub. The package reads it when a name is accessed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which packages and devices there are, under the names of Hugging Face Accelerate. Imports no torch until asked."""
+"""Availability of packages and devices, under Accelerate's names. torch is imported on first use."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ is_wandb_available = _is_there("wandb")
 
 def _has_device(kind: str) -> Callable[..., bool]:
     def is_available(check_device: bool = False) -> bool:
-        """Return whether torch sees a device of this kind, whatever `check_device`."""
+        """Return whether torch finds a device of this kind. `check_device` has no effect."""
         import torch
 
         del check_device
@@ -82,7 +82,7 @@ is_xpu_available = _has_device("xpu")
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether torch_xla is installed, and has a device of a kind that is asked for, which starts torch_xla."""
+    """Return whether torch_xla is installed. If a kind of device is requested, start torch_xla and check for it."""
     if not _is_there("torch_xla")():
         return False
     if not (check_is_tpu or check_is_gpu):
@@ -92,7 +92,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Return whether the device of this machine computes in bfloat16; the CPU does. `ignore_tpu` has no effect."""
+    """Return whether this machine's device computes in bfloat16. True for the CPU. `ignore_tpu` has no effect."""
     import torch
 
     del ignore_tpu
@@ -100,7 +100,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Return whether the device of this machine trains in float16: an accelerator does, the CPU does not."""
+    """Return whether this machine's device trains in float16. True for accelerators, False for the CPU."""
     import torch
 
     return torch.accelerator.is_available()
@@ -120,7 +120,7 @@ def is_peft_model(model: object) -> bool:
 
 
 def compare_versions(library_or_version: str | object, operation: str, requirement_version: str) -> bool:
-    """Compare the version of an installed package, or a version, with another one; local parts (`+cpu`) are ignored.
+    """Compare the version of an installed package, or a version, with another version. Ignores local parts (`+cpu`).
 
     `operation` is `"=="`, `"!="`, `"<"`, `"<="`, `">"` or `">="`.
 
@@ -137,7 +137,7 @@ def compare_versions(library_or_version: str | object, operation: str, requireme
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compare the version of torch with another one; see `compare_versions`."""
+    """Compare the version of torch with another version; see `compare_versions`."""
     return compare_versions("torch", operation, version)
 
 

@@ -23,10 +23,11 @@ _NAME = "accelerate"
 def as_accelerate() -> StandIn:
     """Replace Hugging Face's accelerate by Trainwright in this process.
 
-    `import accelerate`, and each module of it, then imports the names of Trainwright. Libraries that train through
-    accelerate (transformers, peft, trl, diffusers) use Trainwright; accelerate need not be installed. Call it before
-    they are imported. A second call changes nothing. `python -m trainwright.as_accelerate script.py …` runs a script
-    this way. The `remove()` of the result imports the installed accelerate again. It is a context manager, too.
+    `import accelerate` and imports of its modules then return the names of Trainwright. Libraries that train through
+    accelerate (transformers, peft, trl, diffusers) use Trainwright. accelerate need not be installed. Call this
+    function before importing these libraries. A second call has no effect. `python -m trainwright.as_accelerate
+    script.py …` runs a script this way. The result is a context manager. Its method `remove()` restores the installed
+    accelerate.
 
     Raises:
         ConfigurationError: accelerate is imported already.
@@ -55,7 +56,7 @@ def _present() -> StandIn | None:
 
 
 class _Module(ModuleType):
-    """A module of accelerate, whose names are those of ours."""
+    """A module of accelerate with the names of Trainwright's module."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "__version__" and self.__name__ == _NAME:
@@ -64,13 +65,13 @@ class _Module(ModuleType):
 
 
 class StandIn(DistributionFinder, Loader):
-    """The replacement of accelerate by Trainwright, until `remove`. It is a context manager, too.
+    """Replacement of accelerate by Trainwright until `remove`. Also a context manager.
 
-    It finds accelerate's modules here, and its metadata, by which libraries check its version.
+    It provides accelerate's modules, and the metadata by which libraries check accelerate's version.
     """
 
     def remove(self) -> None:
-        """Import the installed accelerate from now on. Names that were imported before keep their meaning."""
+        """Import the installed accelerate from now on. Names that were already imported do not change."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
             for name in [name for name, module in sys.modules.items() if isinstance(module, _Module)]:

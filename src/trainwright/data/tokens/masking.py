@@ -17,17 +17,17 @@ IGNORED = -100  # the label of a position without a target, in transformers and 
 
 @dataclass(frozen=True, slots=True)
 class MaskedTokens:
-    """A `transform` of `TokenDataset`: some tokens are replaced, and the model predicts what they were.
+    """A `transform` of `TokenDataset` that replaces some tokens, which the model predicts.
 
     A sample has `input_ids`, `labels` (-100 for tokens that are not predicted) and `attention_mask`, each int64 of
     shape (length,). Source: Devlin et al., "BERT" (2018), section 3.1: of the chosen tokens 80 % become the mask, 10 %
     another token, and 10 % stay.
 
     Args:
-        length: That of the dataset.
+        length: Length of the dataset's samples.
         mask_token: Mask token of the tokenizer.
-        vocab_size: Random tokens are drawn below it.
-        probability: Share of tokens that are predicted. Default: 0.15.
+        vocab_size: Upper bound of random tokens, exclusive.
+        probability: Fraction of tokens that are predicted. Default: 0.15.
         special_tokens: Tokens that are never chosen. Default: none.
         pad_token: Fills short samples. Default: 0.
     """
@@ -53,16 +53,16 @@ class MaskedTokens:
 
 @dataclass(frozen=True, slots=True)
 class MaskedSpans:
-    """A `transform` of `TokenDataset`: spans are replaced by one mask each, and the model writes what they were.
+    """A `transform` of `TokenDataset` that replaces spans by one mask each. The model generates the replaced tokens.
 
     A sample has `input_ids` and `attention_mask` of shape (input_length,), and `labels` of shape (target_length,), all
     int64. Source: Raffel et al., "Exploring the Limits of Transfer Learning" (2019), section 3.1.4.
 
     Args:
-        length: That of the dataset: tokens of a text, of which the input has fewer.
-        masks: Tokens of the first mask, the second one and so on, such as `range(32099, 31999, -1)` of T5.
+        length: Length of the dataset's samples. The input is shorter.
+        masks: Mask tokens in order, such as `range(32099, 31999, -1)` of T5.
         eos_token: Ends inputs and labels.
-        probability: Share of the tokens that are replaced. Default: 0.15.
+        probability: Fraction of tokens that are replaced. Default: 0.15.
         mean_length: Mean length of a span. Default: 3.
         pad_token: Fills inputs. Default: 0.
 
@@ -97,12 +97,12 @@ class MaskedSpans:
         return replaced + spans + 1
 
     def _spans(self, length: int) -> tuple[int, int]:
-        """Return how many tokens of a text are replaced, and in how many spans."""
+        """Return the numbers of replaced tokens and of spans for a text."""
         replaced = min(max(round(length * self.probability), 1), length - 1)
         return replaced, max(1, min(round(replaced / self.mean_length), length - replaced))
 
     def __call__(self, tokens: Tokens, generator: np.random.Generator) -> dict[str, torch.Tensor]:
-        """Return a sample from the first `length` tokens, of which there are at least 2."""
+        """Return a sample from the first `length` tokens. At least 2 tokens are required."""
         text = tokens[: self.length]
         replaced, num = self._spans(len(text))
         lengths = np.stack([_parts(len(text) - replaced, num, generator), _parts(replaced, num, generator)], axis=1)

@@ -27,35 +27,36 @@ Sample = dict[str, torch.Tensor]
 class TokenDataset(Dataset[Any]):
     """Samples of `length` tokens from one or several files.
 
-    A sample is a dict of int64 tensors of shape (length,): `input_ids`; `labels`, which are the same; `shift_labels`,
-    the token that follows each position, or -100 where there is none. Models of transformers use `shift_labels`
-    when both are passed, so that every token is predicted once. `documents="separate"` adds `position_ids`.
+    A sample is a dict of int64 tensors of shape (length,). `labels` equal `input_ids`. `shift_labels` are the next
+    tokens, or -100 if there is none. Models of transformers use `shift_labels` if both are passed, so that every token
+    is predicted once. `documents="separate"` adds `position_ids`.
 
-    A sample is computed from its number: a dataset has no index in memory, so that its size does not matter, and a
-    DataLoader of the Trainer or the Accelerator shuffles it and resumes in it without one either.
+    Samples are computed from their index, so the dataset needs no memory that grows with its size. The Trainer and the
+    Accelerator shuffle it and resume without such memory, too.
 
     Args:
-        files: The path of a file (see `TokenFile`), several, or a dict from paths to weights.
+        files: The path of a file (see `TokenFile`), a list of paths, or a dict from paths to weights.
         length: Tokens of a sample.
-        num_samples: Samples of the dataset. With weights it is the number for all of the training: each file gives its
-            share, rounded to whole samples, is read in random order, and is read again where it has fewer. Default:
-            None, which is all samples of all files, or with weights, as many as files have in total.
-        documents: `"joined"`: a sample begins anywhere and may contain parts of several documents, which see each
-            other. `"separate"`: the same, but `position_ids` begin again at each document, by which models of
-            transformers separate their attention (with `use_cache=False` and no attention mask), and no token is
-            predicted from another document. `"packed"`: as `"separate"`, but only documents longer than
-            a sample are divided: samples are filled with complete documents and padded.
-        split: The part of each file that is used, from 0 to 1: `(0, 0.98)` for training, `(0.98, 1)` for validation.
-            Both begin and end at the nearest boundary of documents. A file with a single document is divided within it.
-        transform: Called with the tokens of a sample, an int64 array of up to `length` + 1, and a NumPy generator of
-            that sample alone; returns the sample. See `MaskedTokens` and `MaskedSpans`. Default: None.
-        vocab_size: Vocabulary of the model, to check files with. Default: None.
+        num_samples: Number of samples. With weights, it should be the number for the entire training: each file
+            contributes samples in proportion to its weight, in random order and repeated if it has fewer. Default:
+            None, the number of samples in all files.
+        documents: With `"joined"`, a sample may contain parts of several documents, which attend to each other. With
+            `"separate"`, `position_ids` restart at each document, by which models of transformers separate the
+            attention (with `use_cache=False` and no attention mask), and no token is predicted from another document.
+            `"packed"` is like `"separate"`, but samples consist of complete documents and padding. Only documents
+            longer than a sample are divided.
+        split: The part of each file to use, such as `(0, 0.98)` for training and `(0.98, 1)` for validation. Parts
+            begin and end at the nearest document boundary. A file with a single document is divided within the
+            document.
+        transform: Function that returns a sample. Its arguments are an int64 array of up to `length` + 1 tokens, and a
+            NumPy generator seeded for the sample. See `MaskedTokens` and `MaskedSpans`. Default: None.
+        vocab_size: Vocabulary size of the model, to check files. Default: None.
         pad_token: Fills packed samples. Default: 0.
         seed: Seed of the order within files and of `transform`. Default: 0.
 
     Raises:
-        ConfigurationError: A file is missing or damaged, was written with another tokenizer than the first or with a
-            larger vocabulary, or is shorter than one sample; a weight is not positive.
+        ConfigurationError: A file is missing, damaged or shorter than one sample, its tokenizer differs from that of
+            the first file, its vocabulary is larger than `vocab_size`, or a weight is not positive.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class TokenDataset(Dataset[Any]):
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Sample:
-        """Return a sample; the same one for the same index, whenever and wherever it is asked for."""
+        """Return a sample, which depends only on the index."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is not in [0, {len(self)}).")
         which = bisect.bisect_right(self._ends, index)
@@ -140,7 +141,7 @@ class TokenDataset(Dataset[Any]):
 
 
 class _Windows:
-    """Samples that follow one another in a file: `length` tokens and the one after them."""
+    """Consecutive samples of a file: `length` tokens and the next token."""
 
     def __init__(self, file: TokenFile, length: int, split: tuple[float, float], *, with_starts: bool) -> None:
         self._file, self._length, self._with_starts = file, length, with_starts
@@ -163,8 +164,8 @@ class _Windows:
 class _Packed:
     """The packed samples of a file: best-fit packing of its documents.
 
-    The plan is computed once, stored beside the file, and mapped into memory. Where that folder cannot be written, the
-    plan is in the folder for temporary files.
+    The packing is computed once, stored beside the file, and mapped into memory. If the file's folder is read-only, the
+    packing is stored in the folder for temporary files.
 
     Source: Ding et al., "Fewer Truncations Improve Language Modeling" (2024): documents that are longer than a sample
     are divided, and parts are placed by decreasing length into the sample with the least free space that has enough.
@@ -189,7 +190,7 @@ class _Packed:
         return int(self._parts[-1, 2]) + 1 if len(self._parts) else 0
 
     def read(self, place: int) -> tuple[Tokens, list[int]]:
-        """Return the tokens of a sample and where documents, or parts of them, begin in it."""
+        """Return the tokens of a sample, and the positions at which documents or parts of documents begin."""
         low, high = np.searchsorted(self._parts[:, 2], [place, place + 1])
         parts = self._parts[low:high]
         tokens = np.concatenate([self._file.tokens[start : start + num] for start, num, _ in parts])
@@ -211,7 +212,7 @@ def _plan(lengths: Tokens, length: int, split: tuple[float, float]) -> Tokens:
 
 
 def _best_fit(lengths: Tokens, capacity: int) -> Tokens:
-    """Return the sample of each part; `lengths` decrease."""
+    """Return the index of the sample for each part. `lengths` must be in decreasing order."""
     found, num = np.empty(len(lengths), dtype=np.int64), 0
     by_space: dict[int, list[int]] = {}  # free space → samples that have it
     spaces: list[int] = []  # its keys in ascending order: the least one that is enough is found by bisection
@@ -249,10 +250,10 @@ def _check_files(files: Sequence[TokenFile], vocab_size: int | None) -> None:
 
 
 def _divide_exactly(total: int, weights: Sequence[float]) -> list[int]:
-    """Return whole numbers in proportion to weights whose sum is `total`; each differs by less than 1 from its share.
+    """Divide `total` into integers in proportion to weights. Each differs by less than 1 from the exact value.
 
     Raises:
-        ConfigurationError: A weight is negative or no number, or all are 0.
+        ConfigurationError: A weight is negative or not a number, or all weights are 0.
     """
     if not all(weight >= 0 for weight in weights) or not 0 < sum(weights) < float("inf"):
         raise ConfigurationError(f"weights {list(weights)}: write positive numbers.")

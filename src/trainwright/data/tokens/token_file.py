@@ -1,4 +1,4 @@
-"""Files of tokens in Megatron-LM's format: `NAME.bin` holds the tokens, `NAME.idx` where each document begins.
+"""Files of tokens in Megatron-LM's format: tokens in `NAME.bin`, starts of documents in `NAME.idx`.
 
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py, version 1 of the format. All numbers are little-endian.
 `NAME.idx` is: `MMIDIDX\\0\\0`; uint64 1; uint8 code of the dtype; uint64 number of sequences s; uint64 number d of
@@ -31,14 +31,14 @@ _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np
 
 
 class TokenFile:
-    """The documents of one file, mapped into memory: opening it reads a few bytes, whatever its size.
+    """The documents of one file, mapped into memory. Opening a file of any size reads a few bytes.
 
     Args:
         path: Path of the file, with or without its ending `.bin` or `.idx`.
 
     Attributes:
-        path: Without an ending.
-        num_documents, num_tokens: In the file.
+        path: Path of the file without an ending.
+        num_documents, num_tokens: Numbers of documents and tokens in the file.
         tokens: All tokens, of shape (num_tokens,).
         facts: The contents of `NAME.json`: `"tokenizer"`, `"vocab_size"` and `"eod"`, the token that ends documents,
             if known. Empty without that file.
@@ -87,7 +87,7 @@ class TokenFile:
         return self.tokens[self.start(document) : self.start(document + 1)]
 
     def start(self, document: int) -> int:
-        """Return the place of a document's first token in `tokens`; of `num_documents`, `num_tokens`."""
+        """Return the index of a document's first token in `tokens`. For `num_documents` it is `num_tokens`."""
         sequence = int(self._bounds[document])
         if sequence >= len(self._starts):
             return self.num_tokens
@@ -99,31 +99,31 @@ class TokenFile:
         return np.diff(ends[self._bounds])
 
     def boundaries(self, start: int, stop: int) -> list[int]:
-        """Return the places `start < place < stop` at which a document begins."""
+        """Return the indices `start < index < stop` of tokens that begin a document."""
         documents = range(self._first_after(start), self.num_documents)
         return list(takewhile(lambda place: place < stop, map(self.start, documents)))
 
     def nearest_boundary(self, place: int) -> int:
-        """Return the place nearest to `place` at which a document other than the first begins.
+        """Return the start of a document, except the first, that is nearest to the token index `place`.
 
-        A file with a single document has none, and `place` is returned.
+        For a file with a single document, return `place`.
         """
         after = self._first_after(place)
         starts = [self.start(document) for document in (after - 1, after) if 0 < document < self.num_documents]
         return min(starts, key=lambda start: abs(start - place), default=place)
 
     def _first_after(self, place: int) -> int:
-        """Return the number of the first document that begins after a place."""
+        """Return the index of the first document that begins after a token index."""
         return bisect_right(range(self.num_documents), place, key=self.start)
 
 
 class TokenFileWriter:
-    """Writes a file of tokens; use it in a `with` block. An error leaves no file behind.
+    """Writer of a file of tokens. Use it in a `with` block. An error leaves no file.
 
     Args:
         path: Path of the file, without an ending.
-        vocab_size: Vocabulary of the tokenizer; determines the dtype: uint16 up to 65,536, otherwise int32.
-        facts: See `TokenFile`; `vocab_size` is added.
+        vocab_size: Vocabulary size of the tokenizer. It determines the dtype: uint16 up to 65,536, otherwise int32.
+        facts: See `TokenFile`. `vocab_size` is added.
     """
 
     def __init__(self, path: str | os.PathLike[str], vocab_size: int, **facts: Any) -> None:

@@ -1,4 +1,4 @@
-"""From text to a file of tokens, in several processes."""
+"""Conversion of text to a file of tokens, in several processes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of texts, in we
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """From a text to tokens, and what a file of tokens says of it.
+    """A function from texts to tokens, and its description in a file of tokens.
 
     Attributes:
-        encode: Returns the tokens of a text, without special ones.
-        vocab_size: With special tokens.
-        eod: Token that ends documents; None: there is none.
-        name: Differs between different tokenizers.
+        encode: Returns the tokens of a text, without special tokens.
+        vocab_size: Size of the vocabulary, including special tokens.
+        eod: Token that ends documents, or None.
+        name: Name that differs between tokenizers.
     """
 
     encode: Encode
@@ -46,11 +46,12 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
     """Return a tokenizer by its name.
 
     Args:
-        name: `"bytes"`: the bytes of UTF-8, and 256 after each document; a `tokenizer.json`, a folder with one, or a
-            name on Hugging Face's hub; or `"package.module:function"`, from a text to a list of integers.
-        vocab_size: Vocabulary of a function. Default: None, for tokenizers that know it.
-        eod: The number of the token that ends documents, or its text. Default: None, which is
-            `<|endoftext|>`, `<|end_of_text|>`, `</s>` or `<eos>`, if the tokenizer has one.
+        name: `"bytes"` (bytes of UTF-8, and 256 after each document), a file `tokenizer.json`, a folder with such a
+            file, a name on Hugging Face's hub, or `"package.module:function"`, a function from a text to a list of
+            integers.
+        vocab_size: Vocabulary size of a function. Default: None, for other tokenizers.
+        eod: The token that ends documents, as a number or a text. Default: None, which is `<|endoftext|>`,
+            `<|end_of_text|>`, `</s>` or `<eos>`, if the tokenizer has one.
 
     Raises:
         ConfigurationError: There is no such tokenizer or token, or the hub cannot be reached.
@@ -120,15 +121,15 @@ def tokenize_files(
 
     Args:
         inputs: `.jsonl` files, with a document in each line, and text files.
-        output: Without an ending. Files of this name are replaced when all is written.
+        output: Path without an ending. Existing files are replaced at the end.
         tokenizer: See `load_tokenizer`.
         key: Key of the text in a line of `.jsonl`. Default: `"text"`.
-        documents: How a text file is divided: `"line"`, `"blank-line"` or `"file"`. Default: `"blank-line"`.
-        num_processes: That tokenize. Default: 1.
+        documents: Separator of documents in text files: `"line"`, `"blank-line"` or `"file"`. Default: `"blank-line"`.
+        num_processes: Number of processes. Default: 1.
         progress: Show a progress bar, in bytes. Default: True.
 
     Raises:
-        ConfigurationError: A file is missing or is not text or JSON, with its line; or there is no document.
+        ConfigurationError: A file is missing, a line is not text or JSON, or there is no document.
     """
     from tqdm import tqdm
 
