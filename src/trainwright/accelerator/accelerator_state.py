@@ -43,7 +43,7 @@ class AcceleratorState(PartialState):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Remove what Accelerators share; with `reset_partial_state` also the state of the processes."""
+        """Remove the Accelerators' shared state, and with `reset_partial_state` the state of the processes."""
         if reset_partial_state:
             PartialState._reset_state()
         for name in AcceleratorState.__annotations__:
