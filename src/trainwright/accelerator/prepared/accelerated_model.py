@@ -133,7 +133,7 @@ class AcceleratedModel(nn.Module):
             max_length: Length of a row including the prompt. Used without `max_new_tokens`. Default: None, which is
                 128.
             top_p: Probability mass of the tokens to sample from. Default: None, which is 1.
-            top_p_decay: Must be 0.
+            top_p_decay: See `trainwright.generate`. 0 means no decay.
             add_BOS: Insert the BOS token of the model's configuration before each prompt.
         """
         bos_token = getattr(getattr(self.owner, "config", None), "bos_token_id", None) if add_BOS else None
