@@ -146,7 +146,7 @@ class StateFolders:
             )
 
     def fetch(self, url: str | None) -> str | None:
-        """Download a state, for `place=None` the newest automatically named state. Main rank only.
+        """Return the local path of a state. None means the newest automatically named state. Main rank only.
 
         The result is None if there is no valid state.
 

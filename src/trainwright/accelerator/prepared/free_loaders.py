@@ -100,7 +100,7 @@ class _Loader(RoundLoader):
 
 
 class DataLoaderShard(_Loader):
-    """DataLoader over the batches of one process. A sampler such as `BatchSamplerShard`, or the data set, divides the
+    """DataLoader over one process's batches. The sampler (such as `BatchSamplerShard`) or the data set divides the
     data.
 
     Args:

@@ -223,7 +223,7 @@ class PreparedObjects:
         )
 
     def _check_placement(self, model: nn.Module, placed: bool, evaluation_mode: bool) -> bool:
-        """Return whether `dispatch_model` has placed the model, which only one process may train then."""
+        """Return whether `dispatch_model` has placed the model. Several processes cannot train such a model."""
         dispatched = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         if self._state.num_processes > 1 and not evaluation_mode and (dispatched or not placed):
             raise ConfigurationError(
@@ -244,7 +244,7 @@ class PreparedObjects:
         return AcceleratedModel(model, engine, call, self._make_context, own.explain_error, own.no_sync, owner)
 
     def engine_of(self, model: object) -> Any:
-        """Return what the engine made of a model, prepared or not; of a prepared optimizer the user's."""
+        """Return the engine's result for a model, or the user's optimizer for a prepared optimizer."""
         prepared = self._known.get(id(model), model)
         if isinstance(prepared, AcceleratedOptimizer):
             return prepared.optimizer
