@@ -95,8 +95,8 @@ class Accelerator:
         device_placement: Move models and batches to this process's device. Default: True.
         split_batches: The batch size of a DataLoader is the total over all processes. Each process gets an equal part
             of each batch. Default: False: the batch size of a DataLoader is that of one process.
-        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`. gradient_accumulation_steps: Micro-batches of one
-            optimizer step.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
+        gradient_accumulation_steps: Micro-batches of one optimizer step.
         gradient_accumulation_plugin: A `GradientAccumulationPlugin` instead of the number of steps.
         cpu: Use the CPU even if the machine has an accelerator.
         step_scheduler_with_optimizer: Schedules advance with optimizer steps. False: schedules advance in every call of

@@ -100,8 +100,7 @@ class _Loader(RoundLoader):
 
 
 class DataLoaderShard(_Loader):
-    """DataLoader over one process's batches. The sampler (such as `BatchSamplerShard`) or the data set divides the
-    data.
+    """DataLoader over one process's batches. The data set, or a sampler such as `BatchSamplerShard`, divides data.
 
     Args:
         device: Device to which batches are moved. Default: None, which does not move batches.

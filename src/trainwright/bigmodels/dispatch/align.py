@@ -40,7 +40,8 @@ class AlignDevicesHook(ModelHook):
         offload_buffers: Also offload persistent buffers. By default, buffers stay on the execution device.
         place_submodules: Include the tensors of submodules.
         skip_keys: Names of arguments, and keys of an output, that are not moved.
-        tied_params_map: Accepted without effect. prefetcher: Loads weights before their use.
+        tied_params_map: Accepted without effect.
+        prefetcher: Loads weights before their use.
         tensor_names: The tensors to place or offload. Default: all.
     """
 

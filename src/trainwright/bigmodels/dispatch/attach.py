@@ -80,8 +80,8 @@ def attach_align_device_hook(
     """Add an `AlignDevicesHook` to each module that has weights of its own. Existing hooks stay.
 
     Args:
-        module: The module, which is changed in place with all its submodules. execution_device: The device where they
-            run.
+        module: The module, which is changed in place with all its submodules.
+        execution_device: The device that runs the modules.
         offload: Offload the modules' weights between forwards.
         weights_map: The weights by their names in the full model. Default: a copy of each on the CPU.
         module_name: The name of the module in the full model.

@@ -61,8 +61,8 @@ def dispatch_model(
         offload_dir: Folder to which weights on the disk are written. Not needed for weights of a safetensors checkpoint
             that was loaded to the disk, and for weights that a previous call has written.
         offload_index: Replaces the `index.json` of the folder.
-        offload_buffers: Also offload buffers. skip_keys: Names of arguments that are not moved between devices, such as
-            a cache.
+        offload_buffers: Also offload buffers.
+        skip_keys: Names of arguments that are not moved between devices, such as a cache.
         preload_module_classes: See `attach_align_device_hook`.
         force_hooks: Add hooks even if the full model is on one device.
         strict: Raise an error if the map has a name that the model does not have. Default: a warning names it.

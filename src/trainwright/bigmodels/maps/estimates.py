@@ -157,7 +157,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class FakeGroupedProducts(TorchFunctionMode):
-    """Let `torch._grouped_mm` accept fake tensors of any dtype; torch 2.13 accepts only bfloat16 on the CPU."""
+    """Mode in which `torch._grouped_mm` accepts fake tensors of any dtype. torch 2.13 needs bfloat16 on the CPU."""
 
     def __torch_function__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call `func`, or its replacement."""
