@@ -290,8 +290,7 @@ def _chunk(value: Any, index: int, num_chunks: int) -> Any:
 
 
 class _Stage:
-    """One stage of a traced model. It receives all values that it or a later stage needs, and sends the needed values
-    on.
+    """One stage of a traced model. It receives the values that it and later stages need, and sends on the latter.
 
     `traced` is the graph that calls all stages.
     """

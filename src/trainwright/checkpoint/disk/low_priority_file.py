@@ -25,8 +25,8 @@ from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
 class LowPriorityFile(HashingFile):
     """A `HashingFile` that uses little processor time. Written data must stay in memory until the file is closed.
 
-    The thread `quiet` hashes the data. Large files are written with `O_DIRECT`, which takes about a tenth of the
-    processor time of the page cache, if the system supports it. It needs addresses, offsets and lengths that are
+    The thread `quiet` hashes the data. If the system supports `O_DIRECT`, large files are written with it, which takes
+    about a tenth of the processor time of the page cache. `O_DIRECT` needs addresses, offsets and lengths that are
     multiples of a disk block. `quiet` writes other data through the page cache.
     """
 
