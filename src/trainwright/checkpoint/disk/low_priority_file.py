@@ -59,7 +59,7 @@ class LowPriorityFile(HashingFile):
                 rest()  # the header, or the incomplete block at the end
 
     def _write_direct(self, chunk: memoryview, position: int) -> int:
-        """Write complete disk blocks with O_DIRECT; return the number of bytes, which is 0 if that is impossible."""
+        """Write complete disk blocks with O_DIRECT. Return the number of bytes, 0 if O_DIRECT is not possible."""
         count = len(chunk) - len(chunk) % DISK_BLOCK_BYTES
         aligned = position % DISK_BLOCK_BYTES == 0 and _address(chunk) % DISK_BLOCK_BYTES == 0
         if self._direct is None or not count or not aligned:

@@ -133,7 +133,7 @@ def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: 
 def _examine(
     found: FoundCheckpoint, wanted: Sequence[str], allow_missing: Sequence[str], hash_files: HashFiles | None
 ) -> list[str]:
-    """Return the requested parts that are allowed to be absent and are absent. Other missing files are errors."""
+    """Return the requested parts that are absent and may be absent. Other absent parts and damage are errors."""
     folder, manifest = found.path, found.manifest
     missing = [name for name in wanted if _is_absent(folder, manifest, name)]
     lost = [
