@@ -53,7 +53,7 @@ def ulysses_attention(
 
 
 def _exchange(tensor: Tensor, group: dist.ProcessGroup | None, *, to_heads: bool) -> Tensor:
-    """Split heads and join the sequence over the ranks (`to_heads`), or the opposite. Collective, in backward too."""
+    """Split heads and join the sequence over ranks with `to_heads`, or vice versa. Collective, in backward too."""
     split, join = (1, 2) if to_heads else (2, 1)
     sent = torch.stack(tensor.chunk(dist.get_world_size(group), split))
     group = group or dist.group.WORLD

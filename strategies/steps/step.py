@@ -47,27 +47,24 @@ class StepParts:
     Attributes:
         task: The prepared task.
         optimizers: Optimizers in the task's order.
-        device: Device of the computation.
-        precision: Precision of the computation.
+        device, precision: Device and precision of the computation.
         ranks: Data-parallel ranks.
         rank: Rank of this process, for messages.
         context: Context of each forward, or None.
         scaler: Loss scaler, or None.
-        training_call, eval_call: `call(name, *args)` runs a training or evaluation step in the engine. None calls the
-            task's method.
+        training_call, eval_call: `call(name, *args)` runs a step in the engine. None calls the task's method.
         inputs: Precision to which batches are cast.
         gradients: Gradients of the task.
         run: The run that is passed to hooks.
         hooks: Registered hooks.
         sink: Buffer of logged metrics. It also receives the current micro-batch.
         counts_items: Weigh micro-batches by `TaskModule.num_items` if the task defines it.
-        synchronize: Called before each of several micro-batches with True if the micro-batch's backward must average
-            gradients over ranks. Also called with True after a step was discarded. None if no rank is synchronized.
+        synchronize: Called before each of several micro-batches with True if its backward must average gradients over
+            ranks. Also called with True after a step was discarded. May be None.
         placed: Function that is called with each batch on the device, and returns the batch. May be None.
-        split: Function that returns this rank's part of a batch's sequences, and the part's weight in the mean over the
-            ranks that share the batch. The mean of the weights is 1. None if sequences are not split.
-        finish: Function that is called with the index of the last batch, and with True after an optimizer step or False
-            after an evaluation step. May be None.
+        split: Returns this rank's part of a batch's sequences, and the part's weight in the mean over the ranks of the
+            batch (1 on average). None if sequences are not split.
+        finish: Called with the index of the last batch, and True after an optimizer step, False after an evaluation.
     """
 
     task: TaskModule
@@ -100,7 +97,7 @@ class Step(ABC):
 
     Attributes:
         scaler: Loss scaler, or None.
-        stepped: With manual optimization, an optimizer has stepped in the current or last group of micro-batches.
+        stepped: With manual optimization, an optimizer has stepped in the current or last group.
         begun: With manual optimization, an optimizer has stepped or started a step in this group.
     """
 
@@ -471,8 +468,7 @@ class ManualStep(Step):
     def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
         """Step one optimizer.
 
-        Gradients are unscaled and hooks are called before the step. With a closure, this happens after each call of the
-        closure.
+        Gradients are unscaled and hooks are called before the step, or with a closure after each call of the closure.
 
         Args:
             optimizer: The optimizer.

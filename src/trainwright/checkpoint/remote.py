@@ -92,8 +92,7 @@ def upload_checkpoint(
 
     Raises:
         FileNotFoundError: `local` does not exist.
-        CheckpointError: the local checkpoint is damaged or changes, another remote checkpoint has its name, or the
-            service fails.
+        CheckpointError: `local` is damaged or changes, another remote checkpoint has its name, or the service fails.
         MissingPackageError: the service's package is not installed.
     """
     local = Path(local)

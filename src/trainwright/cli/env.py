@@ -108,7 +108,7 @@ def _devices() -> tuple[str | None, list[str]]:
 
 
 def _cpu_instructions() -> list[str]:
-    """Return this CPU's instructions for low-precision matrix products. Empty except on Linux on x86."""
+    """Return this CPU's instructions for low-precision matrix products. Always empty unless on Linux on x86."""
     file = Path("/proc/cpuinfo")
     match = re.search(r"^flags\s*:(.*)$", file.read_text(errors="replace") if file.is_file() else "", re.MULTILINE)
     flags = set(match[1].split()) if match else set()
