@@ -20,18 +20,19 @@ class Capabilities:
         full_weights: Outside of a step, every rank has the full parameters and optimizer states. Callbacks may copy or
             replace them, and one rank can save them without the others.
         weight_averages: After every step, the task's parameters on each rank are the trained parameters or shards of
-            them. Callbacks may average them element by element, and swap them with the average.
+            them. Callbacks may average these tensors element by element, and swap the parameters with the average.
         independent_steps: A rank can run a step without the others.
         closures: Optimizers may evaluate the loss several times in a step, as L-BFGS does.
         inference_mode: Evaluations may run in torch's inference mode. Otherwise they only disable gradients, because
             tensors that are created in inference mode, such as gathered weights, cannot be trained.
-        trials: Steps can be run and undone.
-        owns_optimizer_step: The engine clips and zeroes gradients itself.
-        caches_casts: In mixed precision, 16-bit copies of weights may be kept until a forward ends.
+        trials: The engine supports trial steps, whose effects are undone.
+        owns_optimizer_step: The engine's optimizer step clips and zeroes gradients.
+        caches_casts: In mixed precision, autocast may cache 16-bit copies of weights until a forward ends.
         state_rests: Between optimizer steps nothing changes or moves the states of `torch.optim.Optimizer`s. A save may
             copy them while the next step computes.
         late_groups: Optimizers may receive parameter groups during training.
-        converted_layers: Precisions and callbacks may convert layers, as fp8 and quantization-aware training do.
+        converted_layers: Precisions and callbacks may convert layers, for example for fp8 or quantization-aware
+            training.
     """
 
     gradients: str = "full"
@@ -99,7 +100,7 @@ def refuse_removed(owner: str, reasons: Mapping[str, str], *, of: str | None = N
 
     Args:
         owner: Class name of the strategy.
-        reasons: Option of another framework → what replaces it.
+        reasons: Name of another framework's option → the replacement to suggest.
         of: Name to use instead of `owner` in the message. Default: None.
     """
 

@@ -28,8 +28,8 @@ class DataRanks:
         processes: All processes.
         rank: Data-parallel rank of this process. Processes with different ranks see different data.
         members: One global rank for each data-parallel rank. Equal on every process.
-        group: Process group of this process and one process of each other data-parallel rank. None: all processes.
-        alone: Do not communicate, and assume that all other ranks hold the same values as this one.
+        group: Process group of this process and one process of each other data-parallel rank. None means all processes.
+        alone: Do not communicate, and assume that all other ranks hold the same values as this rank.
         parts: Number of consecutive ranks that read the same batches and see different parts of their sequences.
     """
 
@@ -42,7 +42,7 @@ class DataRanks:
 
     @classmethod
     def of(cls, processes: Processes) -> Self:
-        """Return the data-parallel ranks if every process sees different data. See also `MeshShape.data_ranks`."""
+        """Create the data-parallel ranks for processes that all see different data; see `MeshShape.data_ranks`."""
         return cls(processes, processes.rank, range(processes.world_size))
 
     @property
@@ -52,21 +52,21 @@ class DataRanks:
 
     @property
     def reader(self) -> int:
-        """Index of the batch that this process reads in a step."""
+        """Index of this process's batch among the `num_readers` batches that are read at a time."""
         return self.rank // self.parts
 
     @property
     def num_readers(self) -> int:
-        """Number of batches that the ranks read at a time."""
+        """Number of different batches that the ranks read at a time."""
         return self.size // self.parts
 
     def among(self, processes: Processes) -> DataRanks:
-        """Return the data-parallel ranks of the remaining processes: all of them, or only this one."""
+        """Return the data-parallel ranks of the remaining processes: all processes, or only this process."""
         all_left = processes.world_size == self.processes.world_size
         return replace(self, processes=processes) if all_left else type(self).of(processes)
 
     def pick(self, of_ranks: Sequence[Any]) -> list[Any]:
-        """Select one entry for each data-parallel rank from a list with one for each process. Not collective."""
+        """Select one entry for each data-parallel rank from a list of one entry for each process. Not collective."""
         return [of_ranks[rank] for rank in self.members]
 
     def gather(self, value: object) -> list[Any]:
@@ -78,15 +78,15 @@ class DataRanks:
         return self.pick(self.processes.gather_integers(values))
 
     def gather_of_readers(self, values: list[int]) -> list[list[int]]:
-        """Return one list for each reader of different batches; see `gather_integers`. Collective, on the host."""
+        """Return one list for each of the `num_readers` batches; see `gather_integers`. Collective, on the host."""
         return self.gather_integers(values)[:: self.parts]
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor on the device over the data-parallel ranks. Collective, without blocking.
 
         Args:
-            value: May be overwritten. Processes that share a data-parallel rank pass equal values, or values whose
-                mean is the value of the rank.
+            value: The tensor, which may be overwritten. Processes that share a data-parallel rank pass equal values, or
+                values whose mean is the value of the data-parallel rank.
         """
         if self.processes.world_size == 1:
             return value

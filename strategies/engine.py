@@ -43,13 +43,13 @@ MakeOptimizers = Callable[[], list[Optimizer]]
 
 
 class Description(Protocol):
-    """The attributes of a strategy that every engine reads."""
+    """Attributes of a strategy that every engine reads."""
 
     capabilities: Capabilities
 
 
 class TrainingPlan(Protocol):
-    """Properties of a training before its engine starts. Each is computed when it is read."""
+    """Properties of a training that are known before its engine starts. Each property is computed when it is read."""
 
     lr_scheduler_configs: list[SchedulerConfig]
     accumulate_grad_batches: int
@@ -75,21 +75,22 @@ class Engine(LightningMembers):
 
     Attributes:
         capabilities: See `Capabilities`.
-        autocasts: Forwards run under autocast in mixed precision.
+        autocasts: In mixed precision, forwards run under autocast.
         device: Device that this process computes on.
         precision: Number formats of weights and computation.
         processes: All processes, and their communication on the host.
         data_ranks: Ranks that see different data.
-        mesh: `DeviceMesh` of a strategy whose ranks have named axes. None: all ranks replicate the model.
+        mesh: `DeviceMesh` of a strategy whose ranks have named axes. None means that all ranks replicate the model.
         gradients: Clips, scales and frees the gradients of the models.
         optimizers: The optimizers, in the task's order.
-        scaler: Loss scaler for float16 mixed precision, once there are optimizers. None otherwise.
-        state: State of the task by its own names. Set by `prepare`.
+        scaler: Loss scaler for float16 mixed precision. None in other precisions, and before optimizers are created.
+        state: Reads and writes the task's state by the task's names. Set by `prepare`.
         step: Runs the optimizer steps. Set by `attach`.
         conversions: Undoes the layer conversions of the precision and the compilation of blocks.
-        sequences: Splits the sequences of batches over ranks. None: they are not split.
+        sequences: Splits the sequences of batches over ranks. None means that sequences are not split.
         run_group: For user-written loops, `run_group(step, batches)` runs all micro-batches of an optimizer step
-            forward and backward, and returns the mean loss over all ranks (0-dim). None: micro-batches run separately.
+            forward and backward, and returns the mean loss over all ranks (0-dim). None means that micro-batches run
+            separately.
         when_built: Called in `prepare` directly after the task is built.
     """
 
@@ -147,8 +148,9 @@ class Engine(LightningMembers):
         """Build the model on its device, and then its optimizers. Collective.
 
         Args:
-            task: Changed in place: built by `configure_model`, moved and converted.
-            make_optimizers: Creates the optimizers after the parameters are final. None if nothing is trained.
+            task: The task. `prepare` calls `configure_model`, moves the task to the device and converts it in place.
+            make_optimizers: Function that creates the optimizers once the parameters are final. None if nothing is
+                trained.
             plan: Properties of the training.
         """
         self.task = task
@@ -177,7 +179,7 @@ class Engine(LightningMembers):
         move_task(task, self.device)
 
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
-        """Compile a step module, with calls of `task.log` outside of the graph, or only the task's repeated blocks."""
+        """Compile a step module, or only the task's repeated blocks. Calls of `task.log` are outside of the graph."""
         task = self.task
         if self.settings.compile_blocks:
             blocks = repeated_blocks(task)
@@ -195,8 +197,8 @@ class Engine(LightningMembers):
         """Create the step. Called after `prepare`, and again whenever the callbacks change.
 
         Args:
-            run: Passed to hooks.
-            hooks: Hooks of the step's events.
+            run: The run that is passed to hooks.
+            hooks: Hooks that the step calls.
             sink: Receives the logged values and the current micro-batch.
             counts_items: Weigh micro-batches by `TaskModule.num_items` if the task defines it.
         """
@@ -233,13 +235,13 @@ class Engine(LightningMembers):
 
     @property
     def has_begun(self) -> bool:
-        """True if, with manual optimization, an optimizer has stepped in the current or interrupted step."""
+        """With manual optimization, True if an optimizer has stepped in the current or interrupted step."""
         return self.step.begun if "step" in vars(self) else self._had_begun
 
     # Evaluation, saves, trials
 
     def begin_evaluation(self) -> None:
-        """Synchronize ranks before an evaluation, so that all evaluate the model of a checkpoint. Collective."""
+        """Synchronize ranks before an evaluation, so that all evaluate the model that a checkpoint has. Collective."""
 
     def begin_save(self) -> None:
         """Synchronize ranks before a save, so that a resumed run equals an uninterrupted one. Collective."""
@@ -248,17 +250,17 @@ class Engine(LightningMembers):
         """Record that weights may have been written outside of a step. Not collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the engine's state apart from weights and optimizers, which is the loss scale."""
+        """Return the loss scale: the only state of the engine besides weights and optimizers."""
         return {"scaler": self.scaler.state_dict()} if self.scaler is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
 
     @contextmanager
     def reunited(self) -> Iterator[None]:
-        """Return a context for communication between the remaining processes, also after `close`, for a final save."""
+        """Return a context in which remaining processes communicate for a final save, also after `close`."""
         processes, ranks = self.processes, self.data_ranks
         with processes.reunited(self.device) as left:
             self.processes, self.data_ranks = left, ranks.among(left)
@@ -271,13 +273,13 @@ class Engine(LightningMembers):
     def trial(self, *, alone: bool) -> Iterator[Engine]:
         """Yield an engine for trial steps. On exit, free gradients and restore the loss scale.
 
-        The caller restores weights, optimizers and generators. It must call `attach` inside of the context before the
-        first step, and again afterwards.
+        The caller restores weights, optimizers and generators. The caller must call `attach` in the context before the
+        first step, and again after the context.
 
         Args:
-            alone: The yielded engine does not communicate. Each rank trains its own replica, so that a rank that runs
-                out of memory does not block the others. Collective at the start and at the end. After an exception,
-                only `close` may be called.
+            alone: Each rank trains its own replica, without communication in steps. A rank that runs out of memory then
+                does not block the others. Collective at the start and at the end. After an exception, only `close` may
+                be called.
 
         Raises:
             ConfigurationError: This engine cannot undo steps, or cannot run a step on one process.
@@ -320,7 +322,7 @@ class Engine(LightningMembers):
         single._drop_step()
 
     def explain_error(self, error: BaseException, model: nn.Module) -> Exception | None:
-        """Translate an error of a library into one that names the user's parameters. Not collective.
+        """Translate an error of a library into an error that names the user's parameters. Not collective.
 
         Args:
             error: An error from a stage or a forward.
@@ -340,11 +342,12 @@ class Engine(LightningMembers):
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
     ) -> list[Callable[..., Any]]:
-        """Prepare models, and return the callables that the loop calls instead of them. Collective.
+        """Prepare models, and return the callables that a user-written loop calls instead of the models. Collective.
 
         Args:
-            models: Changed in place, and moved to the device.
-            optimizers: All optimizers of the loop so far. Replaced parameters are replaced in them, with their state.
+            models: The models, which are changed in place and moved to the device.
+            optimizers: All optimizers of the loop so far. If a parameter is replaced, the optimizers and their states
+                refer to the new parameter.
             plan: Properties of the training, as far as they are known.
 
         Raises:
@@ -353,7 +356,7 @@ class Engine(LightningMembers):
         return [move_module(model, self.device) for model in models]
 
     def owner_of_attributes(self, model: nn.Module, prepared: Callable[..., Any]) -> object:
-        """Return the object that provides the attributes of a prepared model: the model, or a library's wrapper."""
+        """Return the object that has the attributes of a prepared model: the model, or a library's wrapper."""
         del prepared
         return model
 
@@ -362,7 +365,7 @@ class Engine(LightningMembers):
 
         Args:
             model: The user's model. A compiled module is not compiled again.
-            prepared: The result of `prepare_models` for it, or the model itself.
+            prepared: The result of `prepare_models` for the model, or the model itself.
         """
         options = self.settings.compile_options
         if options is None or is_compiled(model) or not isinstance(prepared, nn.Module):
@@ -375,9 +378,9 @@ class Engine(LightningMembers):
         return compiled
 
     def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Prepare an optimizer of a loop, and return the one that the loop steps. Not collective.
+        """Prepare an optimizer of a loop, and return the optimizer that the loop steps. Not collective.
 
-        If `prepare_models` has replaced its parameters, they are replaced in the optimizer, too.
+        If `prepare_models` has replaced parameters of the optimizer, the optimizer receives the new parameters.
 
         Raises:
             ConfigurationError: The engine does not support the optimizer.
@@ -387,19 +390,20 @@ class Engine(LightningMembers):
     def loop_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
     ) -> FullState:
-        """Return the state of a loop, for its checkpoints.
+        """Return the state of a user-written loop for checkpoints.
 
         Args:
             models: The model, or a module whose children are the models.
             optimizers: All optimizers of the loop.
-            names: The names of parameters of optimizers that belong to no model.
+            names: Names of the optimizers' parameters that belong to no model.
         """
         return FullState(models, optimizers, self.device, is_main=self.is_main, names=names)
 
     def no_sync(self, prepared: Callable[..., Any]) -> AbstractContextManager[Any]:
         """Return a context in which backward does not average gradients of a prepared model. Not collective.
 
-        The next backward outside of it averages the accumulated gradients. Every rank must use it for the same passes.
+        The next backward outside of the context averages the accumulated gradients. Every rank must run the same
+        backward passes in the context.
 
         Args:
             prepared: A result of `prepare_models`.
@@ -410,7 +414,7 @@ class Engine(LightningMembers):
         """Run the backward of a loss. Collective where gradients are averaged.
 
         Args:
-            kwargs: arguments of `torch.Tensor.backward`.
+            kwargs: Arguments of `torch.Tensor.backward`.
         """
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
 
@@ -422,7 +426,7 @@ class Engine(LightningMembers):
             prepared: A result of `prepare_models`.
 
         Raises:
-            ConfigurationError: The engine needs to know this in the forward.
+            ConfigurationError: The engine determines in the forward whether the backward averages gradients.
         """
         return nullcontext()
 
@@ -448,7 +452,7 @@ class Engine(LightningMembers):
         """
 
     def close(self) -> None:
-        """Remove everything that was added to the task, and close communication. Does not wait for other processes."""
+        """Remove all changes to the task, and close communication. Does not wait for other processes."""
         task = getattr(self, "task", None)
         if task is not None:
             vars(task).pop("log", None)

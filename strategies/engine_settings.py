@@ -1,4 +1,4 @@
-"""Settings of an engine that come from the Trainer or Accelerator, not from its strategy."""
+"""Settings of an engine that come from the Trainer or Accelerator, not from the strategy."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from trainwright.strategies.steps.gradients import GradientClip
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Arguments of the Trainer or Accelerator that its engine needs.
+    """Arguments of the Trainer or Accelerator that the engine needs.
 
     Attributes:
         device_type: `"cpu"`, `"cuda"`, …
-        device_indices: Indices of this node's devices, one for each of its processes.
+        device_indices: Indices of this node's devices, one for each process of the node.
         num_nodes: Number of nodes, which have equal numbers of processes.
         precision: Number formats of weights and computation.
         compile_options: Arguments of `torch.compile`. None disables compilation.
         accumulate_grad_batches: Micro-batches per optimizer step.
-        clip: Options of gradient clipping. None disables it.
-        compile_blocks: Compile each repeated block of the model instead of the step.
+        clip: Options of gradient clipping. None disables clipping.
+        compile_blocks: Compile each repeated block of the model separately, instead of the full step.
     """
 
     device_type: str

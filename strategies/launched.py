@@ -1,4 +1,4 @@
-"""Settings from the launcher's environment variables, for Trainers and Accelerators whose arguments do not set them."""
+"""Settings from the launcher's environment variables, for Trainers and Accelerators without the same arguments."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Launched:
     """Settings from the launcher's variables.
 
     Attributes:
-        mixed_precision: `"fp16"`, `"bf16"` or `"fp8"`. None: not set.
-        accumulation: Micro-batches per optimizer step. 1: not set.
+        mixed_precision: `"fp16"`, `"bf16"` or `"fp8"`. None if the variable is not set.
+        accumulation: Micro-batches per optimizer step. 1 if the variable is not set.
         cpu: Use the CPU even if there is an accelerator.
-        not_read: A warning for each variable that is set but never read.
+        not_read: Warnings, one for each variable that is set but never read.
     """
 
     mixed_precision: str | None
@@ -59,8 +59,8 @@ class Launched:
         """Return a warning for each variable that is set and has no effect.
 
         Args:
-            precision: The argument that overrides the precision. None if there is none.
-            accumulation: The argument that overrides the number of micro-batches. None if there is none.
+            precision: Name of the argument that overrides the precision. None if no argument does.
+            accumulation: Name of the argument that overrides the number of micro-batches. None if no argument does.
         """
         found = []
         if precision is not None and self.mixed_precision is not None:
@@ -74,8 +74,8 @@ def read_launched(argument: str | None) -> Launched:
     """Read the launcher's variables.
 
     Args:
-        argument: The Accelerator's argument for the plugin of the selected engine, such as `"fsdp_plugin"`, even if
-            variables selected it. None if there is no plugin.
+        argument: The Accelerator's argument for the plugin of the selected engine, such as `"fsdp_plugin"`, also if
+            variables select the engine. None if there is no plugin.
 
     Raises:
         ConfigurationError: A variable has an invalid value.
@@ -94,7 +94,7 @@ def read_launched(argument: str | None) -> Launched:
 
 
 def _not_read(name: str, value: str) -> str | None:
-    """Return the warning for a variable that is never read. None if it is read or empty."""
+    """Return the warning for a variable that is never read, or None if the variable is read or empty."""
     short = name.removeprefix(_PREFIX)
     engines = tuple(prefix for prefixes in _OPTIONS.values() for prefix in prefixes)
     if value.lower() in _EMPTY or short in _READ_ELSEWHERE or name.startswith(engines):
@@ -107,7 +107,7 @@ def _not_read(name: str, value: str) -> str | None:
 
 
 def _engine_options_not_read(argument: str | None) -> list[str]:
-    """Return a warning for each engine that is not used although variables set its options, and for unknown options."""
+    """Return warnings for variables that set options of unused engines, and for variables with unknown options."""
     found = []
     for switch, prefixes in _OPTIONS.items():
         names = [name for prefix in prefixes for name, value in sorted(variables(prefix).items()) if value.strip()]
@@ -123,7 +123,7 @@ def _engine_options_not_read(argument: str | None) -> list[str]:
 
 
 class DynamoBackend(str, Enum):  # noqa: UP042 -- str() of a member includes its class, as in Accelerate
-    """Backends of `torch.compile`. A member equals its name in upper case. Some need another package."""
+    """Backends of `torch.compile`. A member equals its name in upper case. Some backends need another package."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -165,7 +165,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = from_variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", as_flag)
 
     def compile_options(self) -> dict[str, Any] | None:
-        """Return the arguments of `torch.compile`, and `regional`. None if nothing is compiled.
+        """Return the arguments of `torch.compile` and the entry `regional`, or None if nothing is compiled.
 
         Raises:
             ConfigurationError: The backend is unknown.
@@ -188,10 +188,10 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 def read_dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """Return the options of compilation from one of the two arguments, or from environment variables.
+    """Return the options of compilation from the one argument that is set, or else from environment variables.
 
     Raises:
-        ConfigurationError: Both are given, or the plugin is not a `TorchDynamoPlugin`.
+        ConfigurationError: Both arguments are set, or the plugin is not a `TorchDynamoPlugin`.
     """
     if plugin is None:
         return TorchDynamoPlugin(backend)

@@ -30,11 +30,11 @@ class LightningMembers:
 
     @property
     def model(self) -> TaskModule | None:
-        """The task after it is prepared, which engines do not wrap."""
+        """The prepared task. Engines do not wrap tasks."""
         return vars(self).get("task")
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank. Collective. `name` only documents the call."""
+        """Wait for every rank. Collective. `name` has no effect."""
         self.processes.barrier()
 
     def broadcast(self, obj: object, src: int = 0) -> Any:

@@ -1,9 +1,9 @@
-"""The named axes along which the ranks of a run are arranged.
+"""The device mesh of a run: named axes, and the number of ranks along each axis.
 
 Ranks along `dp_replicate` and `dp_shard` see different data. `dp_replicate` ranks hold replicas of the model, and
 `dp_shard` ranks hold shards. Ranks along `cp` read the same batch, see different parts of its sequences, and hold
-shards, too. Ranks along `tp` hold parts of layers, and ranks along `pp` hold stages of the model. These process one
-batch together.
+shards, too. Ranks along `tp` hold parts of layers, and ranks along `pp` hold stages of the model. Ranks along `tp` and
+`pp` process one batch together.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class MeshShape:
         return DataRanks(processes, rank, first, group, parts=self.cp)
 
     def device_mesh(self, device_type: str, *, shards: bool = False) -> DeviceMesh:
-        """Return torch's mesh with the axes that are longer than 1. Collective.
+        """Return torch's mesh with the axes that have more than one rank. Collective.
 
         Ranks that split sequences also shard parameters, so the axis `dp_shard` includes `cp`. A mesh of one rank, or
-        with replicas, has the axis `dp_shard` even if its length is 1, because torch 2.13 requires it.
+        with replicas, has the axis `dp_shard` even if this axis has one rank, because torch 2.13 requires it.
 
         Args:
             device_type: Device type of the ranks.
-            shards: Parameters are sharded: include `dp_shard` even if its length is 1.
+            shards: Parameters are sharded. The mesh then has the axis `dp_shard` even if the axis has one rank.
         """
         lengths = {**self.lengths, "dp_shard": self.dp_shard * self.cp, "cp": 1}
         longer = {name: length for name, length in lengths.items() if length > 1}
@@ -87,7 +87,7 @@ class MeshShape:
         return init_device_mesh(device_type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
 
     def sequence_group(self) -> ProcessGroup:
-        """Return the process group of the ranks that split sequences with this one. Collective."""
+        """Return the process group of the ranks that split the same sequences as this rank. Collective."""
         ranks = sorted(
             range(self.size), key=lambda rank: tuple(n for a, n in self.coordinates(rank).items() if a != "cp")
         )
@@ -98,7 +98,7 @@ class MeshShape:
 
 
 def nearest_meshes(world: int, pp: int, tp: int, cp_sp: tuple[int, int], dp_replicate: int, dp_shard: int) -> list[str]:
-    """Return the sizes of the two meshes of `world` ranks that are most similar to the given one."""
+    """Return the sizes of the two meshes of `world` ranks that are most similar to the given mesh."""
     given = (pp, tp, math.prod(cp_sp), dp_replicate, dp_shard)
     divisors = [size for size in range(1, world + 1) if world % size == 0]
     splits = divisors if given[2] > 1 else [1]

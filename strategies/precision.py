@@ -28,8 +28,8 @@ class Precision:
         scaled: Scale the loss so that small float16 gradients do not underflow.
         converts_layers: `convert` changes layers of models.
         fp8_all_gather: FSDP gathers the weights of converted layers in float8.
-        splits_converted: tensor parallelism can split converted layers.
-        fp8_backend: `"AO"`, `"TE"` or `"NO"`.
+        splits_converted: Tensor parallelism can split converted layers.
+        fp8_backend: `"AO"` (torchao), `"TE"` (transformer_engine) or `"NO"`.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Precision:
         """Return a precision by name.
 
         Raises:
-            ConfigurationError: The name is unknown. The message suggests the nearest one.
+            ConfigurationError: The name is unknown. The message suggests the most similar name.
         """
         if isinstance(spec, Precision):
             return spec
@@ -112,7 +112,7 @@ class Precision:
 
 
 class Contexts(AbstractContextManager[None], ContextDecorator):
-    """Several contexts in one, which is reusable and reentrant.
+    """Combination of several contexts, which is reusable and reentrant.
 
     Args:
         makers: Functions that create the contexts, the outermost one first.
@@ -136,7 +136,7 @@ class Contexts(AbstractContextManager[None], ContextDecorator):
 def _without_fast_path() -> Iterator[None]:
     """Disable torch's fused attention and encoder layers, which do not support autocast.
 
-    They fail or compute in float32. torch 2.13 disables them only under autocast for CUDA.
+    Under autocast, these layers fail or compute in float32. torch 2.13 disables them only under autocast for CUDA.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -181,7 +181,8 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
     """Return a loss scaler for float16.
 
     Args:
-        distributed_type: With `FSDP`, the scaler checks the gradient shards of all ranks. Default: None.
+        distributed_type: `DistributedType.FSDP` returns a scaler that checks the gradient shards of all ranks. Default:
+            None.
         kwargs: Arguments of torch's `GradScaler`.
     """
     device = PartialState().device

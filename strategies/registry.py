@@ -33,7 +33,7 @@ def make_strategy(text: str) -> Any:
     Options are numbers, `True`, `False`, `None` or words.
 
     Raises:
-        ConfigurationError: The name, an option or its value is unknown.
+        ConfigurationError: The name, an option or the value of an option is unknown.
     """
     name, *parts = text.split(":")
     make = STRATEGIES.get(name)
@@ -60,7 +60,7 @@ def make_strategy(text: str) -> Any:
 
 
 def _value(text: str) -> Any:
-    """Parse a number or constant. Return other texts as they are."""
+    """Parse a number or constant. Any other text is returned unchanged."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -68,7 +68,7 @@ def _value(text: str) -> Any:
 
 
 def _make(name: str, /, **options: object) -> Any:
-    """Create the strategy `name` with preset options, which arguments of the call override."""
+    """Create the strategy `name` with preset options. Arguments of the call override these options."""
     return STRATEGIES.get(name)(**options)
 
 

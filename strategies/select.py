@@ -1,4 +1,4 @@
-"""Selection of a strategy and its settings from arguments and environment variables. Touches no device."""
+"""Selection of a strategy and its settings from arguments and environment variables. Uses no device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Selection:
     Attributes:
         strategy: The strategy.
         settings: The checked settings of the engine.
-        topology: Ranks and number of processes. Before the Trainer starts processes, only their number.
+        topology: Ranks and number of processes. Only the number is known before the Trainer starts processes.
         starts_processes: The Trainer must start the other processes.
     """
 
@@ -164,7 +164,7 @@ class EnginePlugin(Protocol):
         """Return the strategy with the same options."""
 
     def overridden(self, origin: str) -> Iterator[str]:
-        """Yield a message for each environment variable with another value."""
+        """Yield a message for each environment variable that has another value than the plugin."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by their names."""
@@ -175,8 +175,8 @@ class LoopChoice:
     """The strategy of a user-written loop, before it is checked against the hardware.
 
     Attributes:
-        strategies: The strategy (or name) of each plugin. Without plugins, the one that was passed. The engine uses the
-            first.
+        strategies: The strategy, or its name, of each plugin. Without plugins, the strategy that was passed. The engine
+            uses the first strategy.
         argument: Name of the argument that received the plugins, such as `"fsdp_plugin"`. None without plugins.
         plugins: The plugins by name.
         overridden: A message for each environment variable or argument that has no effect.
@@ -213,7 +213,7 @@ def choose_for_loop(
     Args:
         strategy: A strategy, or `"auto"`.
         plugins: The value of each argument of `PLUGINS`, or None.
-        shared: DeepSpeed plugins of the script's other Accelerators, used if no argument selects an engine.
+        shared: DeepSpeed plugins of other Accelerators in the script, used if no argument selects an engine.
         ddp: Options of DistributedDataParallel, or None. An environment variable overrides them.
 
     Raises:
@@ -254,7 +254,7 @@ def choose_for_loop(
 
 
 def _checked_plugins(argument: str, value: object) -> dict[str, EnginePlugin]:
-    """Return the plugins of an argument by their names."""
+    """Return the plugins that an argument contains, by name."""
     kind = PLUGINS.get(argument)
     named: dict[str, Any] = dict(value) if isinstance(value, dict) and value else {_ONLY: value}
     if len(named) > 1 and argument != "deepspeed_plugin":
@@ -272,10 +272,10 @@ def select_for_loop(
     compile: dict[str, Any] | None,
     accumulate: int,
 ) -> Selection:
-    """Select the strategy of a user-written loop. Only the launcher starts processes.
+    """Select the strategy of a user-written loop, whose processes are started by a launcher.
 
     Args:
-        strategy: A strategy or its name. `"auto"` is one process without a launcher.
+        strategy: A strategy or its name. `"auto"` selects one process if there is no launcher.
         cpu: Use the CPU even if there is an accelerator.
         precision: Precision of the forward.
         compile: Arguments of `torch.compile`, and `regional`. None disables compilation.
@@ -323,7 +323,7 @@ def compile_options(spec: bool | str | dict[str, Any]) -> tuple[dict[str, Any] |
     """Parse a `compile=` argument: False, True, `"regional"`, a mode, or a dict.
 
     Returns:
-        The arguments of `torch.compile`, or None, and whether repeated blocks are compiled instead of the step.
+        The arguments of `torch.compile` (None disables compilation), and whether only repeated blocks are compiled.
     """
     if spec is False or spec is None:
         return None, False

@@ -1,4 +1,4 @@
-"""Sharded checkpoints, of which every rank writes its shards."""
+"""Saves of sharded checkpoints, in which every rank writes its shards."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class SaveTarget:
     """One checkpoint to write.
 
     Attributes:
-        path: Its folder.
-        metrics: Metrics for its manifest.
+        path: Folder of the checkpoint.
+        metrics: Metrics for the checkpoint's manifest.
         then: Called on the main rank with `path` after publication.
         fresh: See `SaveRequest`.
     """
@@ -34,13 +34,13 @@ class SaveTarget:
 
 
 class ShardedSaves:
-    """Writes sharded checkpoints: each rank writes its shards, and the main rank also writes unsharded values.
+    """Writer of sharded checkpoints. Each rank writes its shards. The main rank also writes unsharded values.
 
     First all ranks check that they can write. Then each rank writes on its own, and only the main rank waits for the
     reports of the others.
 
     Args:
-        engine: The engine, which has the processes.
+        engine: The engine of the run.
         writer: This rank's asynchronous writer. None makes saves synchronous.
     """
 
@@ -53,12 +53,12 @@ class ShardedSaves:
     def save(
         self, snapshot: Snapshot, targets: list[SaveTarget], *, before: Callable[[], None], at_once: bool = False
     ) -> None:
-        """Write a snapshot to one or more checkpoints. Collective. Returns when the state may change.
+        """Write a snapshot to one or more checkpoints. Collective. After the return, the state may change.
 
         Args:
             snapshot: This rank's snapshot.
             targets: The checkpoints, the same on every rank.
-            before: Called first, on the main rank.
+            before: Function that is called first, on the main rank.
             at_once: Return only after publication, even with a writer. Default: False.
 
         Raises:
@@ -90,7 +90,7 @@ class ShardedSaves:
                 draft.close()
 
     def hurry(self) -> None:
-        """Shorten the wait for other ranks after the run has failed: they may have ended."""
+        """Shorten the wait for other ranks. Call this after the run has failed, because other ranks may have ended."""
         if self._crew is not None:
             self._crew.hurry(_GRACE_S)
 
@@ -109,7 +109,7 @@ class ShardedSaves:
     def _prepare(
         self, snapshot: Snapshot, share: list[Contents], folders: list[Path], writer: AsyncWriter | None
     ) -> Contents:
-        """Plan this rank's shards, and copy them if they are written asynchronously."""
+        """Plan the files of this rank's shards. Copy the shards if they are written asynchronously."""
         if self._writer is not None:
             self._writer.join()  # its thread uses the crew's connection
         contents = share[0] if share else plan_share(snapshot, self._engine.processes.rank)
@@ -125,7 +125,7 @@ class ShardedSaves:
         return contents
 
     def _agree(self, prepare: Callable[[], Contents], names: str) -> Contents:
-        """Return the result of `prepare`. Raise on every rank if it fails on one."""
+        """Return the result of `prepare`. If `prepare` fails on any rank, raise an error on every rank."""
         problem: Exception | None = None
         contents: Contents | None = None
         try:
@@ -146,7 +146,7 @@ class ShardedSaves:
     def _publish(
         self, contents: Contents, targets: list[SaveTarget], drafts: list[Draft], writer: AsyncWriter | None
     ) -> None:
-        """Write the main rank's shards, now or by the writer, and publish the checkpoints."""
+        """Write the main rank's shards and publish the checkpoints, immediately or with the asynchronous writer."""
         for target in targets:
             draft = drafts.pop(0)
             write = partial(

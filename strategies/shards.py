@@ -1,8 +1,8 @@
 """Shards of DTensors: gather full tensors, and shard full tensors.
 
 A dimension may be sharded twice: tensor parallelism splits a layer first, and FSDP then shards the result over the
-data-parallel ranks. The mesh axes have the opposite order. The shard of a rank is then not one block of the full
-tensor, but several blocks. This is also the case for layers whose blocks are split separately, such as a fused QKV.
+data-parallel ranks. The mesh axes have the opposite order. The shard of a rank then consists of several blocks of the
+full tensor. The same is true for layers whose blocks are split separately, such as a fused QKV.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def gather_full(tensor: torch.Tensor, device: torch.device, *, keep: bool) -> to
 
     Args:
         tensor: A tensor of any shape and dtype.
-        device: Device on which its shards are gathered.
-        keep: False if this rank needs only shape and dtype. It then gets a tensor on the device `meta`.
+        device: Device on which the shards are gathered.
+        keep: False if this rank needs only shape and dtype. The rank then gets a tensor on the device `meta`.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -56,10 +56,10 @@ def full_output(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(full: torch.Tensor, like: DTensor) -> DTensor:
-    """Shard a full tensor as `like` of the same shape is sharded. Not collective.
+    """Shard a full tensor in the same way as `like`, which has the same shape. Not collective.
 
-    The shard is on the device of `like` and has the dtype of `full`. It may share memory with `full`. From a sharded
-    checkpoint, only this rank's shard is read.
+    The shard is on the device of `like` and has the dtype of `full`. It may share memory with `full`. If `full` is in a
+    sharded checkpoint, only this rank's shard is read.
     """
     if isinstance(full, SavedTensor):
         shard = _read(full, like)
@@ -113,7 +113,8 @@ def shard_tree(tree: object, mesh: DeviceMesh) -> Any:
 
     Every rank passes the same tree.
 
-    If several ranks hold the same shard, one of them writes it. They are chosen so that all write about as many bytes.
+    If several ranks hold the same shard, one of these ranks writes it. The writing ranks are chosen so that all ranks
+    write similar numbers of bytes.
 
     Args:
         tree: The state.
@@ -138,7 +139,7 @@ def shard_tree(tree: object, mesh: DeviceMesh) -> Any:
 
 
 class _Turns:
-    """Chooses which of the ranks with the same shard saves it: the one with the fewest bytes so far."""
+    """Choice of the rank that saves a shard, among the ranks with this shard: the rank with the fewest bytes so far."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -170,7 +171,7 @@ def sharded_axes(tensor: torch.Tensor) -> set[str]:
 def counts_here(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
     """Return whether this rank's shard counts in a sum over all ranks. Not collective.
 
-    A shard that several ranks hold counts on the first of them only.
+    If several ranks hold the same shard, it counts only on the first of these ranks.
 
     Args:
         tensor: A parameter.
@@ -180,7 +181,7 @@ def counts_here(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
 
 
 def _copied_over(tensor: torch.Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of the mesh axes along which a tensor is replicated, which never include the pipeline axis."""
+    """Return the names of the mesh axes along which a tensor is replicated, except the pipeline axis."""
     axes = {"pp", *sharded_axes(tensor)}
     return tuple(name for name in mesh.mesh_dim_names or () if name not in axes)
 
@@ -224,7 +225,7 @@ def _split(runs: list[Run], blocks: int, ranks: int, rank: int) -> list[Run]:
 
 
 def _chunk(runs: list[Run], num: int, which: int) -> list[Run]:
-    """Return one of `num` chunks, split like torch.chunk. The last chunks may be empty."""
+    """Return one of `num` chunks of `torch.chunk`. The last chunks may be empty."""
     size = sum(length for _, length in runs)
     length = -(-size // num)
     begin, end = min(size, which * length), min(size, (which + 1) * length)

@@ -1,4 +1,4 @@
-"""The state of a model and its optimizers for checkpoints and callbacks, by the task's names under every strategy."""
+"""State of a model and its optimizers for checkpoints and callbacks. Names are the task's under every strategy."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _STATE_DICT_TYPES = {
 class FullState:
     """The state of a task and its optimizers that is stored in `p` and `p.grad`.
 
-    Engines that store or shard it in another way have a subclass.
+    Engines that store or shard the state in another way use a subclass.
 
     Args:
         task: The prepared task.
         optimizers: Its optimizers.
         device: Device on which shards are gathered.
         is_main: True if this rank needs the values of gathered tensors.
-        names: Names of optimizers' parameters that are not the task's. Default: None.
+        names: Names of parameters that are in the optimizers but not in the task. Default: None.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class FullState:
 
     @property
     def saves_shards(self) -> bool:
-        """True if each rank writes its own shards of a checkpoint. The same on every rank; read before each save.
+        """True if each rank writes its own shards of a checkpoint. Equal on every rank. Read before each save.
 
-        If True, `model_state` and `optimizer_states` gather nothing. They return this rank's tensors for `shards_of`.
-        The main rank saves those that are not sharded.
+        If True, `model_state` and `optimizer_states` do not gather tensors. They return this rank's tensors for
+        `shards_of`. The main rank saves unsharded tensors.
         """
         return False
 
@@ -77,8 +77,9 @@ class FullState:
     def model_state(self) -> dict[str, Any]:
         """Return the task's full weights and buffers by their names. The caller must not change them.
 
-        Unsharded tensors are references, and so are all tensors if `saves_shards`. Sharded tensors are otherwise
-        gathered to the host of the main rank, and have the device `meta` on other ranks. Then collective.
+        Unsharded tensors are not copied. If `saves_shards` is True, sharded tensors are not copied either. Otherwise
+        sharded tensors are gathered to the host of the main rank, and are on the device `meta` on other ranks, which is
+        collective.
         """
         return dict(self._task.state_dict())
 
@@ -99,10 +100,10 @@ class FullState:
         return [named_optimizer_state(optimizer, names) for optimizer in self._optimizers]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load one state that `optimizer_states` returned, on every rank. Not collective.
+        """Load the state of one optimizer in the format of `optimizer_states`, on every rank. Not collective.
 
         Raises:
-            CheckpointError: It does not fit (see `load_named_optimizer_state`). The optimizer is then unchanged.
+            CheckpointError: The state does not fit (see `load_named_optimizer_state`). The optimizer is then unchanged.
         """
         load_named_optimizer_state(optimizer, state, self._parameter_names())
 
@@ -112,10 +113,10 @@ class FullState:
     # Single tensors
 
     def gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the full value of one of the task's tensors, or of a tensor that is sharded like one.
+        """Return the full value of a tensor of the task, or of a tensor that is sharded like a tensor of the task.
 
-        An unsharded tensor is returned as it is. Otherwise collective: the main rank gets a copy on the host, and other
-        ranks a tensor on the device `meta`.
+        An unsharded tensor is returned unchanged. For a sharded tensor, the call is collective: the main rank gets a
+        copy on the host, and other ranks get a tensor on the device `meta`.
         """
         return self._full(tensor, keep=self._is_main)
 
@@ -130,10 +131,10 @@ class FullState:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_cut(tensor) else None
 
     def shard_like(self, value: object, like: object) -> Any:
-        """Shard a full tensor as `like` is sharded. Values that do not fit are returned as they are. Not collective.
+        """Shard a full tensor like `like`. Values that do not fit are returned unchanged. Not collective.
 
         Args:
-            value: Value of a checkpoint, of any shape, on the host.
+            value: Value from a checkpoint, of any shape, on the host.
             like: One of the task's tensors.
         """
         return shard_like(value, like)
@@ -141,11 +142,11 @@ class FullState:
     def full_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return the full parameters by the task's names. Tied parameters are returned once.
 
-        Sharded parameters are gathered to the host, which is collective. Others are references, which the caller must
-        not change.
+        Sharded parameters are gathered to the host, which is collective. Other parameters are not copied. The caller
+        must not change them.
 
         Args:
-            keep: False if this rank needs only shapes and dtypes. It may then get tensors on the device `meta`.
+            keep: False if this rank needs only shapes and dtypes. The rank may then get tensors on the device `meta`.
                 Default: True.
         """
         found = self._task.named_parameters()
@@ -154,7 +155,8 @@ class FullState:
     def full_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return the existing full gradients, like `full_parameters`. Empty if the engine hides gradients.
 
-        Call it between `forward_backward` and `optimizer_step`. Gradients are accumulated, averaged and unscaled.
+        Must be called between `forward_backward` and `optimizer_step`. Gradients are accumulated, averaged and
+        unscaled.
         """
         found = [(name, p.grad) for name, p in self._task.named_parameters()]
         return {plain_name(name): self._full(g, keep=keep).detach() for name, g in found if g is not None}
@@ -170,13 +172,13 @@ class FullState:
 class JointState(FullState):
     """The joint state of several models in one checkpoint.
 
-    Load weights and read single tensors through the states of the models.
+    To load weights or read single tensors, use the states of the models.
 
     Args:
         task: A module whose children are the models.
-        optimizers: All optimizers. Each belongs to one part.
+        optimizers: All optimizers. Each optimizer belongs to one model.
         device, is_main: See `FullState`.
-        parts: The states, each with the prefix of its names in the checkpoint.
+        parts: The states of the models, each with the prefix of the model's names in the checkpoint.
     """
 
     def __init__(
@@ -218,7 +220,7 @@ class JointState(FullState):
 
 
 def _renamed(state: Mapping[str, Any], *, remove: str = "", add: str = "") -> dict[str, Any]:
-    """Return the state of an optimizer with another prefix in parameter names."""
+    """Return the state of an optimizer with another prefix of the parameter names."""
 
     def renamed(name: str) -> str:
         return add + name.removeprefix(remove)
@@ -228,7 +230,7 @@ def _renamed(state: Mapping[str, Any], *, remove: str = "", add: str = "") -> di
 
 
 def shard_like(value: object, like: object) -> Any:
-    """Shard a full tensor as `like` is sharded; other values are returned as they are. Not collective."""
+    """Shard a full tensor like `like`. Other values are returned unchanged. Not collective."""
     if isinstance(value, torch.Tensor) and is_cut(like) and value.shape == like.shape and like.dim():
         from trainwright.strategies.shards import shard_like
 

@@ -40,12 +40,12 @@ class StrategyOutline:
     Attributes:
         mesh: Number of ranks along each axis.
         units: Modules that are sharded or offloaded separately.
-        shards: Number of ranks over which each parameter is divided along its first dimension. 1: every rank holds full
-            parameters. None: parameters are placed in another way.
-        param_dtype: Data type of gathered parameters. None: that of the stored parameters.
-        reduce_dtype: Data type in which gradients are averaged. None: that of the gradients.
-        reduces: False if the data type of the average is not known.
-        peak: The strategy's name in `rank_peaks`. None: its memory is not estimated.
+        shards: Number of ranks over which each parameter is divided along its first dimension. 1 means that every rank
+            holds full parameters. None means another division.
+        param_dtype: Data type of gathered parameters. None means the data type of the stored parameters.
+        reduce_dtype: Data type in which gradients are averaged. None means the data type of the gradients.
+        reduces: False if the data type in which gradients are averaged is not known.
+        peak: The strategy's name in `rank_peaks`. None: the memory is not estimated.
     """
 
     mesh: MeshShape
@@ -186,7 +186,7 @@ class Strategy:
 
 
 class SingleDeviceStrategy(Strategy):
-    """Trains in this process on one device."""
+    """Strategy that trains in this process on one device."""
 
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         return replace(super().outline(task, settings), shards=1, peak="single")
@@ -226,7 +226,7 @@ class DataParallel(Strategy):
 
 
 class ParallelEngine(Engine):
-    """Engine with several processes. Subclasses define how the model is replicated or sharded."""
+    """Base class of engines with several processes. Subclasses replicate or shard the model."""
 
     strategy: DataParallel
 

@@ -33,9 +33,9 @@ class NamesUnits(Protocol):
 def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int | None) -> list[nn.Module]:
     """Return the units of a model. Nested units come before the units that contain them.
 
-    A module that shares parameters or submodules with the rest of the model is not a unit: its parameters belong to the
-    module that contains all users, because a tied weight must be gathered once. The parts of `nn.MultiheadAttention`
-    are not units either, because it uses their weights without calling them.
+    A module that shares parameters or submodules with the rest of the model is not a unit, because a tied weight must
+    be gathered once. Its parameters belong to the module that contains all users of the tied weight. Submodules of
+    `nn.MultiheadAttention` are not units either, because their weights are used without a call.
 
     Args:
         task: A model or task. If `policy` and `min_num_params` are None, its units are the result of `shard_units`, or
@@ -44,7 +44,7 @@ def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int |
         min_num_params: Minimum number of parameters of a unit, without parameters of nested units.
 
     Raises:
-        ConfigurationError: No module has the class, or a unit is not a module of the task.
+        ConfigurationError: No module has a requested class, or a unit is not a module of the task.
     """
     if min_num_params is not None:
         wanted = _by_size(task, min_num_params)
@@ -81,7 +81,7 @@ def matching(task: nn.Module, policy: WrapPolicy, argument: str) -> list[nn.Modu
     Args:
         task: The task.
         policy: The policy.
-        argument: Name of the argument for messages.
+        argument: Name of the argument for error messages.
 
     Raises:
         ConfigurationError: No module has the class, or a module has no forward.
@@ -153,11 +153,11 @@ def _by_size(task: nn.Module, least: int) -> set[int]:
 
 
 def _by_torch_policy(task: nn.Module, policy: Callable[..., Any]) -> list[nn.Module]:
-    """Apply a policy of FSDP1: `policy(module, recurse, nonwrapped_numel)`."""
+    """Return the units that a policy of FSDP1 selects: `policy(module, recurse, nonwrapped_numel)`."""
     found: list[nn.Module] = []
 
     def taken(module: nn.Module) -> int:
-        """Return the number of a module's parameters in units."""
+        """Return the number of a module's parameters that are in units."""
         total = sum(parameter.numel() for parameter in module.parameters())
         if not policy(module=module, recurse=True, nonwrapped_numel=total):
             return 0
@@ -249,7 +249,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(blocks: Iterable[nn.Module], options: Mapping[str, Any]) -> list[nn.Module]:
-    """Compile modules without a wrapper, which keeps the names of parameters. Return those that were not compiled.
+    """Compile modules in place, so that parameter names do not change. Return the modules that were not compiled.
 
     The attribute `_compiled_call_impl` is set.
     """
@@ -263,9 +263,9 @@ def compile_blocks(blocks: Iterable[nn.Module], options: Mapping[str, Any]) -> l
 
 
 def _call_compiled(module: nn.Module, forward: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-    """Call a layer of torch, for which `Module.compile` compiles nothing in torch 2.13.
+    """Call a layer of torch. In torch 2.13, `Module.compile` has no effect on such layers.
 
-    The compiler skips forwards in torch's own files, unless they are compiled themselves.
+    The compiler skips forwards that are defined in torch's files, unless the forward itself is compiled.
     """
     vars(module)["forward"] = forward
     try:
@@ -280,7 +280,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def warn_of_large_rest(task: nn.Module, units: list[nn.Module], num_shards: int) -> None:
-    """Warn if most of a large model is outside of units, and is gathered on every rank. Not collective.
+    """Warn if most of a large model is outside of units, so that every rank gathers it at once. Not collective.
 
     Args:
         task: The model, on any device.
@@ -311,7 +311,7 @@ def _inner_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn
 
 
 def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module by another one wherever it is a child within `root`."""
+    """Replace a module by another module everywhere in `root`."""
     for parent in list(root.modules()):
         if parent is not new:
             for name, child in list(parent._modules.items()):
@@ -324,7 +324,7 @@ def replace_parameters(root: nn.Module, new: dict[int, nn.Parameter]) -> None:
 
     Args:
         root: The model.
-        new: New parameters by the id of the parameter that each replaces.
+        new: id of a parameter → the parameter that replaces it.
     """
     for module in root.modules():
         for name, parameter in list(module._parameters.items()):
@@ -344,11 +344,11 @@ class ModuleTraces:
         return (module for module, *_ in self._before)
 
     def note(self) -> None:
-        """Record the attributes and hooks that the library has added. Call it before the user adds any."""
+        """Record the attributes and hooks that the library has added. Must be called before the user adds any."""
         self._added = [(m, set(vars(m)) - names, hook_keys(m) - hooks) for m, _, names, hooks in self._before]
 
     def remove(self) -> None:
-        """Restore classes, and remove attributes and hooks. Parameters stay as they are. Not collective."""
+        """Restore classes, and remove attributes and hooks. Parameters are not changed. Not collective."""
         for module, cls, *_ in self._before:
             module.__class__ = cls
         for module, names, hooks in self._added:

@@ -1,1 +1,1 @@
-"""Context parallelism: the ranks of a process group split sequences, and attention spans all parts."""
+"""Context parallelism: the ranks of a process group split sequences, and attention covers the full sequences."""

@@ -32,10 +32,10 @@ def ulysses_attention(
 ) -> Tensor:
     """Return the attention of this rank's queries over the keys and values of all ranks.
 
-    An all-to-all gives each rank the full sequence for some heads, and a second one reverts it. Source: Jacobs et al.,
-    "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer Models" (2023).
-    The sequence is split in order `"plain"`. Every rank of the group must call this with tensors of the same shapes,
-    and run backward. For the arguments see `ring_attention`.
+    An all-to-all gives each rank the full sequence for some heads. A second all-to-all restores the split sequence.
+    Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
+    Transformer Models" (2023). The sequence is split in order `"plain"`. Collective, in backward too: every rank passes
+    tensors of the same shapes. For the arguments see `ring_attention`.
 
     Raises:
         ConfigurationError: The number of heads of `q`, `k` or `v` is not divisible by the number of ranks.
@@ -53,7 +53,7 @@ def ulysses_attention(
 
 
 def _exchange(tensor: Tensor, group: dist.ProcessGroup | None, *, to_heads: bool) -> Tensor:
-    """Split heads and join the sequence over the ranks (`to_heads`), or the reverse. Collective, in backward too."""
+    """Split heads and join the sequence over ranks with `to_heads`, or vice versa. Collective, in backward too."""
     split, join = (1, 2) if to_heads else (2, 1)
     sent = torch.stack(tensor.chunk(dist.get_world_size(group), split))
     group = group or dist.group.WORLD
@@ -66,15 +66,15 @@ class SplitAttention:
     """`torch.nn.functional.scaled_dot_product_attention` over a sequence that is split over the ranks of a group.
 
     Each rank passes its part of the queries, keys and values. Other kinds of attention, such as flex attention and
-    kernels of other packages, are not changed and see only this rank's part. The same holds for modules that have
-    imported the function itself by name.
+    kernels of other packages, are not changed and see only this rank's part. Modules that have imported the function by
+    name are not changed either.
 
     Args:
         group: Process group that splits the sequence. None means all ranks.
         kind: `"ring"` sends keys and values from rank to rank. `"ulysses"` divides the heads among the ranks.
 
     Attributes:
-        order: Order of the split sequence.
+        order: Order of the split sequence, `"plain"` or `"zigzag"`.
         is_active: Attention currently spans the ranks.
     """
 
@@ -86,7 +86,7 @@ class SplitAttention:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace torch's function in all threads, because backward may recompute activations in another thread."""
+        """Replace torch's function in all threads: backward may recompute activations in another thread."""
         plain, plain_module = functional.scaled_dot_product_attention, functional.multi_head_attention_forward
 
         def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -11,15 +11,15 @@ IGNORED = -100  # the label of a position without a target, in transformers and 
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Return the target of each position: the label of the next one. The last position has none."""
+    """Return the target of each position, which is the label of the next position. The last position has no target."""
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def count_targets(batch: object, *, shifts: bool) -> Tensor | None:
-    """Return the number of targets of a batch (0-dim). None if it has no labels.
+    """Return the number of targets of a batch (0-dim), or None if the batch has no labels.
 
     Args:
-        shifts: The model shifts labels: the target of a position is the label of the next one.
+        shifts: The model shifts labels: the target of a position is the label of the next position.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -30,7 +30,7 @@ def count_targets(batch: object, *, shifts: bool) -> Tensor | None:
 
 
 def shifts_labels(module: nn.Module) -> bool | None:
-    """Return whether the loss of a transformers model shifts labels. None if the module computes no loss."""
+    """Return whether the loss of a transformers model shifts labels, or None if the module computes no loss."""
     kind: object = getattr(module, "loss_type", None)
     if kind is None and type(module).__name__.endswith("LMHeadModel"):
         return True  # transformers derives no loss type from the class name of GPT-2

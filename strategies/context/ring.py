@@ -30,14 +30,14 @@ def ring_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return the attention of this rank's queries over the keys and values of all ranks, in the dtype of `q`.
+    """Return the attention of this rank's queries over the keys and values of all ranks. The dtype is that of `q`.
 
     The sequence is split in order `"zigzag"`.
 
     Forward sends keys and values around the group. Backward sends them again, together with their gradients. The next
     block is received while the current one is computed. Partial results are merged in float32, or in float64 for
-    float64 inputs. Every rank of the group must call this with tensors of the same shapes, and run backward. Second
-    derivatives are not supported.
+    float64 inputs. Collective, in backward too: every rank passes tensors of the same shapes. Second derivatives are
+    not supported.
 
     Args:
         q: (batch, heads, local length, head size).
@@ -75,7 +75,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -
 
 
 def _block(rank: int, source: int, length: int, is_causal: bool) -> tuple[slice, slice, bool]:
-    """Return the queries of `rank` and the keys of `source` that attend to each other, and if their block is causal."""
+    """Return the parts of `rank`'s queries and `source`'s keys to use, and whether their block is causal."""
     everything, half = slice(None), length // 2
     if not is_causal or source == rank:  # a rank's own positions ascend
         return everything, everything, is_causal
@@ -95,7 +95,7 @@ class Ring:
         self._previous = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
 
     def start(self, tensors: Sequence[Tensor], first_tag: int = 0) -> Transfer:
-        """Start to send contiguous `tensors` to the next rank, and to receive equal shapes from the previous one."""
+        """Start to send contiguous `tensors` to the next rank, and to receive such tensors from the previous rank."""
         received = [torch.empty_like(tensor) for tensor in tensors]
         operations = []
         for tag, (sent, target) in enumerate(zip(tensors, received, strict=True), first_tag):
@@ -106,7 +106,7 @@ class Ring:
 
 @dataclass
 class Transfer:
-    """A transfer in progress, which holds the sent tensors until `wait()` returns."""
+    """A transfer in progress. It references the sent tensors until `wait()` returns."""
 
     sent: Sequence[Tensor]
     received: list[Tensor]

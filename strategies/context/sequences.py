@@ -25,14 +25,14 @@ _MASK = "attention_mask"
 
 
 class SplitSequences:
-    """Splits the sequences of batches over the ranks of a group, and makes attention span them.
+    """Division of sequences over the ranks of a group. Attention covers the full sequences.
 
     Args:
         group: Process group of the ranks that split each sequence.
         kind: See `SplitAttention`.
 
     Attributes:
-        attention: Attention of the trained models.
+        attention: The `SplitAttention` that the trained models use.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, kind: Kind) -> None:
@@ -90,7 +90,7 @@ class SplitSequences:
         )
 
     def split(self, batch: object, task: TaskModule) -> tuple[Any, float]:
-        """Return this rank's part of a batch, and its weight in a mean over the ranks. Weights are 1 on average."""
+        """Return this rank's part of a batch, and the part's weight in a mean over the ranks, 1 on average."""
         part = task.split_sequences(batch, self)
         own: int | Tensor | None = count_targets(part, shifts=self._shifts)
         total: int | Tensor | None = count_targets(batch, shifts=self._shifts)
@@ -172,7 +172,7 @@ class SplitSequences:
                     buffer.data = full
 
     def step_parts(self, parts: StepParts) -> StepParts:
-        """Return the parts of a step that splits batches, and whose forwards use attention over the ranks."""
+        """Return step parts with which a step splits batches and computes attention over the ranks."""
         return replace(
             parts,
             context=_Forward(self.attention, parts.context),
@@ -197,7 +197,7 @@ def check_heads(model: nn.Module, sp: int, tp: int) -> None:
     """Check that the numbers of heads of transformers models are divisible by `sp * tp`.
 
     Raises:
-        ConfigurationError: A number is not divisible.
+        ConfigurationError: A number of heads is not divisible.
     """
     for module in model.modules():
         config = getattr(module, "config", None)

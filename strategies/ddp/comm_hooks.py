@@ -24,7 +24,7 @@ Hook = Callable[[Any, Any], Any]
 
 
 class DDPCommunicationHookType(StrEnum):
-    """Communication hooks by name; `FP16` and `BF16` are wrappers too."""
+    """Names of torch's communication hooks. `FP16` and `BF16` can also be used as wrappers."""
 
     NO = "no"
     FP16 = "fp16"
@@ -108,7 +108,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         dim: Must be 0: a process uses one device.
         broadcast_buffers: Copy rank 0's buffers to the other ranks before every training forward. Default: True.
         bucket_cap_mb: Size of the gradient buckets in MiB. Default: 25.
-        find_unused_parameters: Search in every step for parameters that it does not use. Default: False.
+        find_unused_parameters: Search for the parameters that a step does not use, in every step. Default: False.
         check_reduction: Must be False: torch has deprecated it.
         gradient_as_bucket_view: Gradients are views of the buckets. Default: False.
         static_graph: Every step uses the same parameters in the same order. Default: False.
@@ -150,14 +150,15 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 
 class CommHook:
-    """A communication hook, which replaces DistributedDataParallel's averaging of a gradient bucket.
+    """A communication hook. It replaces DistributedDataParallel's averaging of a gradient bucket.
 
     Args:
         hook: A `DDPCommunicationHookType`, its name, or a function for `register_comm_hook`. Default: None, which is
             `"no"`.
-        wrapper: `"fp16"`, `"bf16"`, or a function that returns a hook for a hook. It casts the tensors that the hook
-            exchanges. Default: None.
-        state: The state of the function. For PowerSGD, its options by name or a `PowerSGDState`. Default: None.
+        wrapper: `"fp16"` or `"bf16"`, which casts the tensors that the hook exchanges, or a function that takes a hook
+            and returns a hook. Default: None.
+        state: The state that the hook function receives. For PowerSGD, a dict of options or a `PowerSGDState`. Default:
+            None.
 
     Raises:
         ConfigurationError: A name or an option is unknown or has a wrong value, or the hook accepts no state.
@@ -182,7 +183,7 @@ class CommHook:
 
     @property
     def is_plain(self) -> bool:
-        """True if gradients are averaged without a hook and a wrapper."""
+        """True if gradients are averaged without a hook or a wrapper."""
         return bool(self.hook == "no" and self.wrapper == "no")
 
     def register(self, replica: DistributedDataParallel) -> None:
@@ -218,9 +219,9 @@ def _named(argument: str, value: object, known: tuple[str, ...]) -> Any:
 
 
 def _power_sgd_options(state: object) -> dict[str, Any]:
-    """Check and return PowerSGD's options, without the history of a state object.
+    """Check and return PowerSGD's options, without the errors and low-rank factors of a state object.
 
-    The errors and low-rank factors in it belong to the buckets of one replica, and every stage creates a new replica.
+    These belong to the buckets of one replica, and every stage creates a new replica.
     """
     if isinstance(state, PowerSGDState):
         found = {name: getattr(state, name) for name in _POWER_SGD_OPTIONS if hasattr(state, name)}

@@ -36,16 +36,16 @@ from trainwright.strategies.strategy import DataParallel, ParallelEngine, Strate
 
 
 class LocalSGDStrategy(DataParallel):
-    """Trains a replica on every process, and averages their parameters after every `local_sgd_steps` optimizer steps.
+    """Strategy with one replica per process. Parameters are averaged after every `local_sgd_steps` optimizer steps.
 
     Other steps have no communication: gradients, their norm, clipping and the loss are those of one rank. Parameters
     are also averaged before an evaluation, a checkpoint and the end of a stage, and training continues from the
-    average. A checkpoint also averages optimizer states: a resumed run starts with the same states on all ranks, and
-    would otherwise differ from the run that wrote the checkpoint. Each average copies rank 0's buffers to all ranks.
-    (Zhang et al., Parallel SGD: When does averaging help?, 2016.)
+    average. A checkpoint also averages optimizer states, because a resumed run starts with the same states on all
+    ranks. Each average copies rank 0's buffers to all ranks. (Zhang et al., Parallel SGD: When does averaging help?,
+    2016.)
 
-    In a user-written loop the steps of each optimizer are counted, and the parameters that it holds are averaged.
-    `Accelerator.save_state` and `get_state_dict` average like a checkpoint.
+    In a user-written loop, the steps of each optimizer are counted, and the parameters of that optimizer are averaged.
+    `Accelerator.save_state` and `get_state_dict` average parameters and optimizer states, too.
 
     Args:
         local_sgd_steps: Optimizer steps between two averages, ≥ 1, counted from the start of the run. Default: 8.
@@ -86,7 +86,7 @@ class LocalSGDStrategy(DataParallel):
 
 
 class LocalSGDEngine(ParallelEngine):
-    """Trains a replica on every process, and averages the replicas."""
+    """Engine with one replica per process, which averages the replicas."""
 
     strategy: LocalSGDStrategy
 
@@ -147,7 +147,7 @@ class LocalSGDEngine(ParallelEngine):
             self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
 
     def count_step(self) -> None:
-        """Record a step of the task, and average the replicas after every `local_sgd_steps`. Then collective."""
+        """Record a step of the task. Average the replicas after every `local_sgd_steps`, which is collective."""
         self._note_step()
         # The run's step count is restored by a resume and after a trial. It does not include the current step yet.
         if (self.step.run.state.step + 1) % self.strategy.local_sgd_steps == 0:
@@ -236,7 +236,7 @@ class LocalStep(AutomaticStep):
 
 
 class LocalManualStep(ManualStep):
-    """A local step with manual optimization. Counts groups in which an optimizer has stepped."""
+    """A local step with manual optimization. It counts the groups of micro-batches with an optimizer step."""
 
     def __init__(self, parts: StepParts, engine: LocalSGDEngine) -> None:
         super().__init__(parts)

@@ -55,7 +55,7 @@ def average_replicas(ranks: DataRanks, parameters: Iterable[nn.Parameter], buffe
 class FlatGradients:
     """Gradients of trained parameters of one dtype in one tensor, for an all-reduce that sums over replicas.
 
-    Of a sharded parameter, this rank's shard is part of the tensor.
+    For a sharded parameter, the tensor contains this rank's shard of the gradient.
 
     Args:
         parameters: The parameters.
@@ -76,7 +76,7 @@ class FlatGradients:
         )
 
     def write_mean(self, total_weight: float) -> None:
-        """Divide the sums by a number, and write them to the gradients that exist on any replica."""
+        """Divide the sums by a number. Write the result to each gradient that exists on at least one replica."""
         num = len(self._parameters)
         used = self.values[-num:].tolist()
         means = _unflatten_dense_tensors(self.values[:-num] / total_weight, self._parts)  # type: ignore[no-untyped-call]  # torch has no types here
@@ -103,7 +103,7 @@ def frozen_parameters(task: nn.Module) -> list[nn.Parameter]:
 
 
 def any_trained(frozen: list[nn.Parameter]) -> bool:
-    """Return whether one of the parameters now requires gradients. Called in each step."""
+    """Return whether any of the parameters requires gradients now. Called in each step."""
     for parameter in frozen:  # noqa: SIM110  # a generator is slower
         if parameter.requires_grad:
             return True
@@ -116,7 +116,7 @@ _MOST_NAMES = 10
 
 
 def unused_parameters(error: BaseException, model: nn.Module) -> TaskError | None:
-    """Return an error that names the parameters that a step did not use, or None for other errors."""
+    """Return an error that names the parameters that a step did not use. Return None if `error` has another cause."""
     text = str(error)
     if not isinstance(error, RuntimeError) or not text.startswith(_MARK):
         return None

@@ -1,4 +1,4 @@
-"""Data parallelism: a full replica of the task on every process, gradients averaged while backward runs."""
+"""Data parallelism: every process has a full replica of the task, and gradients are averaged while backward runs."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ _REMOVED = {
 
 
 class DDPStrategy(DataParallel):
-    """Trains one replica per process with torch's DistributedDataParallel.
+    """Strategy that trains one replica per process with torch's DistributedDataParallel.
 
     Args:
-        find_unused_parameters: Search in every step for parameters that it does not use. Default: False.
+        find_unused_parameters: Search for the parameters that a step does not use, in every step. Default: False.
         static_graph: Every step uses the same parameters in the same order. Default: False.
         bucket_cap_mb: Size of the gradient buckets in MiB. Default: None, torch's default.
-        gradient_as_bucket_view: Gradients are views of the buckets, which saves one copy of them. Default: True.
+        gradient_as_bucket_view: Gradients are views of the buckets, which saves the memory of a copy. Default: True.
         broadcast_buffers: Copy rank 0's buffers to the other ranks before every training forward. Default: True.
-        ddp_comm_hook, ddp_comm_wrapper, ddp_comm_state: Communication hook; see `CommHook`.
-        sync_each_batch: Average gradients after every micro-batch of a step instead of only the last. Default: False.
+        ddp_comm_hook, ddp_comm_wrapper, ddp_comm_state: `hook`, `wrapper` and `state` of the `CommHook`.
+        sync_each_batch: Average gradients after every micro-batch of a step, not only after the last. Default: False.
         timeout, hang_timeout, process_group_backend: See `DataParallel`.
         sync_batchnorm: Convert BatchNorm layers to SyncBatchNorm (not on the CPU). Default: False.
 
@@ -132,7 +132,7 @@ class DDPStrategy(DataParallel):
 
 
 class DDPEngine(ParallelEngine):
-    """Replicates models, and averages gradients while backward runs."""
+    """Engine that replicates models, and averages gradients while backward runs."""
 
     strategy: DDPStrategy
 
@@ -174,7 +174,7 @@ class DDPEngine(ParallelEngine):
         # batches.
 
     def _run_thawed(self, *args: object) -> Any:
-        """Run a step. If a parameter was unfrozen, first create a replica that averages its gradients."""
+        """Run a step. If a parameter was unfrozen, first replace the replica by one that averages its gradients."""
         if any_trained(self._frozen):
             self._unwrap()
             self._wrap()
@@ -240,7 +240,7 @@ class DDPEngine(ParallelEngine):
 
     @property
     def _reorders_buckets(self) -> bool:
-        """True if the replica rebuilds its buckets after the first step, and a backward of zeros changes nothing else.
+        """True if the replica rebuilds its buckets after the first step, and a backward of zeros has no other effect.
 
         With two ranks the order of summation does not matter.
         """
@@ -299,8 +299,8 @@ class DDPEngine(ParallelEngine):
     def _average_gradients(self) -> None:
         """Average all gradients over ranks, with one all-reduce per dtype.
 
-        A second average of averaged gradients changes nothing. A step may therefore have any number of backward
-        passes, over any part of the parameters.
+        Averaging again does not change averaged gradients. A step may therefore have any number of backward passes,
+        over any part of the parameters.
         """
         for flat in flat_gradients(self.task.parameters()):
             dist.all_reduce(flat.values)
@@ -325,9 +325,9 @@ class DDPEngine(ParallelEngine):
 class BucketOrder:
     """The order of gradients in a replica's first synchronizing backward.
 
-    After the first step, DistributedDataParallel rebuilds its buckets in this order. The position of a gradient in a
-    bucket determines the order of summation over three or more ranks, and so its last bits. Checkpoints contain the
-    order. A resumed run replays it with a backward of zeros before its first step.
+    After the first step, DistributedDataParallel rebuilds its buckets in this order. Over three or more ranks, the
+    position of a gradient in a bucket determines the order of summation, and so the last bits of the sum. Checkpoints
+    contain the order of gradients. Before its first step, a resumed run reproduces this order with a backward of zeros.
 
     Attributes:
         names: Names of the parameters; complete after the first step.
@@ -338,7 +338,7 @@ class BucketOrder:
         self._handles: list[Any] = []
 
     def record(self, replica: DistributedDataParallel, task: TaskModule) -> None:
-        """Record the order in the next synchronizing backward, and then remove the hooks."""
+        """Record the order of gradients in the next synchronizing backward. The hooks are removed afterwards."""
         self.stop()
         self.names = []
         for name, parameter in task.named_parameters():
@@ -359,9 +359,9 @@ class BucketOrder:
         self._handles = []
 
     def replay(self, replica: DistributedDataParallel, task: TaskModule, names: Sequence[str]) -> None:
-        """Run a backward of zeros in an order, so that the next forward rebuilds the buckets in it. Collective.
+        """Run a backward of zeros in an order, so that the next forward rebuilds buckets in that order. Collective.
 
-        Does nothing unless the names are those of the trained parameters.
+        Does nothing if the names differ from those of the trained parameters.
         """
         trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
         if set(names) != set(trained):

@@ -39,8 +39,8 @@ def check_full(model: nn.Module, *, built_in_shards: bool = False) -> None:
     """Check that a model does not hold shards of an earlier run.
 
     Args:
-        model: Or a task.
-        built_in_shards: Shards of `deepspeed.zero.Init`, in which transformers builds models for stage 3, are allowed.
+        model: A model or task.
+        built_in_shards: Allow shards of `deepspeed.zero.Init`, with which transformers builds models for stage 3.
             Default: False.
     """
     check_no_shards(model, lambda p: is_partitioned(p) and not (built_in_shards and hasattr(p, "ds_tensor")))
@@ -63,7 +63,7 @@ def check_optimizers(
     precision: Precision,
     source: str = "configure_optimizers returned",
 ) -> None:
-    """Check the optimizers of a stage or of a user-written loop; `source` begins the messages."""
+    """Check the optimizers of a stage or of a user-written loop. Error messages begin with `source`."""
     named = "optimizer" in config.content
     if len(optimizers) != 1:
         what = "Use DummyOptim(model.parameters())" if named else "Put all parameters into groups of one optimizer"
@@ -104,7 +104,7 @@ def check_optimizers(
 
 
 def keep_groups(optimizer: Optimizer, task: str) -> None:
-    """Make `add_param_group` of an engine's optimizer raise a TaskError: the engine would not step the new group."""
+    """Make `add_param_group` of an engine's optimizer raise a TaskError. The engine would not step a new group."""
 
     def add_param_group(param_group: dict[str, Any]) -> None:
         raise TaskError(

@@ -1,7 +1,7 @@
-"""DeepSpeed's configuration, merged from the user's file or dict and the arguments.
+"""DeepSpeed's configuration: the user's file or dict, merged with the arguments of the strategy and the Trainer.
 
-If the file and an argument of the strategy or the Trainer differ, a ConfigurationError names both. `"auto"` in the file
-is replaced by the argument's value.
+If the file and an argument differ, a ConfigurationError names both. `"auto"` in the file is replaced by the argument's
+value.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quanti
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Facts of a run's model and data from which `"auto"` values are computed.
+    """Properties of a run's model and data, from which `"auto"` values are computed.
 
     Attributes:
         world_size: Number of data-parallel processes.
-        micro_batch_size: Batch size of one process; None if it is unknown.
+        micro_batch_size: Batch size of one process. None if unknown.
         accumulate: Micro-batches of one process in a step.
-        hidden_size: Hidden size in the model's configuration; None if it has none.
-        hyperparameters: The optimizer's first parameter group; None without an optimizer.
-        total_steps: Number of optimizer steps of the run; infinite if it has no limit.
+        hidden_size: Hidden size in the model's configuration. None if the configuration has none.
+        hyperparameters: The optimizer's first parameter group. None without an optimizer.
+        total_steps: Number of optimizer steps of the run. Infinity if the run has no limit.
         warmup_steps: Number of steps in which the learning rate increases.
     """
 
@@ -56,7 +56,7 @@ class RunFacts:
 
 
 class EngineConfig:
-    """DeepSpeed's configuration without the facts of a run."""
+    """DeepSpeed's configuration before the values of a run are filled in; see `RunFacts`."""
 
     def __init__(
         self, config: str | FilePath | Mapping[str, Any] | None, options: ZeroOptions, given: Mapping[str, Any]
@@ -89,7 +89,7 @@ class EngineConfig:
         return str(look_up(self.content, ("zero_optimization", part, "device")) or "none")
 
     def state(self, path: Path, value: object, origin: str, *, overrides: bool = False) -> None:
-        """Set a value from `origin`. A different value in the user's configuration is an error."""
+        """Set a value that `origin` determines. Raise an error if the user's configuration has another value."""
         found = look_up(self.content, path)
         if found not in (None, AUTO, value) and not overrides:
             raise ConfigurationError(
@@ -123,7 +123,7 @@ class EngineConfig:
     # Settings of the Trainer
 
     def check_run(self, accumulate: int, clip: GradientClip | None) -> None:
-        """Check that accumulation and clipping are the Trainer's."""
+        """Check that gradient accumulation and clipping equal the Trainer's settings."""
         found = look_up(self.content, ("gradient_accumulation_steps",))
         if found not in (None, AUTO, accumulate):
             raise ConfigurationError(
@@ -141,7 +141,7 @@ class EngineConfig:
 
     @property
     def clipping(self) -> float | None:
-        """The maximum gradient norm of the configuration; None if it has none."""
+        """The maximum gradient norm in the configuration, or None."""
         found = look_up(self.content, ("gradient_clipping",))
         return None if found in (None, AUTO, 0) else float(found)
 
@@ -203,7 +203,7 @@ class EngineConfig:
     # For the engine
 
     def resolved(self, facts: RunFacts, *, trains: bool = True) -> dict[str, Any]:
-        """Return the configuration with every `"auto"` filled in, as Accelerate documents them."""
+        """Return the configuration with every `"auto"` filled in by Accelerate's documented rules."""
         config = copy.deepcopy(self.content)
         if not trains:
             for part in ("optimizer", "scheduler"):
@@ -219,7 +219,7 @@ class EngineConfig:
 
 
 def for_engine(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration for an engine, without accumulation and clipping: the strategy does them itself."""
+    """Return the configuration for an engine, without accumulation and clipping, which the strategy does."""
     own = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
     given = {key: copy.deepcopy(value) for key, value in config.items() if key not in own}
     return {"steps_per_print": None, **given, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
@@ -236,7 +236,7 @@ def for_building(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(config: str | FilePath | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of a configuration, or the content of its file, or an empty dict for None."""
+    """Return a copy of a configuration dict, or the content of a configuration file. Return an empty dict for None."""
     if config is None:
         return {}
     if isinstance(config, Mapping):

@@ -16,14 +16,14 @@ from trainwright.strategies.deepspeed.library import connect, disconnect, load_l
 
 
 class HfDeepSpeedConfig:
-    """DeepSpeed's configuration, with the methods of Hugging Face Accelerate's class of this name.
+    """DeepSpeed's configuration, with the methods of Hugging Face Accelerate's `HfDeepSpeedConfig`.
 
-    Values may change until the model is prepared: transformers fills in `"auto"` values. While an object with stage 3
-    exists, `from_pretrained` of transformers builds sharded models. Creating the object with stage 3 connects DeepSpeed
-    to the script's process group.
+    Until the model is prepared, transformers may fill in `"auto"` values. With stage 3, the constructor connects
+    DeepSpeed to the script's process group, and `from_pretrained` of transformers builds sharded models while the
+    object exists.
 
     Attributes:
-        config: A copy of the configuration, which was passed as a dict or the path of its JSON file.
+        config: A copy of the configuration that was passed as a dict or as the path of a JSON file.
     """
 
     def __init__(self, config_file_or_dict: str | Path | Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ class HfDeepSpeedConfig:
             weakref.finalize(self, disconnect, library)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the dict that may hold a dotted key, None if there is none, and the last part of the key."""
+        """Return the dict that contains a dotted key (None if it does not exist), and the key's last part."""
         *path, last = ds_key_long.split(".")
         node: Any = self.config
         for part in path:
@@ -48,7 +48,7 @@ class HfDeepSpeedConfig:
         return default if node is None else node.get(last, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Delete a dotted key. With `must_exist=True` a missing one is a ConfigurationError."""
+        """Delete a dotted key. With `must_exist=True`, raise a ConfigurationError if the key is missing."""
         node, last = self.find_config_node(ds_key_long)
         if node is not None and last in node:
             del node[last]

@@ -1,4 +1,4 @@
-"""Importing DeepSpeed, connecting it to the process group, and corrections of the library."""
+"""Import of DeepSpeed, its connection to the process group, and workarounds for errors in the library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _own_linear: Callable[..., torch.Tensor] = nn.functional.linear
 
 
 def load_library(device_type: str, logging_level: int = logging.WARNING) -> Any:
-    """Import DeepSpeed for a device type. A process can use it with one device type only."""
+    """Import DeepSpeed for a device type. A process can use DeepSpeed with one device type only."""
     set_variable("DS_ACCELERATOR", device_type)  # otherwise DeepSpeed uses any accelerator that it finds
     with quiet_imports():
         library: Any = require_package("deepspeed", purpose="DeepSpeedStrategy")
@@ -53,7 +53,7 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Ignore the deprecation warnings of DeepSpeed's own imports and calls within the context."""
+    """Return a context that ignores the deprecation warnings of DeepSpeed's own imports and calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
@@ -83,8 +83,8 @@ def connect(library: Any, topology: Topology) -> None:
 def disconnect(library: Any) -> None:
     """Reset DeepSpeed's global state of process groups, engines and autocast. Not collective.
 
-    DeepSpeed 0.19.8 does not reset it: the next run in this process would use destroyed process groups and the previous
-    autocast dtype.
+    Without this, the next run in this process would use destroyed process groups and the previous autocast dtype
+    (DeepSpeed 0.19.8).
     """
     global _users
     _users -= 1
@@ -113,7 +113,7 @@ def disconnect(library: Any) -> None:
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
-    """Return whether stage 3 shards a parameter. Its own memory is empty while no module uses it."""
+    """Return whether stage 3 shards a parameter. A sharded parameter is empty while no module uses it."""
     return hasattr(parameter, "ds_id")
 
 
@@ -121,7 +121,7 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 
 def keep_own_adagrad(engine: Any) -> None:
-    """Make an engine step the user's Adagrad and its groups, not the copy that DeepSpeed creates.
+    """Make an engine step the user's Adagrad with its parameter groups, not the copy that DeepSpeed creates.
 
     Adagrad creates its states in its constructor. DeepSpeed 0.19.8 therefore constructs a second Adagrad over its flat
     vectors, with one group and default values. The learning rates of groups would be lost, several groups would make
@@ -141,9 +141,9 @@ def keep_own_adagrad(engine: Any) -> None:
 def keep_unaligned_gradients(zero: object) -> None:
     """Keep gradients that start in the middle of a disk block on the host instead of swapping them.
 
-    DeepSpeed 0.19.8 splits off the end of a gradient whose length is not a multiple of 256 elements, and reads the rest
-    back to its position in the group's vector. If that position is in the middle of a block, for example after a bias,
-    the read is silently wrong: weights of layers 1,500 wide differ by full Adam steps.
+    DeepSpeed 0.19.8 swaps such a gradient to disk, apart from a remainder of less than 256 elements. It then reads the
+    gradient back to its position in the group's vector. If that position is in the middle of a block, for example after
+    a bias, the result is silently wrong: weights of layers 1,500 wide differ by full Adam steps.
     """
     swapper = getattr(zero, "optimizer_swapper", None)
     if swapper is None:

@@ -40,15 +40,18 @@ class ZeroOptions:
     Attributes:
         zero_optimization: False means stage 0.
         stage: 0 shards nothing; 1 shards optimizer states; 2 also shards gradients; 3 also shards parameters.
-        offload_optimizer, offload_optimizer_device: Offload optimizer states and step to the host (`"cpu"`), or the
-            states to disk (`"nvme"`, stage 3 only). The optimizer must be DeepSpeedCPUAdam or similar.
-        offload_parameters, offload_params_device: The same for parameters, at stage 3 only.
+        offload_optimizer: Offload optimizer states, and step on the host. The optimizer must be DeepSpeedCPUAdam or
+            similar.
+        offload_optimizer_device: `"cpu"` stores the states in host memory. `"nvme"` stores them on disk, at stage 3
+            only.
+        offload_parameters, offload_params_device: The corresponding options for parameters, at stage 3 only.
         nvme_path: Folder on a fast disk.
-        params_buffer_count, params_buffer_size: Host buffers for parameters on disk; size in elements.
-        max_in_cpu: Number of parameter elements that stay on the host when the others are offloaded to disk.
-        optimizer_buffer_count: Host buffers for optimizer states on disk. Adam needs at least 4.
-        block_size, queue_depth, single_submit, overlap_events, thread_count: Options of disk access; block size in
-            bytes.
+        params_buffer_count: Number of host buffers for parameters on disk.
+        params_buffer_size: Number of elements of each buffer.
+        max_in_cpu: Number of parameter elements that stay in host memory. The other parameters are offloaded to disk.
+        optimizer_buffer_count: Number of host buffers for optimizer states on disk. Adam needs at least 4.
+        block_size: Block size of disk access in bytes.
+        queue_depth, single_submit, overlap_events, thread_count: Further options of DeepSpeed's disk access.
         pin_memory: Use page-locked host memory for offload.
         sub_group_size: Number of elements per optimizer sub-step at stage 3.
         contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: Options of gradient and parameter
@@ -59,8 +62,9 @@ class ZeroOptions:
             Options of `deepspeed.checkpointing`.
         loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: Loss scaling for float16.
             `loss_scale=0` is dynamic.
-        moe_leaf_modules: Class names of modules whose parameters stage 3 gathers together. Layers of experts need it.
-        frozen_modules: Class names of frozen modules, such as a teacher, that a separate stage-3 engine shards while
+        moe_leaf_modules: Class names of modules whose parameters stage 3 gathers together. Required for layers of
+            experts.
+        frozen_modules: Class names of frozen modules, such as a teacher. A separate stage-3 engine shards them, while
             the rest of the model is at stage 1 or 2.
     """
 
@@ -128,7 +132,7 @@ def read_options(given: Mapping[str, Any]) -> ZeroOptions:
 
 
 def statements(options: ZeroOptions, given: Mapping[str, Any]) -> dict[Path, tuple[str, Any]]:
-    """Return the values of the passed arguments: path in DeepSpeed's configuration → (argument name, value)."""
+    """Return the passed arguments as {path in DeepSpeed's configuration: (argument name, value)}."""
     found: dict[Path, tuple[str, Any]] = {
         each.metadata["path"]: (each.name, given[each.name])
         for each in fields(options)
@@ -161,7 +165,7 @@ def buffers(part: str, options: ZeroOptions) -> dict[Path, tuple[str, Any]]:
 
 
 def defaults(options: ZeroOptions) -> dict[Path, Any]:
-    """Return Lightning's defaults, for users that pass no configuration."""
+    """Return Lightning's default values, which apply if the user passes no configuration."""
     return {
         each.metadata["path"]: getattr(options, each.name)
         for each in fields(options)

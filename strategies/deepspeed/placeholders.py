@@ -13,17 +13,18 @@ from trainwright.core.errors import ConfigurationError
 
 
 class DummyOptim(Optimizer):
-    """Placeholder with the parameters and hyperparameters for the optimizer of DeepSpeed's configuration.
+    """Placeholder for the optimizer that DeepSpeed's configuration names, with its parameters and hyperparameters.
 
     The name and arguments are Accelerate's.
 
     Args:
         params: Parameters or parameter groups.
-        lr, weight_decay: Values for `"auto"` in the configuration.
-        kwargs: Further values for `"auto"`, such as `betas` and `eps`.
+        lr: Learning rate for `"auto"` in the configuration.
+        weight_decay: Weight decay for `"auto"` in the configuration.
+        kwargs: Further values for `"auto"` in the configuration, such as `betas` and `eps`.
 
     Attributes:
-        given_groups: The groups as they were passed, without defaults.
+        given_groups: The parameter groups as they were passed, without default values.
     """
 
     def __init__(self, params: ParamsT, lr: float = 0.001, weight_decay: float = 0.0, **kwargs: Any) -> None:
@@ -43,19 +44,19 @@ class DummyOptim(Optimizer):
 
 
 class DummyScheduler:
-    """Placeholder for the scheduler of DeepSpeed's configuration. It counts optimizer steps.
+    """Placeholder for the scheduler that DeepSpeed's configuration names. The scheduler counts optimizer steps.
 
     The name and arguments are Accelerate's.
 
     Args:
-        optimizer: The optimizer that `configure_optimizers` returns with it.
-        total_num_steps: Value for `"auto"`. Default: the number of steps of the run.
-        warmup_num_steps: Value for `"auto"`. Default: 0.
-        lr_scheduler_callable: Creates the scheduler from the real optimizer if the configuration names an optimizer
-            but no scheduler. Default: None.
+        optimizer: The optimizer that `configure_optimizers` returns together with the placeholder.
+        total_num_steps: Number of steps for `"auto"` in the configuration. Default: the number of steps of the run.
+        warmup_num_steps: Number of warmup steps for `"auto"` in the configuration. Default: 0.
+        lr_scheduler_callable: Function that creates the scheduler from the real optimizer. Used if the configuration
+            names an optimizer but no scheduler. Default: None.
 
     Attributes:
-        missing: The error message while there is no real scheduler.
+        missing: The error message for calls before the real scheduler exists.
     """
 
     missing: ClassVar[str] = (
@@ -108,7 +109,7 @@ class DummyScheduler:
 
 
 def refuse_schedule_of_dummy(scheduler: object, origin: str) -> None:
-    """Raise a ConfigurationError for a real scheduler over a `DummyOptim`: it would change no learning rate."""
+    """Raise a ConfigurationError for a real scheduler of a `DummyOptim`, which would have no effect."""
     if not isinstance(scheduler, DummyScheduler) and isinstance(getattr(scheduler, "optimizer", None), DummyOptim):
         raise ConfigurationError(
             f"{origin} names the optimizer, and {type(scheduler).__name__} was created over its DummyOptim, which "

@@ -38,17 +38,18 @@ class DeepSpeedPlugin(KwargsHandler):
     Attributes:
         hf_ds_config: DeepSpeed's own configuration: a dict, the path of a JSON file or a `HfDeepSpeedConfig`, whose
             values may change until the model is prepared. The other fields fill in `"auto"` and missing values. A field
-            that differs from it is an error.
-        gradient_accumulation_steps: Micro-batches of one optimizer step. Default: the Accelerator's.
-        gradient_clipping: Largest norm of the gradients. Default: they are not clipped.
-        zero_stage: 0, 1, 2 or 3. Default: the stage in `hf_ds_config`, or else 2.
+            that differs from the configuration is an error.
+        gradient_accumulation_steps: Micro-batches of one optimizer step. Default: the value of the Accelerator.
+        gradient_clipping: Maximum norm of the gradients. Default: None, which disables clipping.
+        zero_stage: ZeRO stage, 0 to 3. Default: the stage in `hf_ds_config`, or else 2.
         is_train_batch_min: Accepted without effect.
         offload_optimizer_device, offload_param_device: `"none"`, `"cpu"` or `"nvme"`.
-        offload_optimizer_nvme_path, offload_param_nvme_path: One folder for both.
-        zero3_init_flag, zero3_save_16bit_model: Accepted without effect. Stage 3 always shards modules while they are
-            built, and checkpoints hold full weights at every stage.
+        offload_optimizer_nvme_path, offload_param_nvme_path: Folder for `"nvme"`. Both must be the same folder.
+        zero3_init_flag: Accepted without effect. Stage 3 always shards modules while they are built.
+        zero3_save_16bit_model: Accepted without effect. Checkpoints contain full weights at every stage.
         transformer_moe_cls_names: Classes of mixture-of-experts layers, in a list or separated by commas.
-        enable_msamp, msamp_opt_level: Not supported. `enable_msamp` must be False.
+        enable_msamp: Must be False. MS-AMP is not supported.
+        msamp_opt_level: Accepted without effect.
     """
 
     hf_ds_config: str | Path | Mapping[str, Any] | HfDeepSpeedConfig | None = from_variable(
@@ -93,7 +94,8 @@ class DeepSpeedPlugin(KwargsHandler):
         """Return the strategy with the same options.
 
         Raises:
-            ConfigurationError: An option is unknown, the strategy does not support it, or `hf_ds_config` differs.
+            ConfigurationError: An option is unknown, the strategy does not support it, or it differs from
+                `hf_ds_config`.
         """
         content = read_config(self._given)
         different = [

@@ -1,4 +1,4 @@
-"""Conversion between the shards of a DeepSpeed engine and full tensors by the task's names, as in checkpoints."""
+"""Conversion between the shards of a DeepSpeed engine and the full tensors of checkpoints."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class ZeroState(FullState):
     Args:
         model: The model and its engine.
         task: The model whose names a checkpoint uses.
-        optimizers: The optimizer that the engine steps, or none.
+        optimizers: A list with the optimizer that the engine steps. Empty if the model is not trained.
         is_main: True if this rank needs the values. Other ranks get tensors on the device `meta`.
         writes_shards: Each rank writes its shards of a checkpoint.
-        keeps_float32: Trained parameters are float32 after `release`, whatever dtype the engine computes in.
+        keeps_float32: `release` returns trained parameters in float32, also if the engine computes in another dtype.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ZeroState(FullState):
         return tensor if placeholder is None else shards
 
     def _to_save(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a placeholder for a sharded parameter, or the full value otherwise. Collective as `model_state`."""
+        """Return a placeholder for a sharded parameter, or the full value. Collective if `model_state` is."""
         if self._shards is not None and id(value) in self._trained:
             return self._placeholder_for(self._shards.to_save(value, shape_of(value)))
         held: Any = value.ds_tensor if is_partitioned(value) else None  # type: ignore[attr-defined]  # DeepSpeed's
@@ -163,7 +163,7 @@ class ZeroState(FullState):
         return found
 
     def _own_state(self) -> dict[str, Any]:
-        """Return all entries of the task's state by plain name, including each name of a tied parameter."""
+        """Return all entries of the task's state by plain name. Tied parameters have an entry for each name."""
         return {plain_name(name): value for name, value in self._task.state_dict(keep_vars=True).items()}
 
     def _load_sharded(self, given: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
@@ -192,7 +192,7 @@ class ZeroState(FullState):
         return missing, left_over
 
     def _set_partition(self, parameter: Any, value: torch.Tensor) -> None:
-        """Set a parameter, or this rank's partition of it, from a full value."""
+        """Set a parameter, or this rank's partition of a sharded parameter, from a full value."""
         if not is_partitioned(parameter):
             parameter.data.copy_(value)
             return
@@ -269,7 +269,7 @@ class ZeroState(FullState):
         shards.after_loading()
 
     def _matching_groups(self, real: Optimizer, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Check names and class of a saved state. Return its hyperparameters in the order of the engine's groups."""
+        """Check parameter names and optimizer class of a state. Return its groups in the order of the engine's."""
         placeholder = type(torch_name(real), (Optimizer,), {})
         names: dict[torch.Tensor, str] = {}
         groups = []
@@ -310,7 +310,7 @@ class ZeroState(FullState):
     # The end
 
     def release(self) -> dict[int, nn.Parameter]:
-        """Restore the optimizers' full states and original groups, and return full parameters. Collective."""
+        """Restore the full states and the original groups of the optimizers. Return full parameters. Collective."""
         # Gather the states first: their shards are then freed and make room for the weights.
         full = [
             {name: self._states_of(self._parameters[name]) for _, names in self._groups for name in names}
@@ -336,7 +336,7 @@ class ZeroState(FullState):
 
 
 def _partition(parameter: Any) -> Span:
-    """Return the elements of a partitioned parameter that this rank holds, without padding."""
+    """Return this rank's elements of a partitioned parameter, without padding."""
     length: int = parameter.partition_numel()
     start = min(parameter.ds_zero_partition_rank * length, parameter.ds_numel)
     return Span(start, min(start + length, parameter.ds_numel))
@@ -358,14 +358,14 @@ def _numel(parameter: torch.Tensor) -> int:
 
 
 def torch_name(optimizer: Optimizer) -> str:
-    """Return the class name of an optimizer, or torch's name for DeepSpeed's own implementation of it."""
+    """Return the class name of an optimizer. DeepSpeed's implementations have the names of torch's classes."""
     if type(optimizer).__name__ in _ADAMS:
         return "AdamW" if getattr(optimizer, "adam_w_mode", True) else "Adam"
     return type(optimizer).__qualname__
 
 
 def as_torch(tree: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Convert the state of DeepSpeed's own implementation of an optimizer to torch's format."""
+    """Convert the state of an optimizer class of DeepSpeed to the format of torch's class."""
     if type(optimizer).__name__ not in _ADAMS:
         return tree
     name = torch_name(optimizer)
@@ -382,7 +382,7 @@ def as_torch(tree: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _counting(optimizer: Optimizer, values: dict[str, Any]) -> dict[str, Any]:
-    """Return states with the step count as an int, as DeepSpeed's own optimizers need it."""
+    """Return states whose step count is an int, which DeepSpeed's optimizer classes require."""
     if type(optimizer).__name__ in _ADAMS and "step" in values:
         return {**values, "step": int(values["step"])}
     return values

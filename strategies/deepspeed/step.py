@@ -1,4 +1,4 @@
-"""The optimizer step of a task in a DeepSpeed engine, which runs backward, averages, clips and steps."""
+"""The optimizer step of a task in a DeepSpeed engine. The engine runs backward, averages, clips and steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class EngineStep(AutomaticStep):
     Args:
         parts: The parts of the step.
         model: The model and its engine.
-        clipping: Maximum norm from the configuration if the Trainer sets none. None disables clipping.
+        clipping: Maximum norm in DeepSpeed's configuration, used if the Trainer sets no clipping. None disables
+            clipping.
     """
 
     def __init__(self, parts: StepParts, model: ZeroModel, clipping: float | None) -> None:
@@ -86,7 +87,7 @@ class EngineStep(AutomaticStep):
 
 
 class EngineOptimizer:
-    """The optimizer that is passed to a task's `optimizer_step`. Its step is the engine's."""
+    """The optimizer that is passed to a task's `optimizer_step`. Its `step` calls the engine's step."""
 
     def __init__(self, optimizer: Optimizer, engine: Any) -> None:
         self.optimizer = optimizer

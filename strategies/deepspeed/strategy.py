@@ -1,7 +1,7 @@
 """Training with DeepSpeed's ZeRO: sharded optimizer states, gradients and parameters.
 
-DeepSpeed's engine runs backward, averages, clips and steps. Gradient accumulation, loss weights and checkpoints are
-this framework's. Source: Rajbhandari et al., "ZeRO" (2020), "ZeRO-Infinity" (2021).
+DeepSpeed's engine runs backward, averages, clips and steps. This framework implements gradient accumulation, loss
+weights and checkpoints. Source: Rajbhandari et al., "ZeRO" (2020), "ZeRO-Infinity" (2021).
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from trainwright.strategies.units import replace_parameters
 
 
 class DeepSpeedStrategy(DataParallel):
-    """Trains a task with DeepSpeed's ZeRO.
+    """Strategy that trains a task with DeepSpeed's ZeRO.
 
     Args:
-        config: DeepSpeed's own configuration, a dict or the path of a JSON file. `"auto"` values are filled in from
-            arguments, model and data. None uses only the options.
+        config: DeepSpeed's configuration, a dict or the path of a JSON file. `"auto"` values are filled in from the
+            arguments, the model and the data. Default: None, which uses only the other arguments.
         state_dict_type: `"sharded"`: each rank writes its shards of a checkpoint. `"full"`: rank 0 gathers the full
             state on its host and writes it.
         logging_level: Level of DeepSpeed's log messages.
         timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
-        zero_optimization, stage, …, frozen_modules: All other arguments. `ZeroOptions` in
-            `trainwright.strategies.deepspeed.options` documents each of them by the same name. Default: None, the value
-            in `config`, or else the default of `ZeroOptions`.
+        zero_optimization, stage, …, frozen_modules: See the attributes of the same names of `ZeroOptions` in
+            `trainwright.strategies.deepspeed.options`. Default: None, which is the value in `config`, or else the
+            default of `ZeroOptions`.
 
     Raises:
         ConfigurationError: An option is unknown or impossible, or differs from `config`.
@@ -150,7 +150,7 @@ class DeepSpeedStrategy(DataParallel):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> Self:
-        """Create the strategy from Hugging Face Accelerate's `deepspeed_config` or arguments of its DeepSpeedPlugin.
+        """Create the strategy from Accelerate's `deepspeed_config`, or from arguments of its DeepSpeedPlugin.
 
         Raises:
             ConfigurationError: An option is unknown or not supported.
@@ -161,11 +161,11 @@ class DeepSpeedStrategy(DataParallel):
 
     @property
     def config(self) -> EngineConfig:
-        """DeepSpeed's configuration without the facts of a run."""
+        """DeepSpeed's configuration before the values of a run are filled in."""
         return EngineConfig(*self.source)
 
     def config_for(self, settings: EngineSettings) -> EngineConfig:
-        """Return DeepSpeed's configuration for a run."""
+        """Return DeepSpeed's configuration with the values of a run."""
         found = self.config
         found.check_hardware(settings.device_type, settings.num_processes)
         found.set_precision(settings.precision, settings.device_type)
@@ -189,10 +189,10 @@ class DeepSpeedStrategy(DataParallel):
 
 
 class DeepSpeedEngine(ParallelEngine):
-    """Trains a task with an engine of DeepSpeed.
+    """Engine that trains a task with an engine of DeepSpeed.
 
     Attributes:
-        resolved_config: The configuration with every `"auto"` filled in; empty before DeepSpeed's engine exists.
+        resolved_config: The configuration with every `"auto"` filled in. Empty before DeepSpeed's engine exists.
     """
 
     strategy: DeepSpeedStrategy
@@ -219,7 +219,7 @@ class DeepSpeedEngine(ParallelEngine):
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's engine of the Trainer's current stage; None if the stage has none."""
+        """DeepSpeed's engine in the current stage of the Trainer. None if the stage has no DeepSpeed engine."""
         return None if self._model is None else self._model.engine
 
     # Model and optimizers
@@ -269,7 +269,7 @@ class DeepSpeedEngine(ParallelEngine):
         return context
 
     def _start_engine(self, optimizer: Optimizer | None, plan: TrainingPlan) -> Any:
-        """Create an engine for the task's parameters. Return the optimizer that it steps. Collective."""
+        """Create an engine for the task's parameters. Return the optimizer that the engine steps. Collective."""
         self._model = found = self._zero_model(self.task, StepModule(self.task), optimizer, plan)
         self._training_call = found.engine
         self._eval_call = found.engine if self.stage == 3 else None
@@ -285,7 +285,7 @@ class DeepSpeedEngine(ParallelEngine):
         return found
 
     def _state_of(self, zero: ZeroModel | None, module: nn.Module, optimizers: list[Optimizer]) -> FullState:
-        """Return the state of a model, read from its engine if it has one."""
+        """Return the state of a model. If the model has an engine, the state is read from the engine."""
         if zero is None or zero.stage == 0:
             return ReplicatedState(module, optimizers, self.device, is_main=self.is_main)
         return ZeroState(
@@ -356,7 +356,7 @@ class DeepSpeedEngine(ParallelEngine):
         return found[0] if found else None
 
     def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the `ZeroOptimizer` of an optimizer, or the optimizer itself if no engine steps it."""
+        """Return a `ZeroOptimizer` for an optimizer that an engine steps. Return any other optimizer unchanged."""
         if optimizer not in self._steps:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for model in (*self._untrained, *(zero.model for zero in self._models)):

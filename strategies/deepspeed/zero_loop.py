@@ -67,7 +67,7 @@ class ZeroGradients(Gradients):
         model.engine.backward(loss, retain_graph=retain, scale_wrt_gas=False)
 
     def _of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[ZeroModel, list[nn.Parameter]]]:
-        """Return the models of the parameters, each with its own parameters."""
+        """Return the models that contain the parameters, each with the parameters that it contains."""
         wanted = {id(parameter) for parameter in parameters}
         found = [(model, [p for p in model.model.parameters() if id(p) in wanted]) for model in self.models]
         return [(model, own) for model, own in found if own]
@@ -106,13 +106,13 @@ class ZeroGradients(Gradients):
 
 
 class ZeroOptimizer(Optimizer):
-    """An optimizer whose step the engine runs. All other attributes are the optimizer's."""
+    """Wrapper of an optimizer whose step the engine runs. All other attributes are those of the optimizer."""
 
     def __init__(self, model: ZeroModel, gradients: ZeroGradients, clipping: float | None) -> None:
         self.optimizer, self.zero, self._gradients, self._clipping = model.optimizer, model, gradients, clipping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step through the engine, which frees the gradients."""
+        """Run the step of the engine. The engine also frees the gradients."""
         if closure is not None:
             raise ConfigurationError("step(closure): DeepSpeed does not support closures. Call step().")
         model = self.zero
@@ -125,7 +125,7 @@ class ZeroOptimizer(Optimizer):
         model.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that no step has used. The engine frees all others in its step."""
+        """Discard gradients that no step has used. The engine's step frees the gradients that it uses."""
         if self.zero.holds_gradients:
             self._gradients.free(self.zero.model.parameters())
 
@@ -134,7 +134,7 @@ class ZeroOptimizer(Optimizer):
         return partial(self._switch, name, found) if name in ("train", "eval") else found
 
     def _switch(self, name: str, switch: Callable[[], Any]) -> None:
-        """Switch the weights of an optimizer with two sets, and update the model from its shards. Collective.
+        """Switch an optimizer with two sets of weights, and copy its shards to the model. Collective.
 
         Raises:
             ConfigurationError: The engine is at stage 3, where the optimizer has no parameters between steps.

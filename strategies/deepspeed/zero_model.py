@@ -53,7 +53,7 @@ class Traces(ModuleTraces):
 
 
 class FrozenEngines:
-    """Stage-3 engines of frozen modules, which gather a module's parameters when it is called."""
+    """Stage-3 engines of frozen modules. Each engine gathers the parameters of its module when the module is called."""
 
     def __init__(self, task: nn.Module, names: tuple[str, ...]) -> None:
         self._task = task
@@ -83,7 +83,7 @@ class FrozenEngines:
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Remove the frozen modules from the task within the context, so that the main engine ignores them."""
+        """Return a context in which the task lacks the frozen modules, so that the main engine ignores them."""
         parents = [parent for parent in self._task.modules() if any(one in self._modules for one in parent.children())]
         kept = [(parent, dict(parent._modules)) for parent in parents]
         for parent, modules in kept:
@@ -112,20 +112,20 @@ def _destroy(engine: Any) -> None:
 class ZeroModel:
     """A model whose parameters a DeepSpeed engine manages. Collective to create.
 
-    `root` is the module whose forward the engine calls: the model, or a module around it. Without an optimizer, the
-    model is not trained. `dp_size` is the number of data-parallel processes.
+    `root` is the module whose forward the engine calls: the model, or a module that contains the model. Without an
+    optimizer, the model is not trained. `dp_size` is the number of data-parallel processes.
 
     Attributes:
-        engine: DeepSpeed's engine; None once it is closed.
+        engine: DeepSpeed's engine. None after `close`.
         stage: ZeRO stage, 0 to 3.
-        optimizer: The optimizer that the engine steps; None if the model is not trained.
+        optimizer: The optimizer that the engine steps. None if the model is not trained.
         groups: The original parameter groups, each with the names of its parameters.
-        dtypes: The original dtypes of the parameters by the parameter's id.
-        shards: Shards of gradients and optimizer states; None if they are not sharded.
+        dtypes: id of a parameter → its original dtype.
+        shards: Shards of gradients and optimizer states. None if gradients and optimizer states are not sharded.
         holds_gradients: Backward has run since the last step of a user-written loop.
         is_complete: The last backward has averaged the gradients.
-        was_called: In a user-written loop, a loss may depend on a forward since the last backward.
-        input_dtype: Dtype of floating-point inputs in a user-written loop. None: they are not cast.
+        was_called: In a user-written loop, the model was called since the last backward.
+        input_dtype: Dtype to which a user-written loop's floating-point inputs are cast. None does not cast them.
         resolved_config: The configuration with every `"auto"` filled in.
     """
 
@@ -184,7 +184,7 @@ class ZeroModel:
             self.shards = kind(self.engine.optimizer, device)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Run a forward of a user-written loop through the engine. Collective at stage 3."""
+        """Run a forward of a user-written loop in the engine. Collective at stage 3."""
         if self.input_dtype is not None:
             args, kwargs = map_tensors(self._cast, (args, kwargs))
         self.was_called |= torch.is_grad_enabled() and self.optimizer is not None
@@ -194,7 +194,7 @@ class ZeroModel:
         return tensor.to(self.input_dtype) if tensor.is_floating_point() else tensor
 
     def check_trained(self) -> None:
-        """Check that no parameter was frozen or unfrozen since the engine was created. Not collective."""
+        """Check that no parameter was frozen or unfrozen after the engine was created. Not collective."""
         for name, parameter, trained in self._flags:
             if parameter.requires_grad is not trained:
                 what = "frozen" if trained else "unfrozen"
@@ -257,7 +257,7 @@ def _groups_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
 def collect_facts(
     model: nn.Module, plan: TrainingPlan, config: dict[str, Any], optimizer: Optimizer | None, *, dp_size: int
 ) -> RunFacts:
-    """Collect the facts that the configuration needs. The training data is loaded only if its batch size is needed."""
+    """Return the run's values that the configuration needs. Load training data only if the batch size is needed."""
     trains = optimizer is not None
     batch = trains and ("train_micro_batch_size_per_gpu" in config or "train_batch_size" in config)
     schedule = next((c.scheduler for c in plan.lr_scheduler_configs if isinstance(c.scheduler, DummyScheduler)), None)
@@ -277,7 +277,7 @@ def collect_facts(
 
 
 def _hidden_size(model: nn.Module) -> int | None:
-    """Return the hidden size from the `config` of the model or of one of its modules, as in transformers."""
+    """Return the hidden size in the transformers `config` of the model or of one of its modules."""
     for module in model.modules():
         config = getattr(module, "config", None)
         sizes = getattr(config, "hidden_sizes", None)

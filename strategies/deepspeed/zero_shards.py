@@ -25,7 +25,9 @@ class ShardRange:
     """This rank's shard of one parameter.
 
     Attributes:
-        start, length: Position in the flat vector of the parameter's group, and in every state of that shape.
+        start: First element of the shard in the flat vector of the parameter's group. Optimizer states have the same
+            shape.
+        length: Number of elements.
         offset: First element of the parameter that the shard holds.
     """
 
@@ -34,7 +36,7 @@ class ShardRange:
     offset: int
 
     def of(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return the shard's view of a flat vector."""
+        """Return a view of the shard's elements in a flat vector."""
         return vector.detach().view(-1).narrow(0, self.start, self.length)
 
     @property
@@ -43,19 +45,19 @@ class ShardRange:
         return Span(self.offset, self.offset + self.length)
 
     def shard_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the shard of a full value. From a checkpoint, only the shard is read."""
+        """Return the shard of a full value. If the value is in a checkpoint, only the shard is read."""
         return read_span(value, self.span)
 
 
 def read_span(value: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return a span of a tensor's elements. From a checkpoint, only the span is read."""
+    """Return a span of a tensor's elements. If the tensor is in a checkpoint, only the span is read."""
     if isinstance(value, SavedTensor):
         return value.read(span)
     return value.detach().reshape(-1).narrow(0, span.start, span.stop - span.start)
 
 
 class ZeroShards(ABC):
-    """The shards of an engine; see the subclasses."""
+    """Base class of the shards of an engine."""
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
         self.zero = optimizer
@@ -69,17 +71,17 @@ class ZeroShards(ABC):
 
     @abstractmethod
     def flat(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return this rank's float32 vector of a trained parameter's group. Not collective."""
+        """Return this rank's flat float32 vector of the group of a trained parameter. Not collective."""
 
     @abstractmethod
     def shard(self, parameter: torch.Tensor) -> ShardRange | None:
-        """Return this rank's shard of a trained parameter, or None if it holds none. Not collective."""
+        """Return this rank's shard of a trained parameter, or None if this rank holds no element. Not collective."""
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield trained parameters with this rank's shards of their gradients. Not collective.
 
-        Call it between the last backward and the step. The step uses the memory of the shards.
+        Must be called between the last backward and the step. The step reuses the memory of the shards.
         """
 
     @abstractmethod
@@ -88,14 +90,14 @@ class ZeroShards(ABC):
 
     @contextmanager
     def loaded(self, parameter: torch.Tensor, *, changes: bool) -> Iterator[None]:
-        """Keep a parameter's flat vector and its states in memory within the context.
+        """Return a context in which the flat vector of a parameter and its states are in memory.
 
-        `changes` writes them back to disk at the end.
+        With `changes`, the context writes the vector and the states back to disk at its end.
         """
         yield
 
     def state_of(self, parameter: torch.Tensor) -> tuple[list[str], dict[str, Any]]:
-        """Return the names of a trained parameter's states of its own shape, and the values of its other states."""
+        """Return the names of a parameter's optimizer states of its shape, and the values of its other states."""
         with self.loaded(parameter, changes=False):
             flat = self.flat(parameter)
             state = self.states.get(flat, {})
@@ -106,7 +108,7 @@ class ZeroShards(ABC):
             return vectors, {key: value for key, value in state.items() if key not in vectors}
 
     def full(self, parameter: torch.Tensor, shape: torch.Size, key: str | None = None) -> torch.Tensor:
-        """Return a trained parameter's full float32 value, or with `key` one of its optimizer states, on the device.
+        """Return the full float32 value of a trained parameter, or its optimizer state `key`, on the device.
 
         Collective: every rank passes the same arguments.
         """
@@ -120,9 +122,9 @@ class ZeroShards(ABC):
         return full.view(shape)
 
     def to_save(self, parameter: torch.Tensor, shape: torch.Size, key: str | None = None) -> SavedShards:
-        """Return this rank's shard of the value that `full` returns. Not collective.
+        """Return this rank's shard of the result of `full`. Not collective.
 
-        The shard is a view of the engine's memory unless the engine keeps it on disk.
+        The shard is a view of the engine's memory, unless the engine stores it on disk.
         """
         shard = self.shard(parameter)
         if shard is None:
@@ -174,16 +176,16 @@ class ZeroShards(ABC):
                     shard.of(state[key]).copy_(shard.shard_of(value))
 
     def clear_states(self, parameter: torch.Tensor) -> None:
-        """Remove the optimizer states of a parameter's group, or zero them on disk. Not collective."""
+        """Remove the optimizer states of a parameter's group. States on disk are set to zero. Not collective."""
         self.states.pop(self.flat(parameter), None)
 
     @abstractmethod
     def after_loading(self) -> None:
-        """Update what the engine derives from weights and states after they were loaded. Not collective."""
+        """Update the engine's derived values after weights and states were loaded. Not collective."""
 
 
 class FlatShards(ZeroShards):
-    """Shards at stages 1 and 2: each rank holds a part of the concatenated parameters of a group."""
+    """Shards at stages 1 and 2: each rank holds a part of the flat vector of all parameters of a group."""
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
         super().__init__(optimizer, device)
@@ -238,7 +240,7 @@ class FlatShards(ZeroShards):
 
 
 class ParameterShards(ZeroShards):
-    """Shards at stage 3: each rank holds an equally long, padded part of each parameter; sub-groups share a vector."""
+    """Shards at stage 3: each rank holds a padded part of each parameter. A sub-group's parts share a flat vector."""
 
     def _position(self, parameter: torch.Tensor) -> tuple[int, int, int]:
         group, start, length = self.zero.grad_position[self.zero.get_param_id(parameter)]

@@ -1,1 +1,1 @@
-"""Expert parallelism: data-parallel ranks hold different experts of a mixture and exchange tokens."""
+"""Expert parallelism: data-parallel ranks hold different experts of a mixture-of-experts model, and exchange tokens."""

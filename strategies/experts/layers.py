@@ -1,4 +1,4 @@
-"""Find the modules that hold the experts of a mixture, and divide the experts over ranks."""
+"""Find the modules with the experts of a mixture-of-experts model, and divide the experts over ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 def check_ep_size(ep: int, tp: int) -> int:
-    """Return `ep` after checking it."""
+    """Return `ep`. Raise an error if it is not valid."""
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
         raise ConfigurationError(f"ep={ep!r}: use the number of ranks over which experts are divided, such as 2.")
     if ep > 1 and tp > 1:
@@ -33,7 +33,7 @@ def check_ep_size(ep: int, tp: int) -> int:
 
 
 def check_mesh(ep: int, shape: MeshShape) -> MeshShape:
-    """Return the mesh after checking that the number of ranks that shard a replica is divisible by `ep`."""
+    """Return the mesh. Raise an error if the number of ranks that shard a replica is not divisible by `ep`."""
     shards = shape.dp_shard * shape.cp
     if shards % ep:
         raise ConfigurationError(
@@ -44,7 +44,7 @@ def check_mesh(ep: int, shape: MeshShape) -> MeshShape:
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that hold the experts of a mixture, by name.
+    """Return the modules that hold the experts of a mixture-of-experts model, by name.
 
     Such a module has the attribute `num_experts`, parameters whose first dimension has this size, and the signature
     `forward(hidden_states, top_k_index, top_k_weights)`. This includes Mixtral, Qwen2-MoE and Qwen3-MoE of
@@ -61,7 +61,7 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def check_experts(model: nn.Module, ep: int, shards: int) -> list[nn.Module]:
-    """Return the modules with experts.
+    """Return the modules that hold experts, after checking that the experts can be divided.
 
     Args:
         model: The model or task.
@@ -69,7 +69,7 @@ def check_experts(model: nn.Module, ep: int, shards: int) -> list[nn.Module]:
         shards: Number of ranks that shard one replica, a multiple of `ep`.
 
     Raises:
-        ConfigurationError: The model has no experts, or their number is not divisible.
+        ConfigurationError: The model has no experts, or the number of experts is not divisible.
     """
     found = find_experts(model)
     if not found:
@@ -94,7 +94,7 @@ def check_experts(model: nn.Module, ep: int, shards: int) -> list[nn.Module]:
 class DividedExperts:
     """The experts of one model, divided over `ep` ranks.
 
-    Parameters of experts are sharded along the first dimension over all ranks of a replica, like those of FSDP. In a
+    Like FSDP's parameters, those of experts are sharded along the first dimension over all ranks of a replica. In a
     step, each group of `shards / ep` adjacent ranks gathers `num_experts / ep` consecutive experts, beginning with
     expert `r // (shards / ep) * num_experts / ep` on rank r. The `ep` ranks with different experts exchange tokens.
     Experts stay gathered until backward ends.
@@ -104,7 +104,7 @@ class DividedExperts:
         ep: Number of ranks over which the experts are divided.
         mesh: All axes of the run, by name. Only `dp_shard` and `dp_replicate` are supported.
         ranks: The data-parallel ranks.
-        dtype: dtype of gathered experts. None: that of the parameters.
+        dtype: Data type of gathered experts. None means the data type of the parameters.
 
     Attributes:
         parameters: The parameters that are sharded so far.
@@ -130,7 +130,7 @@ class DividedExperts:
             self._exchange, self._share = self._own_mesh.get_group("ep"), self._own_mesh.get_group("share")
 
     def divide(self, part: nn.Module) -> Sequence[nn.Parameter]:
-        """Shard the experts in a part of the model, which has rank 0's values on the device. Not collective.
+        """Shard the experts in a part of the model. The part is on the device with rank 0's values. Not collective.
 
         Returns:
             The sharded parameters of this part and all earlier ones.
@@ -184,7 +184,7 @@ class DividedExperts:
 
     @torch.no_grad()
     def average_replicas(self) -> None:
-        """Average the accumulated gradients over replicas. Averaged gradients do not change. Collective."""
+        """Average the accumulated gradients over replicas. A repeated call does not change them. Collective."""
         if self._replicas == 1:
             return
         group = self._mesh.get_group("dp_replicate")

@@ -1,4 +1,4 @@
-"""Exchange of tokens between ranks with different experts, and all-gather of one rank's experts.
+"""Exchange of tokens between ranks with different experts, and all-gather of the experts of one rank.
 
 Sources: Lepikhin et al., "GShard" (2020); Rajbhandari et al., "DeepSpeed-MoE" (2022).
 """
@@ -33,18 +33,17 @@ def exchange(
     group: dist.ProcessGroup,
     compute: Compute,
 ) -> torch.Tensor:
-    """Return the weighted sum of the outputs of each token's experts, computed on other ranks if needed.
+    """Return, for each token, the weighted sum of the outputs of its experts, which may be on other ranks.
 
-    Collective in the group. Supports backward, which is collective, too. Blocks on the device once, to read the number
-    of tokens for each rank.
+    Collective in the group, in backward too. Blocks on the device once, to read the number of tokens for each rank.
 
     Args:
         tokens: `(tokens, width)`, the tokens of this rank. Their number may differ between ranks.
-        experts: `(tokens, k)`, integers: the experts of each token.
-        weights: `(tokens, k)`: the weights of these experts.
+        experts: `(tokens, k)`, integers: the indices of each token's experts.
+        weights: `(tokens, k)`: the weights of each token's experts.
         num_experts: Total number of experts, divisible by the size of the group.
         group: Process group. Rank r holds `num_experts / size` experts, beginning with `r * num_experts / size`.
-        compute: Applies the experts of this rank, numbered from 0, to tokens.
+        compute: Applies this rank's experts to tokens. Expert indices are local, from 0.
     """
     size, top_k = group.size(), experts.shape[-1]
     chosen = experts.reshape(-1)
@@ -64,9 +63,9 @@ def exchange(
 
 
 class GatherExperts(torch.autograd.Function):
-    """All-gathers experts that are sharded along the first dimension.
+    """All-gather of experts that are sharded along the first dimension.
 
-    Backward sums the gradient over the ranks and divides it by `divisor`, in the dtype of the shard.
+    Backward divides the gradient by `divisor` and sums it over the ranks, both in the dtype of the shard.
     """
 
     @staticmethod
@@ -92,9 +91,9 @@ class GatherExperts(torch.autograd.Function):
 
 
 class Connect(torch.autograd.Function):
-    """Returns its first argument. Backward gives the other arguments zero gradients.
+    """Identity function of the first argument. Backward returns zero gradients for the other arguments.
 
-    It makes a rank whose experts have no tokens run the collectives of the backward.
+    A rank whose experts receive no tokens therefore still runs the collectives of the backward.
     """
 
     @staticmethod

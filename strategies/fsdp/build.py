@@ -1,4 +1,4 @@
-"""Initialization of a model's parts before each is sharded, and full tensors after a stage."""
+"""Initialization of the parts of a model before they are sharded, and restoration of full tensors after a stage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DISCARDED = "_weights_discarded"  # attribute of a task whose weights exist only
 
 
 class MetaBuilding:
-    """Builds a task's model on the device `meta` if requested, and records which weights a checkpoint must provide.
+    """Construction of a task's model on the device `meta`, with a record of the weights that a checkpoint must provide.
 
     Args:
         everywhere: Build on `meta` on every rank.
@@ -51,7 +51,7 @@ class MetaBuilding:
         return torch.device("meta") if meta else nullcontext()
 
     def names_to_reset(self, task: nn.Module, processes: Processes) -> list[str]:
-        """Return the names of tensors that no rank has values for and no checkpoint must provide. Collective."""
+        """Return the names of tensors without values on any rank that no checkpoint must provide. Collective."""
         tensors = [*task.named_parameters(), *task.named_buffers()]
         names: list[str] = processes.broadcast_object([name for name, tensor in tensors if tensor.is_meta])
         self.awaited = set(names) if vars(task).get(DISCARDED) else set()
@@ -70,9 +70,9 @@ class MetaBuilding:
 
 
 def materialize(task: nn.Module, module: nn.Module, built: list[str], device: torch.device) -> None:
-    """Allocate the full tensors of a module of a task on the device, and broadcast rank 0's values. Collective.
+    """Allocate the full tensors of one of a task's modules on the device, and broadcast rank 0's values. Collective.
 
-    No rank has values for the tensors in `built`. The `reset_parameters` of their modules initializes them.
+    For the tensors in `built`, no rank has values. `reset_parameters` of their modules initializes these tensors.
     """
     _allocate(task, module, built, device)
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -118,9 +118,10 @@ def unshard_task(
     Collective unless `weights` is `"none"`.
 
     Args:
-        task, optimizers: Changed in place. Optimizer states are full on the main rank only.
+        task: The task, which is changed in place.
+        optimizers: The optimizers, which are changed in place. Only the main rank gets full optimizer states.
         device: Device on which shards are gathered, one tensor at a time.
-        weights: Ranks that receive full weights: `"all"`, `"main"` or `"none"`. The others get tensors on `meta`.
+        weights: Ranks that receive full weights: `"all"`, `"main"` or `"none"`. Other ranks get tensors on `meta`.
         is_main: This rank is the main one.
     """
 
@@ -176,7 +177,7 @@ def check_full(model: nn.Module) -> None:
 
 
 def widen(parameters: Iterable[nn.Parameter]) -> None:
-    """Convert trained parameters in bfloat16 or float16 to float32, in which mixed precision steps them."""
+    """Convert trained parameters in bfloat16 or float16 to float32, as mixed precision requires for optimizer steps."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()

@@ -19,7 +19,7 @@ _One = tuple[torch.Tensor]
 
 
 class Float8Gather:
-    """Gathers weights in float8. Each shard is cast with the scale of the full weight.
+    """All-gather of weights in float8. Each shard is cast with the scale of the full weight.
 
     One all-reduce before the forward of the root computes the scales of all weights. In forwards outside of a training
     step, each weight has its own all-reduce.
@@ -76,7 +76,7 @@ class Float8Gather:
 
 
 def _extend(record: FSDPParam) -> Any:
-    """Set the hooks on a shard. For optimizers and checkpoints it remains a plain tensor."""
+    """Set the hooks on a shard. Optimizers and checkpoints still use the shard as a plain tensor."""
     layer: Any = record._module_info.module
     shard, dtype = record._sharded_local_tensor, layer.config.cast_config_weight.target_dtype
     weight = float8().fsdp_utils.WeightWithDynamicFloat8CastTensor(shard.detach(), layer.linear_mm_config, dtype)

@@ -1,4 +1,4 @@
-"""Options of sharding, with the names of this framework and of others. Invalid ones raise a ConfigurationError."""
+"""Options of sharding, with the names of this and other frameworks. Invalid options raise a ConfigurationError."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert Hugging Face Accelerate's `fsdp_config` to FSDPStrategy's arguments.
 
     Args:
-        config: Names with or without `fsdp_`, and fields of `FullyShardedDataParallelPlugin`. None selects the default.
+        config: Options by name, with or without the prefix `fsdp_`, or fields of `FullyShardedDataParallelPlugin`. An
+            option of None has its default value.
     """
     given = {name.removeprefix("fsdp_"): (name, value) for name, value in config.items() if value is not None}
     found: dict[str, Any] = {}
@@ -155,14 +156,14 @@ def sharding_strategy_name(value: object) -> str:
 
 
 def one_of(name: str, value: object, known: tuple[str, ...]) -> str:
-    """Return an argument's value after checking that it is known."""
+    """Return the value of an argument. Raise an error if it is not one of the known values."""
     if value not in known:
         raise ConfigurationError(f"{name}={value!r} is unknown.{nearest(str(value), known)} Known: {', '.join(known)}.")
     return str(value)
 
 
 def recomputed_modules(own: object, lightnings: object) -> Any:
-    """Return the modules to recompute, from the two names of the argument."""
+    """Return the modules to recompute, from the two arguments that select them."""
     if lightnings is not None and own not in (None, False):
         raise ConfigurationError(
             "activation_checkpointing and activation_checkpointing_policy both select modules. Remove one of them."
@@ -171,7 +172,7 @@ def recomputed_modules(own: object, lightnings: object) -> Any:
 
 
 def offload_flag(value: object) -> bool:
-    """Return whether shards stay on the host. Accepts torch's `CPUOffload` and offload policies."""
+    """Return whether shards stay on the host, for a flag, torch's `CPUOffload` or an offload policy."""
     if isinstance(value, CPUOffload):
         return value.offload_params
     if isinstance(value, CPUOffloadPolicy):
@@ -189,7 +190,7 @@ def offload_flag(value: object) -> bool:
 
 
 def mixed_precision_policy(value: object) -> MixedPrecisionPolicy | None:
-    """Return FSDP2's policy. Converts FSDP1's `MixedPrecision`."""
+    """Return an FSDP2 policy. FSDP1's `MixedPrecision` is converted."""
     if value is None or isinstance(value, MixedPrecisionPolicy):
         return value
     if not isinstance(value, MixedPrecision):
@@ -213,7 +214,7 @@ def check_arguments(
     reshard_after_forward: object,
     forward_prefetch: object,
 ) -> None:
-    """Check the arguments of FSDPStrategy that depend on nothing else."""
+    """Check arguments of FSDPStrategy, without the model, the Trainer and the processes."""
     if device_mesh is not None and (
         not isinstance(device_mesh, (tuple, list))
         or len(device_mesh) != 2
@@ -255,7 +256,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> N
 
 
 def _check_quantized(optimizer: Optimizer) -> None:
-    """Check an optimizer that needs full parameters, or blocks of states that are on one rank."""
+    """Check an optimizer with quantized states, which may need full parameters or unsplit blocks of states."""
     name, modules = type(optimizer).__name__, [kind.__module__ for kind in type(optimizer).__mro__]
     sharded = [p for group in optimizer.param_groups for p in group["params"] if is_cut(p)]
     if any(module.startswith(_FULL_ONLY) for module in modules):
@@ -323,7 +324,7 @@ def check_sizes(**sizes: int | None) -> None:
 
 
 def check_sequence_ranks(cp: int, sp: int) -> tuple[int, int]:
-    """Return `cp` and `sp` after checking them."""
+    """Return `cp` and `sp`. Raise an error if they are not valid."""
     check_sizes(cp=cp, sp=sp)
     if cp > 1 and sp > 1:
         raise ConfigurationError(f"cp={cp} and sp={sp} split sequences in two ways. Use one of them.")

@@ -1,4 +1,4 @@
-"""Calls of a task's modules outside of its steps, such as from a hook that samples from the model after an epoch."""
+"""Calls of a task's modules outside of steps, such as from a hook that samples from the model after an epoch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainwright.strategies.fsdp.unit_state import parameter_groups
 
 
 class OutsideSteps:
-    """Gathers the root's parameters, which are in no unit, when a module that needs them is called outside of a step.
+    """All-gather of the root's parameters, which are in no unit, for calls of modules outside of steps.
 
-    Such calls run without gradients, because no step would average them. Every rank must make them.
+    Such calls do not record gradients, because no step would average the gradients. They are collective.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class OutsideSteps:
 
     @contextmanager
     def gathered(self, task: nn.Module) -> Iterator[None]:
-        """Gather for calls of the task, and of its modules that hold parameters outside of units. Not collective."""
+        """Make calls of the task, and of modules with parameters outside of units, gather them. Not collective."""
         inside = {id(module) for unit in self._units for module in unit.modules()}
         state, gather = self._state, self._gather
         groups = parameter_groups(self._root)

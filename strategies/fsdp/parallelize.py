@@ -1,4 +1,4 @@
-"""Turn a model into the shards that this rank trains: `parallelize`, and the `ParallelModel` that it returns."""
+"""Conversion of a model to the shards that this rank trains: `parallelize`, and its result `ParallelModel`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from trainwright.strategies.units import ModuleTraces, check_compilable, compile
 
 
 class ShardTraces(ModuleTraces):
-    """Records modules before `fully_shard`, and removes its hooks, some of which it adds in the first step."""
+    """Record of modules before `fully_shard`. `remove` removes its hooks, some of which are added in the first step."""
 
     def remove(self) -> None:
         super().remove()
@@ -67,10 +67,10 @@ _PERIOD = 64  # steps between later comparisons
 
 
 class Usage:
-    """Keeps a checksum of the parameters that had a gradient in each step, and compares it between ranks.
+    """Checksum of the parameters that had a gradient in each step, which is compared between ranks.
 
-    `fully_shard` reduces the gradients of a unit as one flat vector of the existing gradients. If a rank lacks one, the
-    vectors of the ranks do not match, and torch 2.13 does not report it.
+    `fully_shard` reduces the existing gradients of a unit as one flat vector. If a gradient is missing on one rank, the
+    vectors of the ranks do not match. torch 2.13 does not report this.
     """
 
     def __init__(self, model: nn.Module, processes: Processes, peers: Sequence[int]) -> None:
@@ -86,7 +86,7 @@ class Usage:
             self.check()
 
     def check(self) -> None:
-        """Compare with the other ranks. If any differ, every rank raises a TaskError. Collective, on the host."""
+        """Compare the checksums of all ranks. If any differ, every rank raises a TaskError. Collective, on the host."""
         checksums = [checksum for (checksum,) in self._processes.gather_integers([self._checksum])]
         if len({checksums[rank] for rank in self._peers}) > 1:
             unused = self._processes.gather_object([n for n, p in self._parameters.items() if p.grad is None])
@@ -111,7 +111,7 @@ def _example(unused: list[Any]) -> str:
 def fsdp_precision(
     precision: Precision, policy: MixedPrecisionPolicy | None, *, is_root: bool = False
 ) -> MixedPrecisionPolicy:
-    """Return the policy of a unit or of the root: the user's `policy`, or else that of the precision."""
+    """Return the mixed precision policy of a unit or of the root: the user's `policy`, or else the precision's."""
     if policy is not None:
         return policy
     # The root does not cast inputs, so that targets keep their precision. Autocast casts where needed.
@@ -130,7 +130,7 @@ class Sharding:
         precision: Precision of the run.
         mixed_precision: A torch policy. None: derived from `precision`.
         cpu_offload: Keep shards on the host.
-        prefetch: Number of following units that are gathered early.
+        prefetch: Number of units that are gathered ahead of their use.
     """
 
     reshard: bool | int
@@ -171,7 +171,7 @@ class Sharding:
         )
 
     def prefetch_units(self, units: list[Any]) -> None:
-        """Set up each unit to gather the following ones early."""
+        """Set up each unit to gather the following units ahead of their use."""
         for i, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + self.prefetch])
 
@@ -192,7 +192,7 @@ def parallelize(
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any] | None],
 ) -> ParallelModel:
-    """Turn a model into this rank's shards, with rank 0's values. Collective.
+    """Convert a model to this rank's shards of rank 0's values. Collective.
 
     The order matters. The model is already built, possibly on the device `meta`. This function finds the layers to
     split, wraps modules for activation checkpointing, and compiles units. Then it initializes, splits and shards one
@@ -203,11 +203,11 @@ def parallelize(
             around parts of it.
         units: The parts that are gathered separately, inner ones first.
         mesh: All axes of the run, by name.
-        plan: The strategy's argument, used if the mesh has the axis `tp`.
+        plan: The strategy's argument `tensor_parallel_plan`, used if the mesh has the axis `tp`.
         compile_options: Arguments of `torch.compile`. None: units are not compiled.
-        building: Initializes `roots`. None: `roots` have values.
-        sharding: None: nothing is sharded over the data-parallel `ranks`.
-        experts: Divides the experts of the model; `sharding` shards the other parameters. None: no experts.
+        building: Initializes `roots`. None means that `roots` are already initialized.
+        sharding: Options of sharding over the data-parallel `ranks`. None disables sharding.
+        experts: Divides the experts of the model. `sharding` then shards the other parameters. None: no experts.
         context: Creates the context of a forward outside of a step.
     """
     with ExitStack() as undo:  # undoes the steps below if a later one raises
@@ -256,12 +256,12 @@ def parallelize(
 
 
 class ParallelModel:
-    """A sharded model. Runs its forwards, and removes everything but the shards from it at the end.
+    """A sharded model. `unwrap` removes everything except the shards.
 
     Attributes:
         is_wrapped: False once `unwrap` was called.
-        usage: Checks that ranks use the same parameters. None if all ranks see the same data.
-        counted: id of a parameter → its shard on this rank is included in a sum over all ranks.
+        usage: Check that all ranks use the same parameters. None if all ranks see the same data.
+        counted: id of a parameter → True if a sum over all ranks includes this rank's shard of the parameter.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class ParallelModel:
         return self._run_unsharded if self._outputs_split else self.root
 
     def _run_unsharded(self, *args: object, **kwargs: object) -> Any:
-        """Run a forward, and unshard its output."""
+        """Run a forward, and unshard the output."""
         output = self.root(*args, **kwargs)
         return output if self._outputs_split is None else map_tensors(full_output, output)
 
@@ -350,7 +350,7 @@ class ParallelModel:
     def sums(self) -> Iterator[tuple[set[int], torch.Tensor]]:
         """Yield accumulated gradients that have not been reduced over the ranks. Not collective.
 
-        Each comes with the ids of its sharded and its gathered parameter.
+        The ids of the sharded and of the gathered parameter are yielded with each gradient.
         """
         for sharded in self._sharded_parameters():
             gathered = getattr(sharded, "_unsharded_param", None)
@@ -380,9 +380,9 @@ class ParallelModel:
                 yield from group.fsdp_params
 
     def _redistribute_gradients(self) -> None:
-        """Give each gradient the placements of its parameter, without FSDP.
+        """Redistribute each gradient to the placements of its parameter. Used without FSDP.
 
-        Gradients of norms over a split sequence are partial sums. One all-reduce sums them. The gradient of torch's
+        Gradients of norms over a split sequence are partial sums, which one all-reduce adds up. The gradient of torch's
         split embedding is full on every rank and would be counted several times.
         """
         by_dtype: dict[torch.dtype, list[Any]] = {}
@@ -411,7 +411,7 @@ class ParallelModel:
         self._undo.enter_context(context)
 
     def unwrap(self) -> None:
-        """Remove everything but the shards from the model. Not collective."""
+        """Remove everything except the shards from the model. Not collective."""
         if not self.is_wrapped:
             return
         self.is_wrapped = False

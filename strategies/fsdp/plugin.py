@@ -36,25 +36,26 @@ class FullyShardedDataParallelPlugin(VariableFields):
     Attributes:
         fsdp_version: 1 or 2. Options of both versions are read. Training always uses FSDP2.
         sharding_strategy: A name, its number from 1 to 5, or torch's `ShardingStrategy`.
-        reshard_after_forward: Free gathered parameters after the forward. With version 1, the sharding strategy.
-        backward_prefetch: `"BACKWARD_PRE"`, which FSDP2 always does, or `"NO_PREFETCH"`, which is ignored.
+        reshard_after_forward: Free gathered parameters after the forward. With `fsdp_version=1`, a sharding strategy.
+        backward_prefetch: `"BACKWARD_PRE"` or `"NO_PREFETCH"`. Accepted without effect: FSDP2 always prefetches in
+            backward.
         mixed_precision_policy: A torch policy, its arguments as a dict, or `"bf16"`, `"fp16"`, `"fp32"`. Default:
             the Accelerator's `mixed_precision`.
         auto_wrap_policy: `"TRANSFORMER_BASED_WRAP"`, `"SIZE_BASED_WRAP"`, `"NO_WRAP"`, or a function that selects
-            modules. `"TRANSFORMER_BASED_WRAP"` without class names shards the modules that `shard_units` of the model
-            returns, or those of its `_no_split_modules`.
+            modules. Without class names, `"TRANSFORMER_BASED_WRAP"` shards the modules that the model's `shard_units`
+            returns, or else the modules of the classes in its `_no_split_modules`.
         cpu_offload: Keep shards on the host. A flag or a torch policy.
-        ignored_modules, param_init_fn: Not supported; only None.
+        ignored_modules, param_init_fn: Not supported. Must be None.
         state_dict_type: `"FULL_STATE_DICT"` or `"SHARDED_STATE_DICT"`. Default: the type of the configurations below,
             or `"SHARDED_STATE_DICT"`.
-        state_dict_config, optim_state_dict_config: Torch configurations, which select `state_dict_type`. Their other
-            options have no effect: gathered tensors are on the host of rank 0 while files are written.
-        limit_all_gathers, use_orig_params, sync_module_states: Only True, which FSDP2 always does.
-        forward_prefetch: Gather the next unit during the forward of the current one.
+        state_dict_config, optim_state_dict_config: Torch configurations, whose type selects `state_dict_type`. Their
+            options have no effect: full tensors are gathered on the host of rank 0.
+        limit_all_gathers, use_orig_params, sync_module_states: Must be True, which is the behavior of FSDP2.
+        forward_prefetch: Gather the next unit during the forward of the current unit.
         activation_checkpointing: Recompute the activations of each unit in backward.
         cpu_ram_efficient_loading: See `FSDPStrategy`.
         transformer_cls_names_to_wrap: Names of module classes, in a list or separated by commas.
-        min_num_params: Smallest unit of `"SIZE_BASED_WRAP"`.
+        min_num_params: Minimum number of parameters of a unit with `"SIZE_BASED_WRAP"`.
     """
 
     fsdp_version: int | None = from_variable("FSDP_VERSION", int)
@@ -85,7 +86,7 @@ class FullyShardedDataParallelPlugin(VariableFields):
 
         Args:
             mixed_precision: `"bf16"`, `"fp16"`, `"fp32"` or a torch dtype.
-            buffer_autocast: Accepted without effect: FSDP2 does not cast buffers.
+            buffer_autocast: Accepted without effect, because FSDP2 does not cast buffers.
             override: Replace an existing policy. Default: False.
         """
         del buffer_autocast
@@ -140,10 +141,10 @@ class TorchTensorParallelPlugin(KwargsHandler):
     """Options of tensor parallelism, with the names of Hugging Face Accelerate.
 
     Attributes:
-        tp_size: Number of ranks that split the layers of one model. With more processes, groups of `tp_size` ranks
-            shard parameters and read different data, as with `FSDPStrategy(tp=…)`. Default: the environment variable
-            `TP_SIZE`, or 1.
-        torch_device_mesh: Not supported; only None. The mesh is computed from the number of processes.
+        tp_size: Number of ranks that split the layers of one model. With more processes, each group of `tp_size` ranks
+            reads different data, and parameters are sharded over the groups, as with `FSDPStrategy(tp=…)`. Default: the
+            environment variable `TP_SIZE`, or 1.
+        torch_device_mesh: Not supported. Must be None. The mesh is computed from the number of processes.
     """
 
     tp_size: int | None = from_variable("TP_SIZE", int)

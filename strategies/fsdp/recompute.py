@@ -1,6 +1,6 @@
 """Activation checkpointing: recompute the activations of modules in backward instead of storing them.
 
-Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). For the selection by operator: torch's
+Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). Selection by operator: torch's
 `create_selective_checkpoint_contexts`.
 """
 
@@ -26,7 +26,7 @@ function `(context, operator, *args, **kwargs) -> CheckpointPolicy`."""
 
 
 class Recomputed:
-    """Wraps modules of a task in torch's checkpoint wrappers, and removes the wrappers again."""
+    """The modules of a task that are wrapped in torch's checkpoint wrappers."""
 
     def __init__(self, choice: bool | int | WrapPolicy, save: SavePolicy | None = None) -> None:
         if isinstance(choice, int) and not isinstance(choice, bool) and choice < 1:
@@ -45,7 +45,7 @@ class Recomputed:
         self._hooks: list[RemovableHandle] = []
 
     def wrap(self, task: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-        """Wrap the selected modules, and return the units with wrapped ones replaced. Not collective."""
+        """Wrap the selected modules. Return the units, where wrappers replace the wrapped units. Not collective."""
         if self._choice is False:
             return units
         options: dict[str, Any] = {}
@@ -92,7 +92,7 @@ def _caching(task: nn.Module) -> list[nn.Module]:
 
 
 def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pass `use_cache=False` if a backward follows: recomputed layers would append to the cache again."""
+    """Pass `use_cache=False` if a backward follows, because recomputed layers would append to the cache again."""
     return args, {**kwargs, "use_cache": False} if torch.is_grad_enabled() else kwargs
 
 

@@ -66,7 +66,7 @@ class ShardedGradients(Gradients):
 
 
 class ShardScaler(torch.amp.GradScaler):
-    """Skips a step on all ranks if a gradient has overflowed in the shard of any rank."""
+    """Loss scaler that skips a step on all ranks if a gradient has overflowed in the shard of any rank."""
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -87,9 +87,9 @@ class ShardScaler(torch.amp.GradScaler):
         return flags
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale this rank's shards, and find on all ranks whether any overflowed. Collective.
+        """Unscale this rank's shards of gradients, and exchange whether any rank's shard has overflowed. Collective.
 
-        With gradients on the host (`cpu_offload`), blocks on the device, where the flags are exchanged.
+        With gradients on the host (`cpu_offload`), the exchange blocks on the device.
         """
         super().unscale_(optimizer)
         found: dict[Any, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]

@@ -22,7 +22,7 @@ from trainwright.strategies.state import FullState
 
 
 class ShardedState(FullState):
-    """Reads and writes DTensors by the names in the task. With `writes_shards`, each rank saves its own shards."""
+    """State whose tensors are DTensors with names in the task. With `writes_shards`, each rank saves its own shards."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ShardedState(FullState):
         disable_foreach([optimizer])
 
     def _check_sharded(self, optimizer: Optimizer, states: Mapping[str, Mapping[str, Any]], problem: str) -> None:
-        """Check that the states of sharded parameters are sharded; only scalars may be full."""
+        """Check that the states of sharded parameters are sharded. Only scalars may be unsharded."""
         own = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
         for name, values in states.items():
             for key, value in values.items() if isinstance(own.get(plain_name(name)), DTensor) else ():

@@ -82,47 +82,49 @@ from trainwright.strategies.units import (
 
 
 class FSDPStrategy(DataParallel):
-    """Trains one model whose parameters, gradients and optimizer states are sharded over all processes.
+    """Strategy that shards the parameters, gradients and optimizer states of one model over all processes.
 
     Args:
         sharding_strategy: `"FULL_SHARD"`, or `"SHARD_GRAD_OP"`, which keeps gathered parameters from the forward until
             the backward. `"HYBRID_SHARD"` and `"HYBRID_SHARD_ZERO2"` do the same within groups of ranks, and replicate
-            the model over the groups. `"NO_SHARD"` replicates only. Also torch's `ShardingStrategy`.
+            the model over the groups. `"NO_SHARD"` only replicates the model. Values of torch's `ShardingStrategy` are
+            accepted, too.
         device_mesh: (number of replicas, ranks per replica). Default: one replica per node for `"HYBRID_SHARD"`, and
             one replica for `"FULL_SHARD"` and `"SHARD_GRAD_OP"`.
         auto_wrap_policy: The modules that are units: classes or their names, a function of a module, or a policy of
             `torch.distributed.fsdp.wrap`. Default: the result of the task's `shard_units`.
-        min_num_params: Instead of `auto_wrap_policy`: make a unit of every module with at least this many parameters
-            that are not in a unit within it.
+        min_num_params: Alternative to `auto_wrap_policy`. Every module with at least this number of parameters is a
+            unit. Parameters of nested units do not count.
         reshard_after_forward: True, False, or the number of ranks over which a unit is sharded between its forward and
             its backward. Default: None, which follows `sharding_strategy`.
         mixed_precision: Torch's policy for FSDP2 or FSDP1. Default: with the precisions `"16-mixed"` and
             `"bf16-mixed"`, parameters are gathered in that dtype and gradients are averaged in float32.
         cpu_offload: Keep shards on the host, and step the optimizers there.
-        activation_checkpointing: The units whose activations are recomputed in backward: True for all units, a number
-            n for every n-th unit, or classes, names or a function, as in `auto_wrap_policy`.
-        activation_checkpointing_policy: Lightning's name of the same argument.
+        activation_checkpointing: The units whose activations are recomputed in backward. True selects all units, and a
+            number n every n-th unit. Classes, names or a function select modules as in `auto_wrap_policy`.
+        activation_checkpointing_policy: Lightning's name of `activation_checkpointing`.
         activation_checkpointing_save: Operators whose results are stored in recomputed units, such as `["aten.mm"]`, or
             torch's policy function `(context, operator, *args, **kwargs) -> CheckpointPolicy`.
-        forward_prefetch: Number of following units that are gathered early, for models that call units in order.
+        forward_prefetch: Number of units that are gathered ahead of their use. The model must call units in order.
         sync_each_batch: Average and shard gradients after every micro-batch, not only after the last one of a step.
-            This takes more communication, but no rank keeps full gradients between micro-batches.
+            This needs more communication, but ranks do not store full gradients between micro-batches.
         meta_init: Run `TaskModule.configure_model` on the device `meta`, so that no rank holds the full model. The
             `reset_parameters` of each module initializes it, and ranks read only their shards of a checkpoint.
         cpu_ram_efficient_loading: Run `configure_model` on `meta` on all ranks except rank 0, which broadcasts its
             values one unit at a time.
-        weights_after_stage: Ranks that have full weights on the host after a stage: `"main"`, rank 0 only; `"all"`,
-            every rank, which needs host memory for a copy per rank; `"none"`: only checkpoints have them.
+        weights_after_stage: Ranks that have full weights on the host after a stage. `"main"`: only rank 0. `"all"`:
+            every rank, which needs host memory for one copy per rank. `"none"`: no rank. Only checkpoints then contain
+            the weights.
         state_dict_type: `"sharded"`: each rank writes its shards of a checkpoint. `"full"`: rank 0 gathers full tensors
             on its host and writes them.
-        tp: Number of consecutive ranks that split layers (see `TensorParallelStrategy`). Each such group sees different
-            data.
-        cp, sp: Number of consecutive ranks that split the sequences of each batch. Attention sends keys and values
-            around a ring (`cp`), or exchanges its heads (`sp`, as in DeepSpeed Ulysses). One of them must be 1. These
-            ranks hold shards, too. See `TaskModule.split_sequences`.
+        tp: Number of consecutive ranks that split layers (see `TensorParallelStrategy`). Each group of `tp` ranks sees
+            different data.
+        cp: Number of consecutive ranks that split the sequences of each batch. Attention sends keys and values around a
+            ring. The ranks hold shards, too. See `TaskModule.split_sequences`.
+        sp: Like `cp`, but attention exchanges heads, as in DeepSpeed Ulysses. `cp` or `sp` must be 1.
         tensor_parallel_plan: The layers to split. Default: the result of the task's `tensor_parallel_plan`.
-        ep: Number of ranks over which the experts of a mixture are divided. They see different data and exchange
-            tokens. Must divide the number of ranks that shard a replica. Default: 1.
+        ep: Number of ranks over which the experts of a mixture-of-experts model are divided. The ranks see different
+            data and exchange tokens. The number of ranks that shard a replica must be divisible by `ep`. Default: 1.
         timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
 
     Raises:
@@ -205,7 +207,7 @@ class FSDPStrategy(DataParallel):
         """Return the mesh of a run.
 
         Raises:
-            ConfigurationError: Its size differs from the number of processes.
+            ConfigurationError: The size of the mesh differs from the number of processes.
         """
         return check_mesh(self.ep, self._shape(settings, self.tp))
 
@@ -267,7 +269,7 @@ class FSDPStrategy(DataParallel):
 
 
 class FSDPEngine(ParallelEngine):
-    """Shards models over the data-parallel ranks, and splits layers over the tensor-parallel ranks."""
+    """Engine that shards models over data-parallel ranks, and splits layers over tensor-parallel ranks."""
 
     strategy: FSDPStrategy
     gradients: ShardedGradients
@@ -335,7 +337,7 @@ class FSDPEngine(ParallelEngine):
         """Shard a model, or the parts of it within `roots`. Collective.
 
         Args:
-            building: Initializes `roots`. None: `roots` have values, and activation checkpointing is set up already.
+            building: Initializes `roots`. None: `roots` are initialized, and their activation checkpointing is set up.
         """
         check_can_be_cut(model)
         assert self.mesh is not None  # made in `start`
@@ -480,7 +482,7 @@ class FSDPEngine(ParallelEngine):
         unshard_task(self.task, self.optimizers, self.device, weights=weights, is_main=is_main)
 
     def _unwrap(self) -> None:
-        """Remove everything but the shards from the task. Not collective."""
+        """Remove everything except the shards from the task. Not collective."""
         self._drop_step()
         for model in self.gradients.models:
             model.unwrap()

@@ -18,14 +18,15 @@ from trainwright.strategies.units import WrapPolicy
 
 
 class TensorParallelStrategy(FSDPStrategy):
-    """Trains one model whose layers are split over all processes, which see the same batches.
+    """Strategy that splits the layers of one model over all processes. All processes see the same batches.
 
     To combine tensor parallelism with data parallelism, use `FSDPStrategy(tp=…)`.
 
     Args:
         tp: Number of ranks that split the layers. Default: all ranks.
-        tensor_parallel_plan: The layers to split, and how. Default: the result of the task's `tensor_parallel_plan`.
-        auto_wrap_policy: The modules that are compiled, or recomputed in backward. Default: the result of the task's
+        tensor_parallel_plan: The layers to split, and their styles. Default: the result of the task's
+            `tensor_parallel_plan`.
+        auto_wrap_policy: Modules that are compiled or recomputed separately. Default: the result of the task's
             `shard_units`.
         activation_checkpointing, meta_init, cpu_ram_efficient_loading, weights_after_stage, state_dict_type: See
             `FSDPStrategy`.
@@ -83,14 +84,14 @@ class TensorParallelStrategy(FSDPStrategy):
 
 
 class TensorParallelEngine(FSDPEngine):
-    """Splits the layers of a model over all ranks, which see the same data."""
+    """Engine that splits the layers of a model over all ranks. All ranks see the same data."""
 
     def _sharding(self) -> None:
-        """Return None: there is only one data-parallel rank."""
+        """Return None, because there is only one data-parallel rank."""
 
 
 class ModelParallelStrategy(FSDPStrategy):
-    """`FSDPStrategy(tp=…)` with Lightning's arguments. `TaskModule.tensor_parallel_plan` selects the layers to split.
+    """`FSDPStrategy(tp=…)` with Lightning's arguments. `TaskModule.tensor_parallel_plan` returns the layers to split.
 
     Args:
         data_parallel_size: Number of groups that read different data and shard the parameters. `"auto"` divides the

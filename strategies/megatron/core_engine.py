@@ -41,10 +41,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MegatronCoreEngine(ParallelEngine):
-    """Trains a GPTModel of megatron-core in place of a causal language model of transformers.
+    """Engine that trains a GPTModel of megatron-core instead of a causal language model of transformers.
 
-    The task keeps transformers' model, whose forward runs the GPTModel. Its weights stay on the host and have their
-    values of the start of the run until a checkpoint or the end of the stage updates them.
+    The task keeps transformers' model, whose forward runs the GPTModel. The weights of transformers' model stay on the
+    host. They have their initial values until a checkpoint or the end of the stage updates them.
 
     Args:
         strategy, settings: See `Engine`.
@@ -101,7 +101,7 @@ class MegatronCoreEngine(ParallelEngine):
         return value
 
     def to_gpt(self, value: Callable[[nn.Parameter], torch.Tensor]) -> None:
-        """Copy the values of transformers' parameters to the GPTModel. Not collective unless `value` is."""
+        """Copy the values of transformers' parameters to the GPTModel. Collective only if `value` is."""
         for own, part in self._weights.divide(value):
             own.data.copy_(part)
             shard = None if self.trained is None else self.trained.shard(own)
@@ -170,14 +170,14 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 class DistributedAdamW(Gradients):
-    """Megatron-core's distributed optimizer with the parameter groups of a task's AdamW, whose step runs it.
+    """Megatron-core's distributed optimizer with the groups of the task's AdamW. Its step runs after AdamW's.
 
-    The gradients are in megatron-core's buffers.
+    The gradients are stored in megatron-core's buffers.
 
     Args:
-        optimizer: The task's optimizer of transformers' parameters. They have no gradients, so its own step is empty.
+        optimizer: The task's optimizer of transformers' parameters. These have no gradients, so AdamW changes nothing.
         gpt: The GPTModel.
-        weights: Maps its weights.
+        weights: Mapping between the weights of the GPTModel and those of transformers' model.
         device: Device of the gradients.
     """
 
@@ -233,7 +233,7 @@ class DistributedAdamW(Gradients):
         return True
 
     def shard(self, own: nn.Parameter) -> tuple[dict[str, torch.Tensor], slice] | None:
-        """Return the values and moments that this rank steps of a parameter, and their elements. None: no elements."""
+        """Return the values and moments of a parameter's elements that this rank steps, and the elements, or None."""
         if own not in self.library.model_param_gbuf_map:
             return None
         found = self.library._get_model_param_range_map(own)["param"]
@@ -263,7 +263,7 @@ class DistributedAdamW(Gradients):
                 state[key] = full.contiguous()
 
     def load(self) -> None:
-        """Receive the state of the task's optimizer, and clear it there. Not collective."""
+        """Move the state from the task's optimizer to megatron-core's optimizer. Not collective."""
         check_optimizers([self.optimizer])
         given, own_state = self.optimizer.state, self.library.optimizer.state
         steps = {int(state["step"]) for state in given.values()}
@@ -285,7 +285,7 @@ class DistributedAdamW(Gradients):
 
 
 class CoreStep(AutomaticStep):
-    """A step whose gradients are in megatron-core's buffers."""
+    """A step whose gradients are stored in megatron-core's buffers."""
 
     def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         trained: Any = self.parts.gradients

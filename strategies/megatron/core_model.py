@@ -1,4 +1,4 @@
-"""A GPTModel of megatron-core that computes in place of a causal language model of transformers."""
+"""A GPTModel of megatron-core that computes the forward of a causal language model of transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def core(name: str = "") -> Any:
 
 
 def check_cuda(device_type: str) -> None:
-    """Raise an error if megatron-core is not installed or does not run on a device type."""
+    """Raise an error if megatron-core is not installed, or does not support a device type."""
     if device_type != "cuda":
         raise ConfigurationError(
             f"engine='megatron-core' needs CUDA devices, and Transformer Engine for fused attention; accelerator="
@@ -43,7 +43,8 @@ def find_model(task: TaskModule) -> Any:
     """Return the causal language model of a task.
 
     Raises:
-        ConfigurationError: Megatron-core does not compute the task's model, or parameters are not trained.
+        ConfigurationError: Megatron-core does not support the task's model, or does not train all of the task's
+            parameters.
     """
     models = [module for module in task.modules() if type(module).__name__ in _CLASSES]
     if len(models) != 1:
@@ -135,7 +136,7 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
 
 
 class WeightMap:
-    """The weights of a GPTModel and those of transformers' model, whose values are on the host.
+    """Mapping between the weights of a GPTModel and those of transformers' model, which are on the host.
 
     Args:
         model: The model of transformers.
@@ -176,7 +177,7 @@ class WeightMap:
 
 @dataclass(frozen=True)
 class CausalOutput:
-    """Output of a call with the fields of transformers. Training with labels computes no logits."""
+    """Output of the model, with the fields of transformers. With labels in training, logits are not computed."""
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None

@@ -30,7 +30,7 @@ def _is_several(axis: str, doc: str) -> property:
 
 @dataclass(frozen=True)
 class ParallelismConfig(KwargsHandler):
-    """Number of ranks along each axis. The product is the number of processes.
+    """Number of ranks along each axis. The product of the sizes is the number of processes.
 
     A field that is None takes the value of its environment variable (`PARALLELISM_CONFIG_TP_SIZE`, …), or 1 if it is
     not set.
@@ -40,12 +40,12 @@ class ParallelismConfig(KwargsHandler):
         dp_shard_size: Number of ranks that shard a replica and see different data.
         tp_size: Number of ranks that split the layers of a model.
         pp_size: Number of pipeline stages (see `MegatronStrategy`), and of micro-batches per batch. Not in Accelerate.
-        ep_size: Number of ranks over which the experts of a mixture are divided (see `FSDPStrategy`). Must divide
-            `dp_shard_size`. It does not count in the product. Not in Accelerate.
+        ep_size: Number of ranks over which experts are divided (see `FSDPStrategy`). `dp_shard_size` must be divisible
+            by it. Does not count in the product. Not in Accelerate.
         cp_size, sp_size: Number of ranks that split the sequences of a batch (see `FSDPStrategy` and
-            `Accelerator.maybe_context_parallel`). They hold shards, too. Only one of the two can be above 1.
-        cp_backend, sp_backend: Accepted without effect. Trainwright's own attention is used.
-        tp_handler, cp_handler, sp_handler: Not supported; only None.
+            `Accelerator.maybe_context_parallel`). The ranks hold shards, too. Only one of the sizes can be above 1.
+        cp_backend, sp_backend: Accepted without effect, because Trainwright's attention is used.
+        tp_handler, cp_handler, sp_handler: Not supported. Must be None.
     """
 
     dp_replicate_size: int | None = from_variable(f"{_VARIABLE}DP_REPLICATE_SIZE", int)
@@ -108,7 +108,7 @@ class ParallelismConfig(KwargsHandler):
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """The axes that are longer than 1, outermost first."""
+        """The axes with more than one rank, outermost first."""
         return [axis for axis in _AXES if self._size(axis) > 1]
 
     @property
@@ -136,10 +136,11 @@ class ParallelismConfig(KwargsHandler):
         return MeshShape(**sizes).device_mesh(device_type)
 
     def strategy(self, num_processes: int) -> Strategy:
-        """Return the strategy if no other plugin selects one.
+        """Return the strategy to use if no other plugin selects a strategy.
 
         Raises:
-            ConfigurationError: The product of the sizes is not the number of processes, or sharding needs a plugin.
+            ConfigurationError: The product of the sizes is not the number of processes, or the sizes need an FSDP
+                plugin.
         """
         found: Strategy
         if self.pp_enabled:
@@ -156,7 +157,7 @@ class ParallelismConfig(KwargsHandler):
         return self.arranged(found, num_processes)
 
     def arranged(self, strategy: Strategy, num_processes: int) -> Strategy:
-        """Return a plugin's strategy with the axes of this object.
+        """Return the strategy of another plugin with the mesh sizes of this object.
 
         Raises:
             ConfigurationError: The product of the sizes is not the number of processes.

@@ -1,4 +1,4 @@
-"""Pipelines in user-written training loops, where a call of the model in training runs forward and backward."""
+"""Pipelines in user-written training loops. In training, a call of the model runs forward and backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PipelineOutput(dict[str, Any]):
     """Result of a call of a model in training. Entries can also be read as attributes.
 
     Attributes:
-        loss: Mean over the batches of all data-parallel ranks. Its `backward` has no effect, because the call has
+        loss: Mean over the batches of all data-parallel ranks. `loss.backward()` has no effect, because the call has
             already computed the gradients.
     """
 
@@ -39,11 +39,12 @@ class PipelineOutput(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoop:
-    """Runs the forward and backward of one optimizer step of a user-written loop.
+    """Callable for a user-written loop that runs the forward and backward of one optimizer step in a pipeline.
 
     Attributes:
         model: The user's model.
-        pipeline, runner: Pipeline of the model, and its runner.
+        pipeline: Pipeline of the model.
+        runner: Runner of the pipeline.
         precision: Precision of forwards.
         num_parts: Number of micro-batches into which a call divides its arguments.
     """
@@ -58,7 +59,7 @@ class PipelineLoop:
         """Return the model's output. In training, run forward and backward and return the loss. Collective.
 
         In training, arguments are divided into micro-batches along the first dimension of their tensors. The loss is
-        the mean over all labels for transformers models, otherwise over all rows.
+        the mean over all labels for transformers models, and over all rows for other models.
         """
         if self.pipeline.is_computing or not torch.is_grad_enabled():
             return self.model(*args, **kwargs)
@@ -77,12 +78,12 @@ class PipelineLoop:
         """Run micro-batches forward and backward, and accumulate gradients. Collective.
 
         Args:
-            step: Calls the model once and returns the loss of a micro-batch.
+            step: Function of a micro-batch that calls the model once and returns the loss.
             batches: Micro-batches.
             shares: Weights of the losses. Default: None, equal weights.
 
         Returns:
-            The mean of the weighted loss over the data-parallel ranks (0-dim). Its `backward` has no effect.
+            The mean of the weighted loss over the data-parallel ranks (0-dim). `backward` of the mean has no effect.
         """
         losses: list[torch.Tensor] = []
         weights = [1 / len(batches)] * len(batches) if shares is None else shares
@@ -111,7 +112,7 @@ def loss_of_output(output: object, name: str) -> torch.Tensor:
     """Return the loss in a model's output.
 
     Raises:
-        TaskError: There is none.
+        TaskError: The output has no loss.
     """
     found = output
     if isinstance(output, dict):

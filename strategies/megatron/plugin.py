@@ -35,7 +35,7 @@ def _variable(read: Callable[[str], Any] = str, refusal: str = "", *harmless: ob
     """Return a field whose default is its environment variable.
 
     Args:
-        refusal: Message for values that are not `harmless`, which says what to use instead. Empty: no value is refused.
+        refusal: Error message for values that are not in `harmless`, with a remedy. Empty: all values are accepted.
     """
     return from_variable("MEGATRON_LM_{}", read, **_refused(refusal, *harmless))
 
@@ -50,12 +50,13 @@ class MegatronLMPlugin(VariableFields):
     """Options of `MegatronStrategy`, with the names of Hugging Face Accelerate.
 
     A field that is None takes the value of its environment variable (`MEGATRON_LM_TP_DEGREE`, …), or the default if the
-    variable is not set. In training, a call of the prepared model runs forward and backward of all micro-batches.
+    variable is not set. In training, a call of the prepared model runs the forward and backward of all micro-batches.
 
     Attributes:
-        tp_degree, pp_degree: Number of ranks that split layers, and of pipeline stages. Default: 1.
-        num_micro_batches: Micro-batches per optimizer step. A batch of a prepared DataLoader has `batch_size` rows
-            for each of them. Default: 1.
+        tp_degree: Number of ranks that split layers. Default: 1.
+        pp_degree: Number of pipeline stages. Default: 1.
+        num_micro_batches: Micro-batches per optimizer step. A batch of a prepared DataLoader has `num_micro_batches *
+            batch_size` rows. Default: 1.
         gradient_clipping: Maximum norm of the gradients. 0 disables clipping. Default: 1.0.
         sequence_parallelism: Shard sequences between split layers, for models that support it (see
             `MegatronStrategy`).
@@ -63,19 +64,23 @@ class MegatronLMPlugin(VariableFields):
         recompute_granularity: `"full"` or `"selective"`. Takes precedence over `recompute_activations`.
         use_distributed_optimizer: Shard parameters, gradients and optimizer state over data-parallel ranks.
         num_layers_per_virtual_pipeline_stage: Number of layers per stage if a rank holds several interleaved stages.
-        train_iters, lr_decay_iters, lr_warmup_iters, lr_warmup_fraction: Steps of the schedule, and the warmup as a
-            fraction of the decay steps. They take precedence over `MegatronLMDummyScheduler`.
-        lr_decay_style, min_lr: `"linear"`, `"cosine"` or `"constant"`, and the final learning rate.
-        weight_decay_incr_style, start_weight_decay, end_weight_decay: `"constant"`, `"linear"` or `"cosine"`, and the
-            first and last weight decay.
+        train_iters, lr_decay_iters, lr_warmup_iters: Number of steps of the training, of the learning rate decay and of
+            the warmup. They take precedence over `MegatronLMDummyScheduler`.
+        lr_warmup_fraction: Warmup steps as a fraction of the decay steps.
+        lr_decay_style: `"linear"`, `"cosine"` or `"constant"`.
+        min_lr: Final learning rate.
+        weight_decay_incr_style: `"constant"`, `"linear"` or `"cosine"`.
+        start_weight_decay, end_weight_decay: Initial and final weight decay.
         return_logits: Return the logits in addition to the loss in evaluation.
-        custom_train_step_class, custom_train_step_kwargs: A subclass of `AbstractTrainStep`, and its arguments.
-        custom_get_batch_function, custom_loss_function: Replace the functions of `GPTTrainStep` and others.
+        custom_train_step_class: A subclass of `AbstractTrainStep`.
+        custom_train_step_kwargs: Arguments of the class.
+        custom_get_batch_function, custom_loss_function: Functions that replace those of `GPTTrainStep`, `BertTrainStep`
+            or `T5TrainStep`.
         is_train_batch_min, attention_backend, attention_softmax_in_fp32, seq_length, encoder_seq_length,
             decoder_seq_length, eval_iters, eval_interval: Accepted without effect.
 
-    Other fields are unsupported options of Megatron-LM. A value that has an effect there raises an error that says what
-    to use instead.
+    Other fields are unsupported options of Megatron-LM. A value that has an effect in Megatron-LM raises an error with
+    a remedy.
     """
 
     tp_degree: int | None = _variable(int)
@@ -155,7 +160,7 @@ class MegatronLMPlugin(VariableFields):
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
         """Set the attributes `micro_batch_size`, `data_parallel_size` and `global_batch_size`.
 
-        `prepare` calls it with the first DataLoader's batch size.
+        `prepare` calls this method with the first DataLoader's batch size.
         """
         self.micro_batch_size, self.data_parallel_size = micro_batch_size, dp_degree
         self.global_batch_size = dp_degree * micro_batch_size * (self.num_micro_batches or 1)

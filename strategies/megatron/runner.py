@@ -1,4 +1,4 @@
-"""Run micro-batches through the stages of a pipeline, forward and backward, by one of torch's schedules."""
+"""Forward and backward of micro-batches in the stages of a pipeline, with one of torch's schedules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shape_of(batch: object) -> Shape:
 
 
 def ranks_of_stages(schedule: str, num_ranks: int, num_each: int) -> list[int]:
-    """Return the rank of each stage in the process group of a pipeline."""
+    """Return each stage's rank in the process group of a pipeline."""
     rounds = [list(range(num_ranks)) for _ in range(num_each)]
     if schedule in IN_A_V:
         rounds[1].reverse()
@@ -49,18 +49,19 @@ def ranks_of_stages(schedule: str, num_ranks: int, num_each: int) -> list[int]:
 
 
 class PipelineRunner:
-    """Runs the micro-batches of an optimizer step through the stages of a pipeline.
+    """Runner of an optimizer step's micro-batches in the stages of a pipeline.
 
-    The schedule needs the shapes of activations. The first micro-batches of each shape therefore run one after the
-    other. So do micro-batches of different shapes, and numbers of micro-batches that the schedule does not support.
+    The schedule needs the shapes of activations. Micro-batches therefore run one after the other at the first
+    occurrence of a shape, if their shapes differ, and if the schedule does not support their number.
 
     Args:
         schedule: One of `SCHEDULES`.
-        pipeline: Computes the stages.
-        synchronize: Called before each backward with True if it must average gradients over ranks.
-        sum_shared: Completes the gradients of parameters that do not belong to exactly one stage.
-        processes, ranks: Processes and data-parallel ranks of the run.
-        source: Global rank that provides losses and logged values, from the last stage of this rank's pipeline.
+        pipeline: The pipeline, which computes the stages.
+        synchronize: Called before each backward with True if the backward must average gradients over ranks.
+        sum_shared: Function that completes the gradients of parameters in several stages or in no stage.
+        processes: Processes of the run.
+        ranks: Data-parallel ranks of the run.
+        source: Global rank of the last stage of this rank's pipeline. It provides losses and logged values.
     """
 
     def __init__(
@@ -92,10 +93,11 @@ class PipelineRunner:
 
         Args:
             batches: The micro-batches.
-            call: Called with the index of a micro-batch, and True in the last stage. Calls the model once.
-            weigh: Called with the result of `call` in the last stage and the index of a micro-batch. Returns the
+            call: Function that calls the model once. Its arguments are the index of a micro-batch, and True in the last
+                stage.
+            weigh: Function of the result of `call` in the last stage and the index of a micro-batch. Returns the
                 weighted loss (0-dim).
-            step: A number that differs between optimizer steps, as random numbers do.
+            step: A number that differs between optimizer steps. The seeds of random numbers depend on it.
         """
         pipeline, before = self._pipeline, self._pipeline.run
         if self._base_seed is None:  # a resumed run has now restored its generators
@@ -135,7 +137,7 @@ class PipelineRunner:
             raise
 
     def _find(self, num: int, shape: Shape) -> Any:
-        """Return torch's schedule for `num` micro-batches of a shape, or None if unsupported. Not collective."""
+        """Return torch's schedule for `num` micro-batches of a shape, or None if not supported. Not collective."""
         if shape not in self._known:
             return None
         made = self._made.pop((num, shape), None) or self._make(num, self._known[shape])

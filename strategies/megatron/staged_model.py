@@ -1,4 +1,4 @@
-"""Compute one stage of a model at a time, with the model's unchanged forward.
+"""Computation of one stage of a model at a time, with the model's unchanged forward.
 
 Every rank calls the model's forward. Modules of earlier stages are skipped and return NaN tensors of the right shapes.
 The last module of the previous stage instead returns the tensor that the previous rank has sent. An exception exits the
@@ -33,8 +33,8 @@ class StageModule(nn.Module):
 
     Args:
         index: Index of the stage.
-        parts: Modules of the stage, which are also in the task.
-        pipeline: Computes the stage.
+        parts: Modules of the stage, which the task also contains.
+        pipeline: The pipeline, which computes the stage.
     """
 
     def __init__(self, index: int, parts: Sequence[nn.Module], pipeline: Pipeline) -> None:
@@ -43,14 +43,14 @@ class StageModule(nn.Module):
         self.index, self._pipeline = index, pipeline
 
     def forward(self, carry: torch.Tensor, micro_batch: torch.Tensor) -> torch.Tensor:
-        """Run the stage on one micro-batch. `micro_batch` is its index, of shape (1,), on the host."""
+        """Run the stage on one micro-batch. `micro_batch` is the index, a host tensor of shape (1,)."""
         run = self._pipeline.run
         assert run is not None  # set before a stage is called
         return run(self.index, carry if self.index else None, int(micro_batch))
 
 
 class _StageDone(BaseException):
-    """Exits the forward of a model after the last module of a stage. `except Exception` does not catch it."""
+    """Exception that ends the forward of a model after the last module of a stage. Not an `Exception` subclass."""
 
     def __init__(self, output: torch.Tensor) -> None:
         self.output = output
@@ -71,7 +71,7 @@ class StageLinks:
 
     Args:
         group: Process group of the pipeline, in the order of the mesh.
-        ranks: Rank in the group of each stage.
+        ranks: Stage → rank in the group.
         device: Device of the tensors.
     """
 
@@ -85,17 +85,17 @@ class StageLinks:
         return [stage for stage, rank in enumerate(self.ranks) if rank == self.rank]
 
     def global_rank(self, stage: int) -> int:
-        """Return the global rank of a stage in this pipeline."""
+        """Return the global rank that holds a stage of this pipeline."""
         return dist.get_global_rank(self.group, self.ranks[stage])
 
     def send(self, tensor: torch.Tensor, stage: int) -> None:
-        """Send a tensor of any shape to the rank of a stage. Blocks until it is received."""
+        """Send a tensor of any shape to the rank of a stage. Blocks until the other rank has received it."""
         peer = self.global_rank(stage)
         dist.send_object_list([(tensor.shape, tensor.dtype)], peer, self.group, self.device)
         dist.send(tensor.detach().contiguous(), peer, self.group)
 
     def receive(self, stage: int) -> torch.Tensor:
-        """Receive a tensor from the rank of a stage. Blocks until it is there."""
+        """Receive a tensor from the rank of a stage. Blocks until the tensor has arrived."""
         peer, header = self.global_rank(stage), [None]
         dist.recv_object_list(header, peer, self.group, self.device)
         shape, dtype = header[0] or ((), None)
@@ -104,7 +104,7 @@ class StageLinks:
         return found
 
     def broadcast(self, tree: object, stage: int) -> Any:
-        """Return the tensors and picklable values of a stage's rank on every rank of the pipeline. Collective.
+        """Broadcast tensors and picklable values from the rank of a stage to all ranks of the pipeline. Collective.
 
         Args:
             tree: The values to send. Ignored on other ranks.
@@ -126,12 +126,12 @@ class StageLinks:
 
 
 class _StageCaches:
-    """Provides each stage of this rank with its cache of keys and values.
+    """Caches of keys and values for the stages of this rank.
 
     Positions and masks are computed from the length of any layer in a cache. A stage's cache therefore also has the
-    layers of earlier stages, with tensors on `meta`, to which skipped layers append. The first stage of a rank uses
-    the cache that the model is called with. Later stages use copies, whose own layers are put into that cache, too, so
-    that beam search reorders them.
+    layers of earlier stages, with tensors on `meta`, to which skipped layers append. The first stage of a rank uses the
+    cache that the model is called with. Later stages use copies of it. The layers that a later stage computes are also
+    put into the original cache, so that beam search reorders them.
 
     Args:
         stages: The stages of this rank, in order.
@@ -142,7 +142,7 @@ class _StageCaches:
         self._copies: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
     def of(self, cache: object) -> dict[int, Any]:
-        """Return the cache of each stage, for a cache that is empty at first. None: no caches."""
+        """Return the cache of each stage, given a cache that is empty at first. None means no caches."""
         if cache is None:
             return {}
         if cache not in self._copies:
@@ -150,7 +150,7 @@ class _StageCaches:
         return {self._stages[0]: cache, **self._copies[cache]}
 
     def merge(self, caches: dict[int, Any]) -> None:
-        """Put the computed layers of each stage into the cache that the model was called with."""
+        """Put the layers that each stage computes into the cache that the model was called with."""
         for stage in self._stages[1:]:
             into, layers = caches[self._stages[0]].layers, caches[stage].layers
             into += layers[len(into) :]
@@ -161,7 +161,7 @@ class _StageCaches:
 
 @contextmanager
 def _recorded_updates(cache: Any) -> Iterator[list[tuple[Any, Any]]]:
-    """Yield a list that receives the arguments of each update of a cache. The cache may be None."""
+    """Yield a list that records the arguments of each update of a cache. The cache may be None."""
     updates: list[tuple[Any, Any]] = []
     if cache is None:
         yield updates
@@ -183,15 +183,15 @@ class Pipeline:
     """A model of which this rank computes some stages.
 
     Args:
-        task: Contains the modules, with full tensors on any device.
+        task: The task, with full tensors on any device.
         stages: See `find_stages`.
         links: Communication with the other ranks.
 
     Attributes:
         modules: One `StageModule` for each stage.
         run: `run(index, carry, micro_batch)` computes a stage when its module is called. `carry` is None in the first
-            stage. Set by a schedule.
-        release: Called after a forward without a backward. Set by the engine.
+            stage. Set by the runner of the schedule.
+        release: Function that is called after a forward without a backward. Set by the engine.
     """
 
     def __init__(self, task: nn.Module, stages: Stages, links: StageLinks) -> None:
@@ -222,18 +222,18 @@ class Pipeline:
         return self._now is not None
 
     def narrow(self, dtype: torch.dtype, places: Iterable[tuple[nn.Module, str]]) -> None:
-        """Cast parameters that are in no stage to a dtype in forwards, as FSDP does for parameters of stages.
+        """Cast parameters that are in no stage to a dtype in forwards, like FSDP casts parameters of stages.
 
         Args:
             dtype: A 16-bit dtype.
-            places: Modules, with the names of their parameters that are in no stage.
+            places: Modules, each with the names of its parameters that are in no stage.
         """
         self._cast = [(module, key, dtype) for module, key in places]
         for meta_copy in self._meta_copies.values():
             meta_copy.to(dtype)
 
     def install(self) -> Callable[[], None]:
-        """Replace the calls of modules by calls that compute stages. Return a function that undoes it."""
+        """Replace the calls of modules by calls that compute stages. Return a function that restores the calls."""
         undo = ExitStack()
 
         def hide(module: nn.Module, key: str, value: object) -> None:
@@ -263,14 +263,14 @@ class Pipeline:
     def compute_stage(
         self, stage: int, carry: torch.Tensor | None, call: Callable[[], Any], *, seed: int | None = None
     ) -> Any:
-        """Compute a stage within `call`, which calls the model. Not collective.
+        """Compute a stage by running `call`, which calls the model. Not collective.
 
         Args:
             carry: Output of the previous stage. None in the first stage.
-            seed: Seed of the random numbers in this call, equal on every rank of the pipeline. Numbers that are drawn
-                before the first module of the stage are the same in every stage; later ones differ. Torch's generators
-                are restored after the call, so that they do not depend on the order of stages and micro-batches.
-                Default: None, which uses torch's generators.
+            seed: Seed of the random numbers in this call, equal on every rank of the pipeline. Random numbers before
+                the first module of the stage are the same in every stage. Later random numbers differ between stages.
+                Torch's generators are restored after the call, so that they do not depend on the order of stages and
+                micro-batches. Default: None, which uses torch's generators.
 
         Returns:
             The output of the stage. In the last stage, the result of `call`.
@@ -330,7 +330,7 @@ class Pipeline:
         return output
 
     def _check_arguments(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Raise an error if arguments of a module's first call come from a skipped module. Blocks on the device."""
+        """Raise an error if a module's first call has arguments from a skipped module. Blocks on the device."""
         self._checked.add(id(module))
         for name, value in [*enumerate(args), *kwargs.items()]:
             tensors = [t for t in iterate_tensors(value) if t.is_floating_point() and t.numel()]
@@ -342,7 +342,7 @@ class Pipeline:
                 )
 
     def _skipped(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-        """Return tensors of NaN with the shapes of the output of a module of another stage."""
+        """Return NaN tensors with the shapes of the output of a module in another stage."""
         cache: Any = next((value for value in (*args, *kwargs.values()) if value is self._cache), None)
         tensors = list(iterate_tensors((args, kwargs)))
         if cache is not None:
@@ -370,7 +370,7 @@ class Pipeline:
         """Run the model's forward over all stages, and return its output on every rank of the pipeline. Collective.
 
         Raises:
-            TaskError: Gradients are recorded.
+            TaskError: Gradients are enabled.
         """
         if torch.is_grad_enabled():
             raise TaskError(
@@ -402,10 +402,10 @@ class Pipeline:
         return output
 
     def through(self, compute: Callable[[int, torch.Tensor], Any]) -> Iterator[tuple[int, Any]]:
-        """Compute this rank's stages in order, send outputs to the next rank, and yield each stage with its output.
+        """Compute this rank's stages in order. Send each output to the next rank, and yield the stage and the output.
 
         Args:
-            compute: Called with a stage and its input, an empty tensor in the first stage. Returns the output.
+            compute: Function of a stage and its input (an empty tensor in the first stage). Returns the output.
         """
         carry = torch.empty(0)
         for stage in self.links.own:
@@ -420,7 +420,7 @@ class Pipeline:
 
 
 class _Absent:
-    """Placeholder for a parameter on another rank. With a tensor on `meta`, torch 2.13 would not raise an error."""
+    """Placeholder for a parameter on another rank, whose use raises an error. Some uses of `meta` tensors do not."""
 
     def __init__(self, name: str, model: str) -> None:
         self._message = (
@@ -443,7 +443,7 @@ class _Absent:
 
 
 def _entry(task: nn.Module, stages: Stages) -> nn.Module:
-    """Return the child of a task that contains all stages and can be called. The task itself if there is none."""
+    """Return the callable child of a task that contains all stages, or the task if no child does."""
     wanted = {id(module) for parts in stages for module in parts}
     for child in task.children():
         if wanted <= {id(m) for m in child.modules() if m is not child}:
@@ -461,7 +461,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 
 def _with_carry(carry: torch.Tensor | None, output: object) -> Any:
-    """Return the output of a skipped layer with its first tensor replaced by the one that the previous rank sent."""
+    """Return the output of a skipped layer. The tensor from the previous rank replaces the first tensor."""
     return type(output)([carry, *output[1:]]) if isinstance(output, (tuple, list)) and output else carry
 
 

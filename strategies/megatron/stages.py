@@ -23,7 +23,8 @@ def find_stages(task: nn.Module, num_stages: int, split_points: Sequence[str] | 
 
     `split_points` or the task's `pipeline_stages` determines the stages. By default, the layers are the children of the
     largest ModuleList or Sequential, and are divided so that the largest stage has as few parameters as possible.
-    Modules that are registered before the layers belong to the first stage, and those after them to the last stage.
+    Modules that are registered before the layers belong to the first stage. Modules that are registered after the
+    layers belong to the last stage.
 
     Args:
         task: A task or model, whose layers exist.
@@ -95,7 +96,7 @@ def _refuse_two_stacks(task: nn.Module, num_stages: int) -> None:
 
 
 def layers_of(task: nn.Module, num_stages: int) -> dict[str, nn.Module]:
-    """Return the layers of a model by name, of which there must be at least `num_stages`."""
+    """Return the layers of a model by name. Raise an error if there are fewer than `num_stages`."""
     found: list[tuple[bool, int, str, nn.Module]] = []
     short: dict[str, int] = {}  # stacks of equal layers with fewer layers than stages, by name
     for name, module in task.named_modules():
@@ -139,7 +140,7 @@ def _starts(split_points: Sequence[str], names: list[str], num_stages: int) -> l
 
 
 def _weight(modules: Iterable[nn.Module]) -> int:
-    """Return the number of parameters without embeddings, whose lookup is cheap."""
+    """Return the number of parameters, without embeddings, because a lookup takes little time."""
     parts = {id(part): part for module in modules for part in module.modules()}
     return sum(
         p.numel()
@@ -150,12 +151,12 @@ def _weight(modules: Iterable[nn.Module]) -> int:
 
 
 def _balanced(weights: list[int], before: int, after: int, num_stages: int) -> list[int]:
-    """Return the first layers of all stages except the first stage, minimizing the weight of the heaviest stage."""
+    """Return the first layers of all stages except the first stage. The largest stage is as small as possible."""
     totals = list(itertools.accumulate(weights, initial=0))
 
     @cache
     def divide(stop: int, num: int) -> tuple[int, tuple[int, ...]]:
-        """Return the weight of the heaviest of `num` stages over the layers before `stop`, and their first layers."""
+        """Divide the layers before `stop` into `num` stages. Return the largest weight, and the first layers."""
         if num == 1:
             return before + totals[stop], ()
         extra = after if num == num_stages else 0
@@ -169,14 +170,14 @@ def _balanced(weights: list[int], before: int, after: int, num_stages: int) -> l
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield each parameter within a module: the submodule that holds it, its name there, and the parameter."""
+    """Yield the owning submodule, the name in the submodule, and the parameter, for each parameter of a module."""
     for owner in module.modules():
         for key, parameter in owner.named_parameters(recurse=False):
             yield owner, key, parameter
 
 
 def free_module(task: nn.Module, module: nn.Module, kept: set[int]) -> None:
-    """Move the parameters and buffers of a module to the device `meta`, except parameters with ids in `kept`."""
+    """Replace a module's tensors by `meta` tensors, except for the parameters with ids in `kept`."""
     new = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in module.parameters()

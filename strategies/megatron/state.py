@@ -22,7 +22,7 @@ from trainwright.strategies.state import FullState
 
 
 class PipelineState(ShardedState):
-    """Reads and writes the stages by the names in the task. Tensors of other ranks' stages are on the device `meta`.
+    """State whose tensors belong to stages. On each rank, tensors of other ranks' stages are on the device `meta`.
 
     Args:
         links: Communication with the other ranks of the pipeline.
@@ -47,7 +47,7 @@ class PipelineState(ShardedState):
         self._find_stages()
 
     def _find_stages(self) -> None:
-        """Find the stage of each tensor of the task, which may have replaced buffers."""
+        """Find the stage of each tensor of the task. The task may have replaced buffers since the last call."""
         named = [*self._task.named_parameters(), *self._task.named_buffers()]
         self._stages = {id(t): self._owners[plain_name(n)] for n, t in named if plain_name(n) in self._owners}
 
@@ -56,11 +56,11 @@ class PipelineState(ShardedState):
         return stage is not None and stage not in self._links.own
 
     def _collected(self, tensor: torch.Tensor, stage: int | None, *, keep: bool) -> torch.Tensor:
-        """Return the full tensor of a stage, on the host. Collective.
+        """Return the full value of a stage's tensor, on the host. Collective.
 
         Args:
-            tensor: The tensor. Ranks of other stages pass one of the same shape and dtype, on any device.
-            stage: The stage that owns the tensor. None: every rank has it.
+            tensor: The tensor. Ranks without the stage pass a tensor of the same shape and dtype, on any device.
+            stage: The stage that owns the tensor. None if every rank has the tensor.
             keep: False: this rank gets a tensor on the device `meta`.
         """
         if stage is None:
@@ -179,12 +179,12 @@ def _empty(tensor: object) -> Any:
 
 
 def owners_of(task: nn.Module, modules: Sequence[nn.Module]) -> tuple[dict[str, int], set[str], dict[str, list[int]]]:
-    """Return the owner stages of tensors, the names of tensors that every rank has, and the stages of tied parameters.
+    """Return each tensor's owner stage, the names of tensors on every rank, and the stages of tied parameters.
 
     The owner of a parameter or buffer is the first stage that holds it. Every rank has the tensors that are in no
     stage. The first stage owns such parameters, because it trains them. The last stage owns such buffers, because it
-    runs the full step, which may change them. Tied parameters are in several stages. Names are plain names, except the
-    first names of tied parameters.
+    runs the full step, which may change buffers. Tied parameters are in several stages. The stages of tied parameters
+    are returned by first name, everything else by plain name.
 
     Args:
         task: The task, which contains the modules of the stages.

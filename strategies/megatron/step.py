@@ -1,4 +1,4 @@
-"""One optimizer step of a pipeline: a schedule runs all micro-batches through the stages."""
+"""One optimizer step of a pipeline: a schedule runs all micro-batches in the stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainwright.strategies.steps.step import AutomaticStep, StepParts
 
 
 class PipelineStep(AutomaticStep):
-    """Runs the micro-batches of a step through the stages, forward and backward.
+    """Step that runs the forward and backward of its micro-batches in the stages of a pipeline.
 
     Args:
         parts: Parts of the engine.
@@ -102,7 +102,7 @@ class PipelineStep(AutomaticStep):
             self._weights = [each * share for each, share in zip(self._weights, of_ranks, strict=True)]
 
     def _call(self, i: int, is_last: bool) -> Any:
-        """Run the training step on a micro-batch. Logged values count only in the last stage."""
+        """Run the training step on a micro-batch. Logged values are used only in the last stage."""
         self.sink.batch, self.sink.diverted = self._batches[i], self._logged[i] if is_last else []
         with self._context or nullcontext():
             return self._training_step(self._batches[i], self._first_idx + self._batch_indices[i])
@@ -144,7 +144,7 @@ class PipelineStep(AutomaticStep):
 
 
 def target_counter(model: nn.Module) -> Callable[[Any], torch.Tensor | None] | None:
-    """Return a function that counts the targets of a batch. None if no transformers model computes the loss."""
+    """Return a function that counts the targets of a batch, or None if no transformers model computes the loss."""
     shifts = next((found for module in model.modules() if (found := shifts_labels(module)) is not None), None)
     return None if shifts is None else partial(count_targets, shifts=shifts)
 
@@ -152,14 +152,15 @@ def target_counter(model: nn.Module) -> Callable[[Any], torch.Tensor | None] | N
 def divide(batch: object, num: int, count: Callable[[Any], Any] | None = None) -> list[tuple[Any, float, float]]:
     """Divide a batch into up to `num` parts along the first dimension of its tensors.
 
-    Each part has the full tensors of other lengths.
+    Tensors of other lengths are not divided: each part has the full tensor.
 
     Args:
         count: Returns the number of items that the loss of a part averages over, or None if it is unknown. Blocks on
             the device. Default: None, which counts rows.
 
     Returns:
-        For each part: the part, its weight in the batch's loss, and this weight divided by its fraction of the rows.
+        For each part: the part, the part's weight in the loss of the batch, and this weight divided by the part's
+        fraction of the rows.
     """
     if num == 1:
         return [(batch, 1.0, 1.0)]

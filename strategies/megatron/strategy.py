@@ -59,11 +59,11 @@ _POSSIBLE_PLAN = partial(sequence_parallel_plan, strict=False)
 
 
 class MegatronStrategy(FSDPStrategy):
-    """Trains one model with several kinds of parallelism at once.
+    """Strategy that trains one model with several kinds of parallelism at once.
 
-    The model is divided into `pp` pipeline stages. `tp` ranks split each layer. `dp_shard` ranks shard the parameters,
-    gradients and optimizer states that remain. The model is written for one process. The product of all sizes is the
-    number of processes.
+    The model is divided into `pp` pipeline stages. `tp` ranks split each layer. `dp_shard` ranks shard the resulting
+    parameters, gradients and optimizer states. The model is written for one process. The number of processes is the
+    product of all sizes.
 
     A step calls the model once. Each stage runs the step up to its layers, and the last stage runs it to the end.
     Random numbers that `training_step` draws before it calls the model are the same in every stage. Ranks that read the
@@ -83,14 +83,14 @@ class MegatronStrategy(FSDPStrategy):
             `"gpipe"`, and with several stages per rank `"interleaved1f1b"`, `"loopedbfs"`, `"interleavedzerobubble"`,
             `"zbvzerobubble"` and `"dualpipev"`. Default: `"1f1b"`.
         virtual_stages: Number of stages per rank. The pipeline has `pp * virtual_stages` stages. Default: None, which
-            is 1, or 2 if the schedule needs several.
+            means 2 if the schedule needs several stages per rank, and 1 otherwise.
         recompute: `"full"`: layers store only their inputs and are recomputed in backward. `"selective"`: layers also
-            store the results of matrix products. Default: None, which disables it.
-        distributed_optimizer: Shard parameters, gradients and optimizer states over data-parallel ranks. False:
-            replicate them, unless `dp_shard` is given. Default: True.
+            store the results of matrix products. Default: None, which disables recomputation.
+        distributed_optimizer: Shard parameters, gradients and optimizer states over data-parallel ranks. False
+            replicates them, unless `dp_shard` is set. Default: True.
         sequence_parallel: The `tp` ranks also split norms and residuals along the sequence. Supported for transformers'
-            Llama, Mistral and Qwen models (see `ready_plan`). True raises an error for other models; `"auto"` ignores
-            them. Default: False.
+            Llama, Mistral and Qwen models (see `ready_plan`). With other models, True raises an error and `"auto"` has
+            no effect. Default: False.
         split_points: Names of the first layers of all stages except the first stage. Default: None, which uses the
             task's `pipeline_stages`, or divides the parameters evenly.
         engine: `"megatron-core"` trains a causal language model of transformers with megatron-core's GPTModel and
@@ -232,7 +232,7 @@ class MegatronStrategy(FSDPStrategy):
 
 
 class PipelineEngine(FSDPEngine):
-    """Trains the stages of a model on several ranks. Other ranks shard each stage and split its layers."""
+    """Engine that trains pipeline stages on several ranks. Further ranks shard each stage and split its layers."""
 
     strategy: MegatronStrategy
     mesh: DeviceMesh
@@ -395,7 +395,7 @@ class PipelineEngine(FSDPEngine):
         return super()._state_of(module, optimizers, names, make)
 
     def begin_evaluation(self) -> None:
-        """Broadcast the buffers of each stage over the data-parallel ranks, and those of no stage. Collective."""
+        """Broadcast buffers over data-parallel ranks, and buffers of no stage from the last stage. Collective."""
         group = self.data_ranks.group
         if group is not None:
             for buffer in self.task.buffers():

@@ -1,6 +1,6 @@
 """Copies between host and device on a separate stream, in the order of the calls.
 
-Pageable memory and files are copied through reused pinned buffers. Files are read directly into them.
+Pageable memory is copied through reused pinned buffers. Files are read directly into these buffers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Weight = tuple[str, torch.Tensor, torch.dtype, Readable | None]  # name, value, 
 
 
 class PinnedBuffers:
-    """Host buffers for copies to a device. Each is reused once its last copy is complete.
+    """Host buffers for copies to a device. Each buffer is reused once its last copy is complete.
 
     Args:
         pinned: Use pinned memory. Copies from pageable memory block. Default: True.
@@ -42,7 +42,7 @@ class PinnedBuffers:
         self._free: list[tuple[torch.Tensor, torch.Event | None]] = []
 
     def acquire(self) -> torch.Tensor:
-        """Return a buffer that no copy reads. May wait for the device."""
+        """Return a buffer that no copy is reading. May wait for the device."""
         with self._lock:
             found = self._free.pop(0) if len(self._free) > 1 else None
         if found is None:
@@ -56,7 +56,7 @@ class PinnedBuffers:
         return buffer
 
     def release(self, buffer: torch.Tensor, event: torch.Event | None) -> None:
-        """Return a buffer, which is reused after `event`."""
+        """Release a buffer for reuse after `event`."""
         with self._lock:
             self._free.append((buffer, event))
 
@@ -67,9 +67,9 @@ _BUFFERS = PinnedBuffers()
 class CopyStream:
     """Consecutive copies in one direction. On devices without a copy stream, such as the CPU, copies are synchronous.
 
-    Memory for `queue` belongs to the computation stream: it is allocated there before `queue` and freed there after
-    `join`, and sources are kept until `release`. The allocator can therefore reuse it at once, without extra device
-    memory. Memory that `copy_in` allocates belongs to the copy stream and does not wait for the computation.
+    Memory for `queue` belongs to the computation stream: allocate it there before `queue`, and free it there after
+    `join`. Sources are referenced until `release`. The allocator can therefore reuse the memory at once, without extra
+    device memory. Memory that `copy_in` allocates belongs to the copy stream, and does not wait for the computation.
 
     Args:
         device: The device at one end of each copy.
@@ -97,7 +97,7 @@ class CopyStream:
         Args:
             copy: Starts the copy on the current stream.
             after: A `mark` after which the copy starts. Default: all work queued on the computation stream.
-            source: Device memory to keep until the copy is complete.
+            source: Device memory that must not be freed before the copy is complete.
         """
         self.num_queued += 1
         if self._stream is None:
@@ -132,7 +132,7 @@ class CopyStream:
         Args:
             target: The device tensor.
             source: The host tensor.
-            file: The file of `source`, read instead of its mapping.
+            file: The file that `source` is mapped to. The bytes are read from the file, not through the mapping.
 
         Raises:
             CheckpointError: The file has become shorter.
@@ -168,7 +168,7 @@ class CopyStream:
 
         Args:
             event: Event of the copy. None if it is complete.
-            made: Memory of the copy stream that the computation uses from now on.
+            made: Memory of the copy stream that the computation stream uses from now on.
         """
         if event is not None:
             computation = torch.accelerator.current_stream(self._device)
@@ -196,7 +196,7 @@ class CopyStream:
 
 @dataclass(slots=True)
 class Fetched:
-    """Weights that are copied to the device or already there.
+    """Weights that are on the device or are being copied to the device.
 
     Attributes:
         tensors: Tensors for one use, by their names in the module.
@@ -211,7 +211,7 @@ class Fetched:
     free: Callable[[], None] | None = None
 
     def use(self) -> dict[str, torch.Tensor]:
-        """Return the tensors. The current stream of the calling thread waits for the copies. Does not block."""
+        """Make the calling thread's current stream wait for the copies, and return the tensors. Does not block."""
         if self.copies is not None:
             self.copies.join(self.ready, self.tensors.values())
             self.copies = None

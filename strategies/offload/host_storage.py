@@ -24,7 +24,7 @@ _ALIGN_BYTES = 64  # torch's alignment: the summation order of kernels may depen
 
 
 def _registered(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return pinned memory of exactly this size for CUDA. Torch's own is rounded up to a power of two."""
+    """Return pinned memory of exactly this size for CUDA. Torch rounds pinned memory up to a power of two."""
     memory = mmap.mmap(-1, numel * dtype.itemsize)
     tensor = torch.frombuffer(memory, dtype=dtype)  # keeps the memory until its storage is freed
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types here
@@ -35,12 +35,12 @@ def _registered(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class HostStorage:
-    """Allocates tensors in host memory or in mapped files.
+    """Allocator of tensors in host memory or in memory-mapped files.
 
     Args:
         place: `"cpu"` or `"disk"`.
-        folder: Folder for `"disk"`. Default: the system's temporary folder. Files are unlinked once they are mapped, so
-            the system deletes them with the tensors, also after a killed process.
+        folder: Folder for `"disk"`. Default: the system's temporary folder. Files are unlinked once they are mapped.
+            The system therefore deletes them with the tensors, also if the process is killed.
         pinned: Use pinned memory for `"cpu"`, from which copies are asynchronous.
     """
 
@@ -89,7 +89,7 @@ class HostStorage:
         return made
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized tensor with the shape, dtype and memory format of another."""
+        """Return an uninitialized tensor with the shape, dtype and memory format of another tensor."""
         return _laid_out(self.empty(tensor.numel(), tensor.dtype), tensor)
 
     def store_state(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -108,7 +108,7 @@ class HostStorage:
 
 
 def place_in(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return consecutive views of a flat tensor of `flat_numel` elements, one like each of `tensors`."""
+    """Return consecutive views of a flat tensor of `flat_numel` elements, with the formats of `tensors`."""
     found, start, step = [], 0, _ALIGN_BYTES // flat.itemsize
     for tensor in tensors:
         found.append(_laid_out(flat[start : start + tensor.numel()], tensor))
@@ -117,7 +117,7 @@ def place_in(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.
 
 
 def _laid_out(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a flat tensor with the shape and memory format of `tensor`, if that is dense.
+    """Return a view of a flat tensor with the shape of `tensor`, and with its memory format if it is dense.
 
     Kernels and their summation order depend on the memory format, such as channels_last.
     """
@@ -125,6 +125,6 @@ def _laid_out(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat_numel(sizes: Sequence[torch.Size], dtype: torch.dtype) -> int:
-    """Return the number of elements of a flat tensor that holds tensors of these sizes, each aligned."""
+    """Return the number of elements of a flat tensor that contains aligned tensors of these sizes."""
     step = _ALIGN_BYTES // dtype.itemsize
     return sum(-(-size.numel() // step) * step for size in sizes)

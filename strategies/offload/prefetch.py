@@ -1,8 +1,8 @@
-"""Prefetch the weights of the next units while the current one computes. A unit is a module or a part of a model.
+"""Prefetching of the next units' weights during a unit's computation. A unit is a module or a part of a model.
 
-The order of units is learned from the calls. The prediction is the unit that followed the last two units the last time,
-or else the unit that followed the last one. No order has to be declared, and the loop of `generate` is learned too. A
-wrong prediction only means that weights are fetched when they are used, as without prefetching.
+The order of units is learned from the calls, including the loop of `generate`. The predicted unit is the one that last
+followed the same two units, or else the one that last followed the same unit. After a wrong prediction, weights are
+fetched when they are used, as without prefetching.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fetchable(Protocol):
         """True if the unit is used in host memory: prefetching then only reads files into the page cache."""
 
     def fetch(self) -> Fetched:
-        """Fetch the unit unless it is present, and return it. Called from any thread."""
+        """Return the unit. Fetch it first if it is not present. May be called from any thread."""
 
 
 class _Fetch:
@@ -69,16 +69,16 @@ class _Fetch:
 
 
 class Prefetcher:
-    """Provides units, and prefetches those that will probably be used next.
+    """Prefetcher that provides units, and fetches the units that will probably be used next.
 
     Call `acquire` before the use of a unit and `release` afterwards. Call `follow` to record its position in the
-    learned order. With `num_units`, the calling thread starts the copies, which do not block it. Otherwise a reader
-    thread fetches the units. It starts with the first prediction and ends a second after the last use.
+    learned order. With `num_units`, the calling thread starts asynchronous copies. Otherwise a background thread
+    fetches the units. The thread starts with the first prediction, and ends a second after the last use.
 
     Args:
         budget_bytes: Maximum size of prefetched units that are not yet used; 0 disables prefetching. Default: twice the
             largest unit, and at least 64 MiB.
-        num_units: Number of units to prefetch instead, without a thread.
+        num_units: Number of units to prefetch, instead of `budget_bytes`. No thread is used.
 
     Attributes:
         budget_bytes: Maximum size of prefetched units that are not yet used.
@@ -134,7 +134,7 @@ class Prefetcher:
     # Units that are used
 
     def acquire(self, number: int) -> Fetched:
-        """Return a unit's weights, which were prefetched or are fetched now.
+        """Return a unit's weights. Fetch them now if they were not prefetched.
 
         Call `release` after their use. Blocks until they are fetched; on an accelerator, until the copies are queued.
 
@@ -158,7 +158,7 @@ class Prefetcher:
         return job.value
 
     def release(self) -> None:
-        """Record the end of a unit's use. The reader thread keeps running while any unit is in use."""
+        """Record the end of a unit's use. The background thread runs while any unit is in use."""
         with self._condition:
             self._num_used -= 1
 
@@ -174,7 +174,7 @@ class Prefetcher:
         return job
 
     def discard(self, number: int | None = None) -> None:
-        """Discard all prefetched units, or one of them. A running fetch is discarded when it ends."""
+        """Discard one prefetched unit, or all. The result of a running fetch is discarded when it ends."""
         with self._condition:
             for each in list(self._jobs) if number is None else [number]:
                 self._drop(each)
@@ -202,11 +202,11 @@ class Prefetcher:
         return list(itertools.islice(self._expected((_NOBODY, _NOBODY)), self._num_units))
 
     def follow(self, number: int, *, backward: bool = False) -> None:
-        """Record the use of a unit, and prefetch those that will probably be next.
+        """Record the use of a unit, and prefetch the units that will probably be used next.
 
         Args:
             number: Number of the unit.
-            backward: Predict the reverse of the last order, and learn nothing. Default: False.
+            backward: Predict the reverse of the last order, and do not record the use. Default: False.
         """
         if self.budget_bytes == 0:
             return
@@ -263,7 +263,7 @@ class Prefetcher:
         self.prefetch(wanted)
 
     def prefetch(self, numbers: Iterable[int]) -> None:
-        """Prefetch units in this order, regardless of the budget."""
+        """Prefetch the given units in order, regardless of the budget."""
         with self._condition:
             for number in numbers:
                 if number in self._jobs:
@@ -289,7 +289,7 @@ class Prefetcher:
             self._condition.notify_all()
 
     def _wait(self) -> _Fetch | None:
-        """Return the next fetch, or None to end the reader after a while without one."""
+        """Return the next fetch, or None to end the thread after a time without fetches."""
         with self._condition:
             idle = False
             while not _ending.is_set():
@@ -306,7 +306,7 @@ class Prefetcher:
 
 
 def _read(reference: weakref.ref[Prefetcher]) -> None:
-    """Run fetches until none is left. Between fetches, hold no reference to the prefetcher, so that it can be freed."""
+    """Run fetches until none is left. Holds no reference to the prefetcher between fetches, so that it can be freed."""
     while True:
         prefetcher = reference()
         job = None if prefetcher is None else prefetcher._wait()
@@ -320,7 +320,7 @@ def _read(reference: weakref.ref[Prefetcher]) -> None:
 
 @atexit.register
 def _end_readers() -> None:
-    """End readers before the interpreter exits: a thread that is stopped within torch aborts the process."""
+    """End the threads before the interpreter exits, because a thread that is stopped in torch aborts the process."""
     _ending.set()
     readers = list(_readers.items())
     for _, condition in readers:

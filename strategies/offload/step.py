@@ -1,4 +1,4 @@
-"""The optimizer step of a model whose units are streamed to the device. The optimizer steps on the host."""
+"""The optimizer step of a model whose units are streamed to the device. The optimizer runs on the host."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class OffloadStep(AutomaticStep):
 
     Args:
         parts: The parts of the step.
-        stream: Copies units to the device. None computes with weights in their storage.
-        state_storage: Storage of the optimizer state of units that are not being stepped. None keeps it in memory.
+        stream: Copies units to the device. None computes with the weights in host storage.
+        state_storage: Storage of the optimizer state of units that are not being stepped. None keeps the state in
+            memory.
     """
 
     def __init__(self, parts: StepParts, stream: WeightStream | None, state_storage: HostStorage | None) -> None:
@@ -139,7 +140,7 @@ class OffloadStep(AutomaticStep):
         return norm
 
     def _step_in_portions(self, epoch: int, idx: int, optimizer: Any, closure: object) -> None:
-        """Step unit by unit, each when its gradients are on the host, with only its state in memory.
+        """Step each unit when its gradients are on the host. Only the current unit's state is in memory.
 
         During the step of a unit, the gradients and states of the next units are read, and the new weights of previous
         units are copied to the device.
@@ -225,7 +226,7 @@ class Portion:
 
     Attributes:
         parameters: Parameters of one optimizer, all with gradients.
-        unit: Their unit; None if they have none.
+        unit: The unit of the parameters. None for parameters outside of units.
     """
 
     parameters: list[nn.Parameter]
@@ -233,7 +234,7 @@ class Portion:
 
 
 def can_be_split(optimizer: Optimizer) -> bool:
-    """Return whether steps of some parameters each have the same effect as one step of all.
+    """Return whether separate steps of parameters have the same effect as one step of all parameters.
 
     True for torch's own optimizers except L-BFGS: their update of a parameter depends only on its own gradient and
     state. Other optimizers, and subclasses that override `step`, may share a norm, a step size or a call count between
@@ -250,7 +251,7 @@ def can_be_split(optimizer: Optimizer) -> bool:
 
 
 def portions_of(optimizer: Optimizer, units: Sequence[Unit] | None) -> list[Portion]:
-    """Return an optimizer's parameters with gradients, one portion per unit, or per parameter outside of units."""
+    """Divide an optimizer's parameters with gradients into one portion per unit, or parameter outside of units."""
     left = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     found = []
     for unit in units or ():
@@ -270,7 +271,7 @@ def step_in_portions(
     after: Callable[[Portion], Any],
     step: Callable[[], Any] | None = None,
 ) -> None:
-    """Step portion by portion. Gradients of all others are None meanwhile, so that the optimizer skips them.
+    """Step portion by portion. In each step, other gradients are None, so that the optimizer skips them.
 
     All gradients are restored afterwards, also after an exception.
 

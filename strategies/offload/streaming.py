@@ -1,11 +1,11 @@
-"""Stream the weights of a model to the device unit by unit, in the forward and again in the backward.
+"""Streaming of a model's weights to the device unit by unit, in the forward and again in the backward.
 
 The parameters of a unit are stored on the host (see `host_storage`). They are on the device only during the unit's
 forward and backward. Gradients are copied to the host as soon as they are computed. Between steps all parameters and
 gradients are on the host, so that optimizers, checkpoints, averages and norms use ordinary host tensors.
 
-Autograd saves a view of the weight's device memory for the backward. That memory is freed and filled again in the same
-storage, as in torch's own FSDP.
+Autograd saves a view of the weight's device storage for the backward. The memory of this storage is freed, and then
+allocated and filled again in the backward, as in torch's FSDP.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Unit:
         device: Device of the computation.
         weights: Host storage of weights.
         gradients: Host storage of gradients.
-        stays: Keep the device copy between uses, and update it after each step.
-        prefetcher: Copies the unit to the device, also ahead of its use.
-        gradients_out: Stream of the gradients' copies to the host.
+        stays: Keep the device copy between uses, and update the copy after each step.
+        prefetcher: Copies the unit to the device, also before its use.
+        gradients_out: Stream for copies of gradients to the host.
 
     Attributes:
         num_bytes: Size of the device copy.
@@ -103,7 +103,7 @@ class Unit:
     # Copies to the device and back
 
     def fetch(self) -> Fetched:
-        """Queue the copy to the device, unless it is in use or already has the current values."""
+        """Queue the copy to the device, unless the device copy is in use or has the current values."""
         if self.on_device or self.fresh:
             return Fetched({})
         after = self._last_use
@@ -156,7 +156,7 @@ class Unit:
         return found
 
     def move_to_host(self) -> None:
-        """Move the parameters to the host. Their gradients may still be copied (`wait_for_gradients`)."""
+        """Move the parameters to the host. Copies of gradients may not be complete; see `wait_for_gradients`."""
         if self.on_device:
             for i, parameter in enumerate(self.parameters):
                 if parameter.grad is not None:  # of a parameter that was frozen when the hooks were registered
@@ -174,7 +174,7 @@ class Unit:
             self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Mark the device copy, or a queued one, as outdated."""
+        """Mark the device copy, or the queued copy, as outdated."""
         self._prefetcher.discard(self.number)
         self.fresh = False
         if not self.on_device:
@@ -195,27 +195,27 @@ class Unit:
             total.add_(gradient)
 
     def add_gradients(self) -> None:
-        """Wait for and accumulate gradients of earlier units, to free their host memory."""
+        """Wait until copied gradients of earlier units arrive. Accumulate them to free host memory."""
         if self._to_add:
             self.wait_for_gradients()
 
     # Backward
 
     def begin_backward(self) -> None:
-        """Move the parameters to the device until all gradients are computed."""
+        """Move the parameters to the device, where they stay until all gradients are computed."""
         if not self.in_backward:
             self.move_to_device()
             self.in_backward = True
             self._expected = len(self._hooks)
 
     def expect_inputs(self, inputs: object) -> None:
-        """Record the inputs of a call. Its backward ends with their gradients."""
+        """Record the inputs of a call. The backward of the call ends with the gradients of the inputs."""
         tensors = _differentiable(inputs)
         self._calls.append([(tensor, tensor.register_hook(self._input_done)) for tensor in tensors])
         self.inputs_to_come += len(tensors)
 
     def returned(self, *, is_recorded: bool) -> None:
-        """Record the end of the innermost call. `is_recorded`: autograd has recorded it for a backward."""
+        """Record the end of the innermost call. `is_recorded` is True if autograd has recorded the call."""
         for tensor, handle in self._calls.pop() if self._calls else ():
             if not is_recorded:
                 handle.remove()
@@ -289,13 +289,13 @@ class WeightStream:
     """All units of a model. The next units are copied while the current one computes.
 
     Args:
-        modules: Modules of the units. No two of them share parameters.
+        modules: Modules of the units, without shared parameters.
         others: All other parameters, which are on the device during a full step.
         device: Device of the computation.
         weights: Host storage of weights.
         gradients: Host storage of gradients.
         stays: Keep device copies between uses.
-        ahead: Number of units that are copied ahead of their use.
+        ahead: Number of units that are copied before their use.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class WeightStream:
             unit.forget_inputs()
 
     def wait(self) -> None:
-        """Wait until all copies are complete: the host may then read gradients and write weights."""
+        """Wait until all copies are complete. The host may then read gradients and write weights."""
         self.wait_for_gradients()
         self._weights_in.synchronize()
 
@@ -372,7 +372,7 @@ class WeightStream:
     # User-written loops
 
     def follow(self, model: nn.Module) -> None:
-        """Call `begin` and `end` in the forwards and backwards of the model that has all parts, by hooks."""
+        """Register hooks that call `begin` and `end` in the forwards and backwards of the full model."""
         self.root.stays_in_backward = True
         self._handles += [
             model.register_forward_pre_hook(self._before_model, prepend=True),

@@ -1,4 +1,4 @@
-"""Training of a model that is larger than the memory of its one device, with weights on the host."""
+"""Training of a model that is larger than the memory of one device, with weights on the host."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PARTS = 16  # by default, a unit has at least 1/16 of the parameters
 
 
 class OffloadStrategy(Strategy):
-    """Trains on one device with weights, gradients and optimizer state on the host or on disk.
+    """Strategy for one device, with weights, gradients and optimizer state on the host or on disk.
 
     The units of the model are copied to the device one after the other, in the forward and again in the backward.
     Gradients are copied to the host as soon as they are computed, and the optimizer steps on the host. The device holds
@@ -48,12 +48,12 @@ class OffloadStrategy(Strategy):
             steps unit by unit, so that the state of one unit is in memory at a time.
         auto_wrap_policy: Modules that are units: classes, their names, or a function. Default: the result of
             `TaskModule.shard_units`, or else modules with a sixteenth of the parameters.
-        min_num_params: Makes modules with at least this many parameters units instead.
+        min_num_params: Alternative to `auto_wrap_policy`. Modules with at least this number of parameters are units.
         offload_folder: Folder for `"disk"`. Default: the system's temporary folder. Files are deleted at the end of the
             run, also if it is killed.
-        prefetch: Number of units that are copied ahead of their use. Default: 1.
-        stream: Copy units to the device for each use. Default: True, except on the CPU, which computes with weights in
-            their storage. Weights on disk are then memory-mapped.
+        prefetch: Number of units that are copied before their use. Default: 1.
+        stream: Copy units to the device for each use. False computes with the weights in host storage, where weights on
+            disk are memory-mapped. Default: False on the CPU, and True on other devices.
 
     Raises:
         ConfigurationError: An argument has an unknown or invalid value.
@@ -91,7 +91,7 @@ class OffloadStrategy(Strategy):
         """Check that the engine supports the settings.
 
         Raises:
-            ConfigurationError: `compile=`, a loss scale, or several processes.
+            ConfigurationError: The settings have `compile=`, a loss scale or several processes.
         """
         if settings.compile_options is not None:
             raise ConfigurationError(
@@ -122,7 +122,7 @@ class OffloadStrategy(Strategy):
 
 
 class OffloadEngine(Engine):
-    """Trains on one device a model whose weights, gradients and optimizer state are on the host or on disk."""
+    """Engine for one device, with weights, gradients and optimizer state on the host or on disk."""
 
     strategy: OffloadStrategy
 
@@ -188,7 +188,7 @@ class OffloadEngine(Engine):
 
     @property
     def _state_storage(self) -> HostStorage | None:
-        """Storage for optimizer state; None keeps it in memory."""
+        """Storage for optimizer state. None keeps the state in memory."""
         place, folder = self.strategy.optimizer_state, self.strategy.offload_folder
         return HostStorage(place, folder) if place == "disk" else None
 
@@ -214,7 +214,7 @@ class OffloadEngine(Engine):
             raise
 
     def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make an optimizer with state on disk step unit by unit, so that one unit's state is in memory at a time."""
+        """Make an optimizer with state on disk step unit by unit. Only one unit's state is in memory at a time."""
         storage, own = self._state_storage, optimizer.step
         if storage is None or optimizer in self._own_steps:
             return optimizer
@@ -241,7 +241,7 @@ class OffloadEngine(Engine):
         return optimizer
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        """Check that the optimizer's state can be stored on disk if it has to be."""
+        """Check that the optimizer's state can be stored on disk, if the strategy stores it there."""
         quantizes = any(kind.__module__.startswith("torchao.") for kind in type(optimizer).__mro__)
         if quantizes and self._state_storage is not None:
             raise ConfigurationError(
@@ -250,7 +250,7 @@ class OffloadEngine(Engine):
             )
 
     def weights_changed(self) -> None:
-        """Mark device copies as outdated: callbacks of evaluations and saves may write weights."""
+        """Mark device copies as outdated, because callbacks of evaluations and saves may write weights."""
         step = vars(self).get("step")
         if isinstance(step, OffloadStep):
             step.weights_changed()

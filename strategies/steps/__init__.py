@@ -1,1 +1,1 @@
-"""One optimizer step: batch transfer, hooks, gradients and low-precision layers."""
+"""Optimizer steps: batch transfer, hooks, gradients and low-precision layers."""

@@ -1,4 +1,4 @@
-"""Calls of the user's own methods, with the arguments that they accept."""
+"""Calls of user-defined methods, with the arguments that the methods accept."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def need_closure(optimizers: Iterable[Optimizer], precision: Precision) -> bool:
     """Return whether one of the optimizers requires a closure, as L-BFGS does.
 
     Raises:
-        ConfigurationError: One does, and the precision uses loss scaling.
+        ConfigurationError: An optimizer requires a closure, and the precision uses loss scaling.
     """
     found = [optimizer for optimizer in optimizers if _closure_is_required(optimizer)]
     if found and precision.scaled:
@@ -59,12 +59,12 @@ def defines_itself(owner: object, name: str) -> bool:
 
 
 class ScaledOptimizer:
-    """The optimizer that is passed to a task's `optimizer_step` with loss scaling. It skips steps that overflow.
+    """The optimizer that is passed to a task's `optimizer_step` with loss scaling. It skips steps with overflow.
 
-    All attributes except `step` are the optimizer's, and `isinstance` sees the optimizer's class.
+    All attributes except `step` are those of the optimizer. `isinstance` is True for the optimizer's class.
 
     Args:
-        optimizer: The optimizer. Its gradients are already unscaled.
+        optimizer: The optimizer, whose gradients are already unscaled.
         scaler: The loss scaler.
     """
 
@@ -90,15 +90,16 @@ class ScaledOptimizer:
 
 
 def outputs_of(output: object) -> dict[str, Any]:
-    """Return the `outputs` of `on_train_batch_end`, which keep neither the graph nor buffers of the step alive.
+    """Return the `outputs` of `on_train_batch_end`, without references to the graph or to buffers of the step.
 
     Args:
-        output: The result of `training_step`. A loss tensor becomes `{"loss": …}`, None (a skipped micro-batch) an
-            empty dict, and any other value that is not a mapping `{"output": …}`.
+        output: The result of `training_step`. A loss tensor is returned as `{"loss": …}`. None, for a skipped
+            micro-batch, is returned as an empty dict. Any other value that is not a mapping is returned as `{"output":
+            …}`.
 
     Returns:
-        A dict whose tensors are detached. The loss is a copy, because compiled steps reuse its memory. It is not
-        weighted or divided by the number of micro-batches.
+        A dict whose tensors are detached. The loss is copied, because compiled steps reuse its memory. The loss is not
+        weighted, and not divided by the number of micro-batches.
     """
     if output is None:
         return {}
@@ -113,7 +114,7 @@ def outputs_of(output: object) -> dict[str, Any]:
 
 
 class StepModule(nn.Module):
-    """A module whose forward calls `task.<step>(*args)`.
+    """Module whose forward calls `task.<step>(*args)`.
 
     Args:
         task: The task. Its parameters keep their names in `task.state_dict()`.

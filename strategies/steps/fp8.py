@@ -1,4 +1,4 @@
-"""fp8 training with torchao: linear layers that multiply matrices in float8."""
+"""fp8 training with torchao, whose linear layers multiply matrices in float8."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Fp8(Precision):
     """The precision `"fp8"`: matrix products of linear layers are computed in fp8, the rest as in `bf16-mixed`.
 
     Parameters, gradients and optimizers stay in float32. Linear layers whose sizes are multiples of 16 are converted,
-    but not the first and the last linear layer of the model.
+    except for the first and the last linear layer of the model.
 
     Attributes:
         recipe: torchao's scaling recipe: `"tensorwise"`, `"rowwise"` or `"rowwise_with_gw_hp"`, or a
@@ -36,15 +36,15 @@ class Fp8(Precision):
         skip: Names of layers, or of modules that contain them, that are not converted. In a Trainer these are names in
             the task, such as `"model.2"`.
         min_features: Layers with fewer input or output features are not converted. Default: 0.
-        module_filter: A function of a module and its name that returns True for layers to be converted. It replaces
-            the rule for the first and the last layer. Default: None.
+        module_filter: Function of a module and its name that returns True for layers to be converted. It replaces the
+            rule that excludes the first and the last layer. Default: None.
         fp8_all_gather: FSDP gathers the weights of converted layers in float8 instead of bf16, which halves the
-            traffic. Needs the recipe `"tensorwise"`; other strategies ignore it. Default: False, or the value in a
-            `Float8LinearConfig`.
+            communication. Needs the recipe `"tensorwise"`. Other strategies ignore this option. Default: False, or the
+            value in a `Float8LinearConfig`.
 
     Raises:
-        ConfigurationError: The recipe is unknown, or cannot be combined with `fp8_all_gather`. Later, if no layer can
-            be converted, or a name in `skip` does not exist.
+        ConfigurationError: The recipe is unknown, or cannot be combined with `fp8_all_gather`. At the conversion: no
+            layer can be converted, or a name in `skip` does not exist.
     """
 
     name: str = field(default="fp8", init=False)
@@ -113,7 +113,7 @@ class Fp8(Precision):
             rank_zero_info(f"fp8: {len(converted)} linear layers compute in float8. Left in bf16: {_listed(left)}.")
 
     def _config(self, device: torch.device) -> Any:
-        """Return torchao's configuration for a device. Without float8 hardware it emulates float8."""
+        """Return torchao's configuration for a device. On a device without float8 hardware, float8 is emulated."""
         config = self.recipe
         if isinstance(config, str):
             # Padding allows micro-batches with any number of rows.
@@ -153,14 +153,14 @@ class Fp8(Precision):
 class AORecipeKwargs(KwargsHandler):
     """Options of `mixed_precision="fp8"`, with Accelerate's names.
 
-    The last two take the values of `ACCELERATE_FP8_PAD_INNER_DIM` and `ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER` if
-    they are None.
+    `pad_inner_dim=None` uses the variable `ACCELERATE_FP8_PAD_INNER_DIM`, and `enable_fsdp_float8_all_gather=None` the
+    variable `ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER`.
 
     Attributes:
         config: A `torchao.float8.Float8LinearConfig`. Default: None, the recipe `"tensorwise"`.
-        module_filter_func: A function of a module and its name that returns True for layers to be converted. Default:
-            None, all except the first and the last linear layer. Layers whose sizes are not multiples of 16 are never
-            converted.
+        module_filter_func: Function of a module and its name that returns True for layers to be converted. Layers whose
+            sizes are not multiples of 16 are never converted. Default: None, which converts all linear layers except
+            the first and the last.
         pad_inner_dim: Pad micro-batches to a multiple of 16 rows, if `config` is None. Default: None, which is True.
         enable_fsdp_float8_all_gather: FSDP gathers weights of converted layers in float8. Default: None, the value in
             `config`, or else False. Accelerate's default is True.
@@ -206,7 +206,7 @@ def _is_tensorwise(recipe: Any) -> bool:
 
 
 def _keeps_an_operand(config: Any) -> bool:
-    """Return whether a matrix product has a full-precision operand, which torchao supports only on CUDA."""
+    """Return whether the recipe has products with a high-precision operand, which torchao supports on CUDA only."""
     return bool(config.cast_config_input_for_grad_weight.scaling_type.name == "DISABLED")
 
 
@@ -250,7 +250,7 @@ def convert_layer(layer: nn.Linear, config: object) -> Callable[[], None]:
 def float8_linear(
     layer: nn.Module, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the output of a converted layer for a shard of its weight, which has its own scales."""
+    """Return the output of a converted layer for a shard of its weight. Each shard has its own scales."""
     if torch.is_autocast_enabled(inputs.device.type):
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
     output: torch.Tensor = float8().float8_linear.matmul_with_hp_or_float8_args.apply(
@@ -265,7 +265,7 @@ def has_ao_layers(model: nn.Module) -> bool:
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of the first and the last linear layer of a model, or None for both if it has none."""
+    """Return the names of a model's first and last linear layer, or (None, None) if it has no linear layer."""
     names = [name for name, _ in linear_layers(model)]
     return (names[0], names[-1]) if names else (None, None)
 
@@ -286,10 +286,10 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
     """Return whether a layer passes `filter_linear_layers` and is not the first or last linear layer of the model.
 
-    As `module_filter_func` it selects the default rule.
+    Passed as `module_filter_func`, this function selects the default rule.
 
     Args:
-        module: The model. For a single layer, only its sizes are checked.
+        module: The model. If this is a single layer, only the sizes are checked.
         fqn: The layer's name in the model.
     """
     layer = module if isinstance(module, nn.Linear) else module.get_submodule(fqn)

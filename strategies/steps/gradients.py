@@ -26,7 +26,7 @@ class GradientClip:
     Attributes:
         value: Maximum total norm (`"norm"`) or maximum absolute element (`"value"`), > 0.
         algorithm: `"norm"` or `"value"`.
-        norm_type: p of the p-norm. Infinity is the maximum absolute element. Default: 2.
+        norm_type: p of the p-norm. Infinity means the maximum absolute element. Default: 2.
     """
 
     value: float
@@ -59,7 +59,7 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
 
 
 def clip_gradients(parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-    """Clip in place. Return the total norm before clipping (a 0-dim device tensor; None for `"value"`).
+    """Clip gradients in place. Return the norm before clipping (0-dim, on the device), or None for `"value"`.
 
     Does not wait for the device.
     """
@@ -74,15 +74,16 @@ def clip_shards(
 ) -> torch.Tensor | None:
     """Clip this rank's shards of gradients in place. Collective over all ranks; does not wait for the device.
 
-    Call it under `torch.no_grad()`.
+    Must be called in `torch.no_grad()`.
 
     Args:
-        shards: Shards, each with True if this rank counts it. Of ranks with the same shard, exactly one counts it.
-        clip: The clipping. Clipping by value is not collective.
+        shards: Shards, each with True if the norm includes this rank's copy. If several ranks hold the same shard,
+            exactly one rank passes True.
+        clip: Options of clipping. Clipping by value is not collective.
         device: Device of the collectives.
 
     Returns:
-        The norm of the full gradients before clipping (0-dim, on the device); None if they are clipped by value.
+        The norm of the full gradients before clipping (0-dim, on the device). None for clipping by value.
     """
     if clip.algorithm == "value":
         for grad, _ in shards:
@@ -106,9 +107,9 @@ def clip_shards(
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the result of `nn.utils.get_total_norm`, bit for bit, but with all threads for gradients on the host.
+    """Return the same bits as `nn.utils.get_total_norm`. Norms of gradients on the host are computed by all threads.
 
-    Torch computes the norm of a tensor on the CPU in one thread.
+    Torch computes the norm of a CPU tensor in one thread.
     """
     threads = min(len(gradients), torch.get_num_threads())
     if threads < 2 or sum(grad.numel() for grad in gradients if grad.device.type == "cpu") < _MIN_THREADED:
@@ -132,16 +133,16 @@ def _by_kind(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 
 
 class Gradients:
-    """The gradients of an engine's models, which every rank holds in full in `p.grad`.
+    """The gradients of an engine's models. Every rank holds full gradients in `p.grad`.
 
-    Engines that store gradients in another way have a subclass.
+    Engines that store gradients in another way use a subclass.
 
     Args:
         device: Device of the gradients.
 
     Attributes:
         averaged: The ranks average gradients in the last backward of an optimizer step. Default: True.
-        scales_sums: True if `scale` also works before that backward, on accumulated gradients.
+        scales_sums: True if `scale` also works on accumulated gradients before the last backward.
     """
 
     scales_sums: bool = True
@@ -181,7 +182,7 @@ class HostGradients(Gradients):
     """Full gradients in host memory, whose norm is computed by all threads."""
 
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-        """Clip as `nn.utils.clip_grad_norm_` does, without passing over gradients that are not changed."""
+        """Clip like `nn.utils.clip_grad_norm_`, but without a multiplication if the norm is at most the maximum."""
         held = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in held if parameter.grad is not None]
         if clip.algorithm == "value" or any(gradient.is_sparse for gradient in gradients):
@@ -193,14 +194,14 @@ class HostGradients(Gradients):
 
 
 def loss_of(output: Any, origin: str) -> torch.Tensor | None:
-    """Return the loss in the result of a training step, and check that it can be trained on.
+    """Return the loss in the result of a training step, after checking that it is a scalar with a graph.
 
     Args:
         output: A tensor, a mapping with the key `"loss"`, or None (the micro-batch is skipped).
         origin: The task's class name for messages.
 
     Raises:
-        TaskError: There is no loss, it is not a scalar, or it has no graph.
+        TaskError: There is no loss, or the loss is not a scalar or has no graph.
     """
     loss = output
     if not isinstance(loss, torch.Tensor):
@@ -248,9 +249,9 @@ def growth_without(skipped: Sequence[int], size: int, weights: Sequence[Any] | N
     """Return the factor that corrects the mean over micro-batches if some of them were skipped.
 
     Args:
-        skipped: Indices of micro-batches without a loss. Not all of them.
+        skipped: Indices of micro-batches without a loss. At least one micro-batch must have a loss.
         size: Number of micro-batches.
-        weights: Weights of the micro-batches, numbers or 0-dim device tensors that sum to 1. None weighs all equally.
+        weights: Weights of the micro-batches, numbers or 0-dim device tensors with the sum 1. None means equal weights.
     """
     if weights is None:
         return size / (size - len(skipped))
@@ -269,7 +270,7 @@ def weights_of_one_rank(weights: Sequence[Any]) -> list[float]:
 
 
 def without_loss(origin: str, rank: int) -> TaskError:
-    """Return the error for a step without a loss in a run with several processes."""
+    """Return the error for a step in which this process has no loss, in a run with several processes."""
     return TaskError(
         f"{origin}.training_step returned None on rank {rank}, but with several processes every rank must compute "
         "gradients. Return a zero loss that is connected to the parameters, for example 0 * output.sum()."
@@ -284,7 +285,7 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: Any) -> None:
 
 
 def zero_gradients(optimizer: Optimizer) -> None:
-    """Zero gradients like `optimizer.zero_grad()`, without its profiler record, which takes a tenth of a small step."""
+    """Zero gradients like `optimizer.zero_grad()`. Skips the profiler record, which takes a tenth of a small step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None

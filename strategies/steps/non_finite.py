@@ -1,4 +1,4 @@
-"""Checks that the loss and gradients of a step are finite, immediately or recorded on the device and read later."""
+"""Checks that loss and gradients are finite. Results are read immediately, or recorded on the device and read later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.strategies.steps.step import Step
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """A step of one rank whose loss or gradients are not finite.
+    """A step whose loss or gradients are not finite on one rank.
 
     Attributes:
         loss: This rank's weighted loss.
@@ -28,8 +28,8 @@ class NonFinite:
 def is_finite(step: Step, loss: torch.Tensor, ranks: DataRanks) -> bool:
     """Return whether loss and gradients are finite on every rank.
 
-    Call it between `forward_backward` and `optimizer_step`. With loss scaling, only the loss is checked: the scaler
-    handles gradients that overflow. Collective; waits for the device to read one flag.
+    Must be called between `forward_backward` and `optimizer_step`. With loss scaling, only the loss is checked, because
+    the scaler handles gradients with overflow. Collective. Waits for the device to read one flag.
 
     Args:
         step: The step.
@@ -45,7 +45,7 @@ def is_finite(step: Step, loss: torch.Tensor, ranks: DataRanks) -> bool:
 
 
 def explain(step: Step, loss: torch.Tensor) -> NonFinite:
-    """Describe this rank's part of a step that is not finite. Not collective; waits for the device."""
+    """Describe the values of this rank in a step that is not finite. Not collective. Waits for the device."""
     flags = {id(p): values.isfinite().all().to(loss.device) for p, values in step.held_gradients()}
     finite = dict(zip(flags, torch.stack([*flags.values()]).tolist() if flags else [], strict=True))
     names = [name for name, parameter in step.task.named_parameters() if not finite.get(id(parameter), True)]
@@ -58,7 +58,7 @@ def reading_waits(device: torch.device) -> bool:
 
 
 class FirstNonFinite:
-    """Record of the first step that was not finite, kept on the device: its number, its loss and its parameters.
+    """Record on the device of the first step that was not finite: the step's number, loss and parameters.
 
     `note` does not wait for the device or for other ranks. The record has one flag per parameter.
 
@@ -105,11 +105,11 @@ class FirstNonFinite:
         return flags.index_put_((self._at,), ~finite)
 
     def is_seen(self, ranks: DataRanks) -> bool:
-        """Return whether a step was not finite on some rank. Collective; waits for the device to read one flag."""
+        """Return whether any step was not finite on any rank. Collective. Waits for the device to read one flag."""
         return bool(ranks.sum((self._number >= 0).float()).item())
 
     def read(self) -> tuple[int, NonFinite] | None:
-        """Return the number and the description of this rank's first step that was not finite, or None.
+        """Return the number and description of this rank's first step that was not finite, or None.
 
         Waits for the device.
         """

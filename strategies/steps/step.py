@@ -1,7 +1,7 @@
 """One optimizer step over a group of micro-batches. Calls all hooks of micro-batches.
 
 `AutomaticStep` weighs losses, runs backward and steps the optimizers. `ManualStep` is for tasks with manual
-optimization. Engines that run parts of the step themselves have a subclass.
+optimization. Engines that run parts of the step have a subclass.
 """
 
 from __future__ import annotations
@@ -52,20 +52,19 @@ class StepParts:
         rank: Rank of this process, for messages.
         context: Context of each forward, or None.
         scaler: Loss scaler, or None.
-        training_call, eval_call: `call(name, *args)` runs a step through the engine. None calls the task's method.
-        inputs: Precision of batches.
+        training_call, eval_call: `call(name, *args)` runs a step in the engine. None calls the task's method.
+        inputs: Precision to which batches are cast.
         gradients: Gradients of the task.
         run: The run that is passed to hooks.
         hooks: Registered hooks.
         sink: Buffer of logged metrics. It also receives the current micro-batch.
         counts_items: Weigh micro-batches by `TaskModule.num_items` if the task defines it.
-        synchronize: Called before each of several micro-batches with True if its backward must all-reduce gradients,
-            and with True after a step was discarded. None if nothing has to be synchronized.
-        placed: Called with each batch on the device; returns the batch. May be None.
-        split: Returns this rank's part of a batch's sequences and its weight in the mean over the ranks that share the
-            batch, 1 on average. None if sequences are not split.
-        finish: Called with the index of the last batch after an optimizer step (True) and an evaluation step (False).
-            May be None.
+        synchronize: Called before each of several micro-batches with True if its backward must average gradients over
+            ranks. Also called with True after a step was discarded. May be None.
+        placed: Function that is called with each batch on the device, and returns the batch. May be None.
+        split: Returns this rank's part of a batch's sequences, and the part's weight in the mean over the ranks of the
+            batch (1 on average). None if sequences are not split.
+        finish: Called with the index of the last batch, and True after an optimizer step, False after an evaluation.
     """
 
     task: TaskModule
@@ -98,8 +97,8 @@ class Step(ABC):
 
     Attributes:
         scaler: Loss scaler, or None.
-        stepped: With manual optimization: an optimizer has stepped in the current or last group.
-        begun: With manual optimization: an optimizer has stepped or started a step in that group.
+        stepped: With manual optimization, an optimizer has stepped in the current or last group.
+        begun: With manual optimization, an optimizer has stepped or started a step in this group.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -131,7 +130,7 @@ class Step(ABC):
     def forward_backward(self, group: Group) -> torch.Tensor | None:
         """Run every micro-batch of one optimizer step forward and backward.
 
-        Afterwards the gradients are unscaled, and are the mean over all micro-batches of all ranks (see
+        Afterwards, the gradients are unscaled. They are the mean over all micro-batches of all ranks (see
         `TaskModule.num_items`). Collective with several processes.
 
         Returns:
@@ -199,7 +198,7 @@ class Step(ABC):
         """Run one of `num` micro-batches. Return the step's output and its weighted loss, detached."""
 
     def end_batch(self, group: Group) -> None:
-        """Call the hooks at the end of a micro-batch. For the last one, call it after the optimizer step."""
+        """Call the hooks at the end of a micro-batch. For the last micro-batch, call this after the optimizer step."""
         self.sink.batch = group.last_batch  # it determines the weight of logged values
         for hook in self.hooks.on_train_batch_end:
             hook(self.run, self.task, group.last_output, group.last_batch, group.first_idx + group.index)
@@ -240,7 +239,7 @@ class Step(ABC):
                 yield parameter, shard.coalesce().values() if shard.is_sparse else shard
 
     def discard_gradients(self) -> None:
-        """Free the gradients of a step that is discarded."""
+        """Free the gradients of a discarded step."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self._group = self._loss = None
@@ -258,7 +257,7 @@ class Step(ABC):
     # Evaluation
 
     def to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Return a batch on this process's device, through the task's or data module's transfer hooks."""
+        """Return a batch on this process's device. Calls the transfer hooks of the task or data module."""
         batch, self.sink.share = (batch, None) if self.parts.split is None else self.parts.split(batch)
         return batch if self._transfer is None else self._transfer(batch, dataloader_idx)
 
@@ -266,7 +265,7 @@ class Step(ABC):
         """Run an evaluation step on one batch, which is on the device.
 
         Args:
-            name: `"validation_step"`, `"test_step"` or `"predict_step"`, or a function to call instead.
+            name: `"validation_step"`, `"test_step"`, `"predict_step"`, or a function to call instead of a step.
             batch: The batch.
             idx: Index of the batch.
             dataloader_idx: Passed to steps that accept it. Default: None, for a single loader.
@@ -377,7 +376,7 @@ class AutomaticStep(Step):
         return None
 
     def _closure(self) -> Callable[[], Any]:
-        """Return a closure for `Optimizer.step`. Its first call returns the present loss; later calls recompute it."""
+        """Return a closure for `Optimizer.step`. The first call returns the current loss. Later calls recompute it."""
         group, loss, calls = self._group, self._loss, 0
 
         def closure() -> Any:
@@ -468,7 +467,7 @@ class ManualStep(Step):
     def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
         """Step one optimizer.
 
-        Gradients are unscaled and hooks are called before the step. With a closure, this happens after each call of it.
+        Gradients are unscaled and hooks are called before the step, or with a closure after each call of the closure.
 
         Args:
             optimizer: The optimizer.

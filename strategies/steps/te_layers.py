@@ -1,4 +1,4 @@
-"""fp8 training with NVIDIA's transformer_engine: replaces torch's layers, and runs forwards under its autocast."""
+"""fp8 training with NVIDIA's transformer_engine, whose layers replace torch's and run under its autocast."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TERecipeKwargs(KwargsHandler):
     transformer_engine's defaults.
 
     Attributes:
-        use_autocast_during_eval: Compute in fp8 also where gradients are disabled. Default: None, which is False.
+        use_autocast_during_eval: Also compute in fp8 if gradients are disabled. Default: None, which is False.
         margin, interval, amax_history_len, amax_compute_algo, override_linear_precision: See transformer_engine's
             `DelayedScaling`.
         fp8_format: `"HYBRID"`, `"E4M3"` or `"E5M2"`.
@@ -106,10 +106,10 @@ class FP8RecipeKwargs(TERecipeKwargs):
 
 @dataclass(frozen=True)
 class TransformerEnginePrecision(Precision):
-    """fp8 with transformer_engine. Everything else is as in `bf16-mixed`.
+    """The precision fp8 with transformer_engine. All other computation is that of `bf16-mixed`.
 
-    Linear layers whose sizes are multiples of 16, and layer norms, are replaced during a stage. They keep the same
-    parameter objects.
+    During a stage, layers of transformer_engine replace layer norms, and linear layers whose sizes are multiples of 16.
+    The new layers use the same parameter objects.
 
     Attributes:
         options: See `TERecipeKwargs`.
@@ -150,7 +150,7 @@ class TransformerEnginePrecision(Precision):
 
 
 def recipe_of_variables() -> AORecipeKwargs | TERecipeKwargs:
-    """Return the options of fp8 in environment variables, for torchao unless `ACCELERATE_FP8_BACKEND` is `TE`.
+    """Return the options of fp8 in environment variables: torchao's, or with `ACCELERATE_FP8_BACKEND=TE` TE's.
 
     Raises:
         ConfigurationError: A variable has an invalid value.
@@ -203,7 +203,7 @@ def _torch_layer(layer: object, *, linear: bool = True, norms: bool = True) -> A
 
 
 def _convert(model: nn.Module, make: Callable[[nn.Module], Any], undo: ExitStack) -> int:
-    """Replace the layers of a model for which `make` returns another. Return their number."""
+    """Replace the layers of a model for which `make` returns another layer. Return the number of replaced layers."""
     found = [(parent, *item) for parent in model.modules() for item in parent._modules.items()]
     pairs = [(parent, name, old, make(old)) for parent, name, old in found if old is not None]
     replaced = [pair for pair in pairs if pair[-1] is not None]
@@ -214,7 +214,7 @@ def _convert(model: nn.Module, make: Callable[[nn.Module], Any], undo: ExitStack
 
 
 def _exchange(parent: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:
-    """Replace a layer by another one with the same parameters."""
+    """Replace a layer by another layer with the same parameters."""
     for key, parameter in old._parameters.items():
         if parameter is not None and key in new._parameters:
             new._parameters[key] = parameter
@@ -233,7 +233,7 @@ def _forget_missing(_: nn.Module, keys: _IncompatibleKeys) -> None:
 def convert_model(
     model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
 ) -> None:
-    """Replace linear layers and layer norms of a model in place by transformer_engine's, or vice versa.
+    """Replace torch's linear layers and layer norms of a model in place by transformer_engine's, or vice versa.
 
     Args:
         model: The model.
@@ -269,10 +269,10 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:
-    """Run the forward of a model in fp8, for loops without an Accelerator.
+    """Make the forward of a model run in fp8, for loops without an Accelerator. Return the model.
 
     Args:
-        model: Changed in place, with transformer_engine's layers.
+        model: The model with transformer_engine's layers. Its forward is replaced in place.
         fp8_recipe_handler: Options. Default: None, transformer_engine's defaults.
     """
     options = fp8_recipe_handler or TERecipeKwargs()

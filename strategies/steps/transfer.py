@@ -23,7 +23,7 @@ def move_task(task: TaskModule, device: torch.device) -> None:
     """Move a task's parameters and buffers to a device.
 
     Raises:
-        ConfigurationError: Some are on the meta device. Nothing has been moved then.
+        ConfigurationError: A parameter or buffer is on the device `meta`. Nothing has been moved.
     """
     tensors = itertools.chain(task.named_parameters(), task.named_buffers())
     if empty := [name for name, tensor in tensors if tensor.is_meta]:
@@ -43,14 +43,14 @@ def make_transfer(
     precision: Precision,
     placed: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any] | None:
-    """Return `transfer(batch, dataloader_idx=0)`, or None if there is nothing to do.
+    """Return a function `transfer(batch, dataloader_idx=0)`, or None if batches need no transfer.
 
     Args:
-        task: Its transfer hooks have precedence.
-        datamodule: Its hooks are used for those that the task does not define. May be None.
-        device: Device of the batches. Copies from pinned memory do not block.
-        precision: Floating-point inputs are cast to the dtype of its parameters.
-        placed: Called with each batch on the device; returns the batch. Default: None.
+        task: The task, whose transfer hooks have precedence.
+        datamodule: The data module, whose transfer hooks are used if the task does not define them. May be None.
+        device: Device to which batches are copied. Copies from pinned memory do not block.
+        precision: The precision. Floating-point inputs are cast to its `param_dtype`.
+        placed: Function that is called with each batch on the device, and returns the batch. Default: None.
     """
 
     def find(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The replicas that take part in a step, through the library torchft. The only file that imports it."""
+"""The replicas that take part in a step. Only this file imports the library torchft."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load_torchft() -> Any:
     """Import torchft.
 
     Raises:
-        MissingPackageError: It is not installed.
+        MissingPackageError: torchft is not installed.
     """
     return require_package("torchft", purpose="strategy='torchft'")
 
@@ -29,16 +29,17 @@ class LiveReplicas:
     """Connection to the replicas that are alive.
 
     Args:
-        state: Returns the state that a rejoining replica receives.
+        state: Function that returns the state that a rejoining replica receives.
         step: Number of completed optimizer steps.
         device: Device of the gradients.
         processes: The processes of this replica.
         timeout: Maximum duration of an exchange of gradients.
-        host: Name or address of this machine for the other replicas. None: its name.
+        host: Name or address of this machine for the other replicas. None uses the machine's host name.
         **manager: Further arguments of torchft's Manager.
 
     Attributes:
-        received: State of a replica that has completed more steps than this one, until it is loaded. None otherwise.
+        received: State of a replica that has completed more steps than this replica, until the state is loaded. None
+            otherwise.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class LiveReplicas:
         self.received = state
 
     def join(self) -> None:
-        """Agree with the other live replicas on the members of the next step, unless this was done. Blocks.
+        """Determine the members of the next step with the other live replicas, unless this was done. Blocks.
 
         If another replica has completed more steps, `received` is set to its state.
         """
@@ -112,5 +113,5 @@ class LiveReplicas:
         return True
 
     def close(self) -> None:
-        """Leave the other replicas."""
+        """Disconnect from the other replicas."""
         self._manager.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""One replica of a run under torchft: its place among the others, its state, its step, and its engine."""
+"""One replica of a run under torchft: its connection to other replicas, its state, its step and its engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Replica:
     """This replica of a run.
 
     Args:
-        strategy: Its options.
+        strategy: The options of the replica.
 
     Attributes:
         live: Connection to the live replicas. None before the first step.
@@ -54,16 +54,16 @@ class Replica:
         return self.strategy.place()[0]
 
     def data_ranks(self, own: DataRanks) -> DataRanks:
-        """Return the data ranks of all replicas, for those of this one.
+        """Return the data-parallel ranks of all replicas, given those of this replica.
 
-        Every replica is a run of its own. What it would gather from other replicas is its own value.
+        Each replica is a separate run. Collectives over all replicas use this replica's value for the other replicas.
         """
         self._own_ranks = own
         replica, max_replicas, _ = self.strategy.place()
         return replace(own, rank=replica * own.size + own.rank, members=list(own.members) * max_replicas)
 
     def make_step(self, engine: Engine, parts: StepParts) -> TorchFTStep:
-        """Return the step. For training, join the live replicas, and take over their progress."""
+        """Return the step. For training, join the live replicas, and load their progress."""
         if self._own_ranks is not None:
             parts = replace(parts, ranks=self._own_ranks)  # gradients are first those of this replica
         step = TorchFTStep(parts, engine, self)
@@ -91,7 +91,7 @@ class Replica:
             step.catch_up()
 
     def close(self) -> None:
-        """Leave the other replicas."""
+        """Disconnect from the other replicas."""
         if self.live is not None:
             self.live.close()
             self.live = None
@@ -122,7 +122,7 @@ class TorchFTStep(AutomaticStep):
         self._weight = 0.0
 
     def state_to_send(self) -> dict[str, Any]:
-        """Return the state that the same rank of a rejoining replica receives: this rank's shards."""
+        """Return this rank's shards, which the same rank of a rejoining replica receives."""
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.task.named_parameters()}
         return {
             "model": {name: local_part(tensor) for name, tensor in _tensors_of(self.task)},
@@ -132,10 +132,10 @@ class TorchFTStep(AutomaticStep):
         }
 
     def catch_up(self) -> bool:
-        """Load a received state if this replica is at its position in the data. Return False until it is.
+        """Load a received state once this replica is at the same position in the data. Return False before.
 
         Raises:
-            TrainwrightError: This replica is at a later position.
+            TrainwrightError: This replica is at a later position than the state.
         """
         replicas = self._replica.live
         assert replicas is not None  # only tasks with optimizers are trained
@@ -203,7 +203,7 @@ class TorchFTStep(AutomaticStep):
 
 
 class TorchFTEngine(Engine):
-    """Trains a replica of one process, and averages its gradients with those of the other live replicas."""
+    """Engine for a replica of one process. Gradients are averaged over the live replicas."""
 
     strategy: TorchFTStrategy
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ShardedReplicaEngine(FSDPEngine):
-    """Trains a replica that FSDP shards, and averages its gradients with those of the other live replicas."""
+    """Engine for a replica that FSDP shards. Gradients are averaged over the live replicas."""
 
     def __init__(self, given: TorchFTStrategy, within: FSDPStrategy, settings: EngineSettings) -> None:
         super().__init__(within, settings)

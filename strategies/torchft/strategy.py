@@ -22,24 +22,27 @@ if TYPE_CHECKING:
 
 
 class TorchFTStrategy(Strategy):
-    """Trains replicas that may die and rejoin during a run. Each replica is started separately.
+    """Strategy with replicas that may die and rejoin during a run. Each replica is started separately.
 
-    Gradients are averaged over the replicas that are alive, in every step. A replica that is started again receives
-    weights, optimizer states, schedules and progress from a live one, and continues with its next step. Replica r reads
-    shard r of `max_replicas` of the data; the samples of a dead replica are not read. Replica 0 writes checkpoints and
-    logs. The library torchft detects failures, with a `torchft_lighthouse` that all replicas can reach.
+    Gradients are averaged over the replicas that are alive, in every step. A restarted replica receives weights,
+    optimizer states, schedules and progress from a live replica, and continues with the next step of that replica.
+    Replica r reads shard r of `max_replicas` of the data; the samples of a dead replica are not read. Replica 0 writes
+    checkpoints and logs. The library torchft detects failures. It needs a running `torchft_lighthouse` that all
+    replicas can reach.
 
     Args:
-        replica: Number of this replica, 0 to `max_replicas` - 1. Default: None, the variable `REPLICA_GROUP_ID`.
-        max_replicas: Number of replicas if all are alive. Default: None, the variable `NUM_REPLICA_GROUPS`.
-        lighthouse: Address of the lighthouse, `"http://host:29510"`. Default: None, the variable `TORCHFT_LIGHTHOUSE`.
+        replica: Number of this replica, 0 to `max_replicas` - 1. Default: None, which uses the variable
+            `REPLICA_GROUP_ID`.
+        max_replicas: Number of replicas if all are alive. Default: None, which uses the variable `NUM_REPLICA_GROUPS`.
+        lighthouse: Address of the lighthouse, such as `"http://host:29510"`. Default: None, which uses the variable
+            `TORCHFT_LIGHTHOUSE`.
         min_replicas: Number of live replicas below which training waits. Default: 1.
         timeout: Maximum duration of an exchange of gradients: seconds, a timedelta, a Duration or text such as
             `"1 min"`. Default: 60 seconds.
-        host: Name or address of this machine for other replicas. Default: None, the name of the machine.
-        within: `"fsdp"`, or an `FSDPStrategy`, that shards the model over the processes of a replica, all of which are
-            started together. A replica of which a process dies ends, and is started again as a whole. Default: None,
-            replicas of one process.
+        host: Name or address of this machine for other replicas. Default: None, which uses the machine's host name.
+        within: `"fsdp"` or an `FSDPStrategy` shards the model over the processes of a replica. All processes of a
+            replica are started together. If one process dies, the replica ends and must be restarted with all
+            processes. Default: None, which means replicas of one process.
 
     Raises:
         ConfigurationError: A value is not valid.
@@ -106,7 +109,7 @@ class TorchFTStrategy(Strategy):
         """Return the number of this replica, the number of replicas, and the address of the lighthouse.
 
         Raises:
-            ConfigurationError: One of them is missing or not valid.
+            ConfigurationError: One of the values is missing or not valid.
         """
         replica, num, lighthouse = self.replica, self.max_replicas, self.lighthouse
         if replica is None or num is None:

@@ -38,20 +38,21 @@ _SPMD = ("ddp", "fsdp")
 
 
 class XLAStrategy(DataParallel):
-    """Trains with the XLA compiler (torch_xla), on TPUs or other XLA devices.
+    """Strategy that trains with the XLA compiler (torch_xla), on TPUs or other XLA devices.
 
-    XLA records the operations of a step, and compiles and runs them as one program at the end of the step. Each shape
-    of batches needs its own program. Use `drop_last=True` in the loader, and pad samples to few lengths. A warning
-    names the batch of each later compilation. Reading a value in a step, with `.item()` or `print`, splits it into two
-    programs. Use `self.log` instead.
+    XLA records the operations of a step. At the end of the step, it compiles and runs them as one program. Each shape
+    of batches needs a separate program. Use `drop_last=True` in the loader, and pad samples to few lengths. A warning
+    names the batch of each later compilation. `.item()` or `print` in a step splits the step into two programs. Use
+    `self.log` instead.
 
     With `devices=N`, or with processes of a launcher, each process trains a replica on one device, and gradients are
     averaged. With `spmd`, one process uses all devices of its machine.
 
     Args:
-        spmd: `"ddp"`: one process uses all devices of this machine, and batches are divided over them along their first
-            dimension. `"fsdp"`: parameters, gradients and optimizer states are divided, too. Losses and metrics are
-            those of the full batch. This cannot be undone in a process. Default: None, which uses one device.
+        spmd: `"ddp"`: one process uses all devices of this machine, and batches are divided over the devices along the
+            first dimension. `"fsdp"`: parameters, gradients and optimizer states are divided, too. Losses and metrics
+            are those of the full batch. A process cannot switch back from this mode. Default: None, which uses one
+            device.
         downcast_bf16: Store float32 and float64 tensors as bfloat16 on the device. This affects all later runs of the
             process. Default: False.
         timeout, hang_timeout: See `DataParallel`.
@@ -101,7 +102,7 @@ class XLAStrategy(DataParallel):
 
 
 class XLAEngine(ParallelEngine):
-    """Records steps for the XLA device of this process, or for all devices of this machine."""
+    """Engine that records steps for the XLA device of this process, or for all devices of this machine."""
 
     strategy: XLAStrategy
     library: XLALibrary
@@ -128,7 +129,7 @@ class XLAEngine(ParallelEngine):
         self.state = XLAState(task, self.optimizers, self.device, is_main=self.is_main)
 
     def _equalize(self, model: nn.Module) -> None:
-        """Start with rank 0's weights on all ranks, and average the gradients of the model."""
+        """Copy rank 0's weights to all ranks, and set up the average of the gradients."""
         if isinstance(self.gradients, AveragedGradients):
             broadcast_from_main(model)
             self.gradients.parameters += model.parameters()
@@ -155,7 +156,7 @@ class XLAEngine(ParallelEngine):
         return super().make_step(replace(parts, placed=self._placed, finish=self._finish))
 
     def _placed(self, batch: object) -> Any:
-        """Record the shapes of a batch on the device, and divide it over the devices of this machine."""
+        """Record the shapes of a batch, and divide the batch over the devices of this machine."""
         self._shapes.append({name: tuple(x.shape) for name, x in named_leaves(batch) if isinstance(x, torch.Tensor)})
         if self.strategy.spmd is not None:
             for tensor in iterate_tensors(batch):
@@ -164,7 +165,7 @@ class XLAEngine(ParallelEngine):
         return batch
 
     def _finish(self, batch_idx: int, trains: bool) -> None:
-        """Run the recorded operations of a step, and warn if this compiles a program after the first steps."""
+        """Run the recorded operations of a step. Warn if this compiles a new program after the first steps."""
         shapes, self._shapes = self._shapes, []
         seen = self._seen[trains]
         before = self.library.num_compilations()
@@ -233,7 +234,7 @@ class XLAEngine(ParallelEngine):
 
 
 class AveragedGradients(Gradients):
-    """Full gradients, which the processes average after the last backward of a step."""
+    """Full gradients. The processes average them after the last backward of a step."""
 
     def __init__(self, device: torch.device, processes: Processes, library: XLALibrary) -> None:
         super().__init__(device)
@@ -241,7 +242,7 @@ class AveragedGradients(Gradients):
         self.parameters: list[nn.Parameter] = []
 
     def complete(self) -> None:
-        """Average the gradients that any process has. Collective, without waiting for the device."""
+        """Average all gradients that exist on any process. Collective. Does not wait for the device."""
         used = self._processes.gather_integers([int(one.grad is not None) for one in self.parameters])
         found = []
         for parameter, times in zip(self.parameters, map(sum, zip(*used, strict=True)), strict=True):

@@ -83,62 +83,66 @@ _CLIPS_THAT_MEET = 2  # A script that clips on the main process alone does so fr
 
 
 class Accelerator:
-    """Prepares models, optimizers, schedulers and loaders of a user-written training loop.
+    """Preparation of models, optimizers, schedulers and loaders for a user-written training loop.
 
-    The names are those of Hugging Face's Accelerate. `backward(loss)` divides by `gradient_accumulation_steps`, as in
-    Accelerate; with `backward(loss, num_items=n)` a step's gradient is the mean over everything it consumed. A rank
-    that runs out of data before others contributes nothing, and a schedule advances once per optimizer step, whatever
-    the number of processes. Without a launcher there is one process; `torchrun --nproc-per-node 2 script.py` starts
-    two.
+    The names are those of Hugging Face's Accelerate. `backward(loss)` divides the loss by
+    `gradient_accumulation_steps`, as in Accelerate. With `backward(loss, num_items=n)`, the gradient of a step is the
+    mean over all items of the step. A rank that runs out of data before other ranks contributes nothing. A schedule
+    advances once per optimizer step for any number of processes. Without a launcher there is one process. `torchrun
+    --nproc-per-node 2 script.py` starts two processes.
 
     Args:
-        device_placement: move models and batches to this process's device.
-        split_batches: the batch size of a prepared DataLoader is that of all processes, which get equal parts of each
-            batch. Default: False, which is the batch size of one process.
+        device_placement: Move models and batches to this process's device. Default: True.
+        split_batches: The batch size of a DataLoader is the total over all processes. Each process gets an equal part
+            of each batch. Default: False: the batch size of a DataLoader is that of one process.
         mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
-        gradient_accumulation_steps: micro-batches of one optimizer step.
-        gradient_accumulation_plugin: a `GradientAccumulationPlugin` instead of the number of steps.
-        cpu: use the CPU even if the machine has an accelerator.
-        step_scheduler_with_optimizer: schedules advance with optimizer steps; False: with every call of their `step`.
-        schedule_steps: `"once"`: a schedule advances once per optimizer step. `"per_process"`: once for each process,
-            as in Accelerate, unless `split_batches`. Default: None, which is `"per_process"` after
-            `trainwright.as_accelerate()`, and otherwise `"once"`, with a warning on several processes.
-        kwargs_handlers: a list with at most one each of `DistributedDataParallelKwargs`, `GradScalerKwargs`,
-            `AutocastKwargs`, `InitProcessGroupKwargs`, `AORecipeKwargs` and
-            `TERecipeKwargs`.
-        fsdp_plugin: a `FullyShardedDataParallelPlugin`, instead of `strategy=FSDPStrategy(…)`.
-        deepspeed_plugin: a `DeepSpeedPlugin`, instead of `strategy=DeepSpeedStrategy(…)`; or a dict of several with
-            their names, of which `state.select_deepspeed_plugin(name)` selects the one for the next `prepare`. The
-            first one is selected at first. Default: the plugins of the script's other Accelerators, if there are any.
-        deepspeed_plugins: another name of it.
-        torch_tp_plugin: a `TorchTensorParallelPlugin`, instead of `strategy=TensorParallelStrategy(…)`.
-        megatron_lm_plugin: a `MegatronLMPlugin`, instead of `strategy=MegatronStrategy(…)`.
-        parallelism_config: a `ParallelismConfig`: the axes along which processes are arranged. Sharding needs
-            `fsdp_plugin` too.
-        dynamo_backend: compile models that are prepared with this backend of `torch.compile`. Default: `"no"`.
-        dynamo_plugin: a `TorchDynamoPlugin` instead of the backend, with all options.
-        dataloader_config: a `DataLoaderConfiguration` with the options for preparing loaders. Default: None.
-        log_with: trackers that `init_trackers` starts: a `LoggerType`, its name, a `GeneralTracker` or a list of these;
-            `"all"`: every one that is installed. Default: None.
+        gradient_accumulation_steps: Micro-batches of one optimizer step.
+        gradient_accumulation_plugin: A `GradientAccumulationPlugin` instead of the number of steps.
+        cpu: Use the CPU even if the machine has an accelerator.
+        step_scheduler_with_optimizer: Schedules advance with optimizer steps. False: schedules advance in every call of
+            their `step`.
+        schedule_steps: `"once"`: a schedule advances once per optimizer step. `"per_process"`: a schedule advances by
+            the number of processes, as in Accelerate, unless `split_batches` is True. Default: None, which is
+            `"per_process"` after `trainwright.as_accelerate()`. Otherwise None is `"once"`, with a warning if there are
+            several processes.
+        kwargs_handlers: A list of options, with at most one object of each class: `DistributedDataParallelKwargs`,
+            `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs`, `AORecipeKwargs`, `TERecipeKwargs`.
+        fsdp_plugin: A `FullyShardedDataParallelPlugin`, instead of `strategy=FSDPStrategy(…)`.
+        deepspeed_plugin: A `DeepSpeedPlugin`, instead of `strategy=DeepSpeedStrategy(…)`, or a dict of plugins by name.
+            `state.select_deepspeed_plugin(name)` selects the plugin for the next `prepare`. At first, the first plugin
+            is selected. Default: the plugins of the script's other Accelerators, if there are any.
+        deepspeed_plugins: Another name of `deepspeed_plugin`.
+        torch_tp_plugin: A `TorchTensorParallelPlugin`, instead of `strategy=TensorParallelStrategy(…)`.
+        megatron_lm_plugin: A `MegatronLMPlugin`, instead of `strategy=MegatronStrategy(…)`.
+        parallelism_config: A `ParallelismConfig` with the number of processes along each axis of the mesh. Sharding
+            also needs `fsdp_plugin`.
+        dynamo_backend: Backend of `torch.compile`, which compiles prepared models. Default: `"no"`.
+        dynamo_plugin: A `TorchDynamoPlugin` with all options of compilation, instead of `dynamo_backend`.
+        dataloader_config: A `DataLoaderConfiguration` with the options for preparing loaders. Default: None.
+        log_with: Trackers that `init_trackers` starts: a `LoggerType`, its name, a `GeneralTracker` or a list of these.
+            `"all"` selects every installed tracker. Default: None.
         project_dir: Folder of the project, or its URL. Default: None.
-        project_config: Where states are saved, and how many are kept. Default: None.
-        rng_types: generators that get the state of the first process before each pass of a prepared loader; see
-            `synchronize_rng_states`. Default: None, which synchronizes none: the order of the data depends on `seed`.
-        strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that supports user-written loops.
-        seed: determines the order of the data. Default: torch's initial seed on the first process.
+        project_config: A `ProjectConfiguration` with the folders and the number of saved states. Default: None.
+        rng_types: Generators whose states are copied from the first process to all processes before each pass of a
+            prepared loader; see `synchronize_rng_states`. Default: None, which synchronizes no generator, because the
+            order of the data depends on `seed`.
+        strategy: A strategy that supports user-written loops, or its name. Default: `"auto"`, which is `"single"` for
+            one process and `"ddp"` for several processes.
+        seed: Seed of the order of the data. Default: torch's initial seed on the first process.
 
-    Arguments of Accelerate that have an equivalent elsewhere are accepted as None.
+    Further arguments of Accelerate must be None. The error for other values names the replacement.
 
     The variables of `accelerate launch` (`ACCELERATE_MIXED_PRECISION`, `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`,
-    `ACCELERATE_USE_CPU`, `ACCELERATE_DYNAMO_BACKEND`) are the defaults of arguments that are not given.
-    `ACCELERATE_USE_FSDP` selects FSDP with the options of the variables `FSDP_…`, `ACCELERATE_USE_DEEPSPEED` DeepSpeed
-    with those of `ACCELERATE_DEEPSPEED_…`, and `ACCELERATE_USE_MEGATRON_LM` `MegatronStrategy` with those of
-    `MEGATRON_LM_…`. Variables that an argument overrides, and others that request something, raise a warning.
+    `ACCELERATE_USE_CPU`, `ACCELERATE_DYNAMO_BACKEND`) are the default values of the corresponding arguments.
+    `ACCELERATE_USE_FSDP` selects FSDP, with options in the variables `FSDP_…`. `ACCELERATE_USE_DEEPSPEED` selects
+    DeepSpeed, with options in `ACCELERATE_DEEPSPEED_…`. `ACCELERATE_USE_MEGATRON_LM` selects `MegatronStrategy`, with
+    options in `MEGATRON_LM_…`. A warning names variables that an argument overrides, and variables with an option that
+    is not used.
 
-    The first construction joins the other processes (collective).
+    The constructor of the first Accelerator joins the other processes, which is collective.
 
     Raises:
-        ConfigurationError: an argument that is unknown or not supported; the message names what is.
+        ConfigurationError: An argument is unknown or not supported. The message names supported ones.
     """
 
     # How loaders are prepared, under Accelerate's names.
@@ -226,7 +230,7 @@ class Accelerator:
         self.state.fsdp_plugin, self.state.megatron_lm_plugin = self.fsdp_plugin, settings.megatron
 
     def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
-        """Create the state of a loop with nothing prepared."""
+        """Create the state of a loop without prepared objects."""
         scaler = self._settings.make_scaler(self.engine.gradients)
         self._scale = None if scaler is None else LossScale(scaler)
         context = self._settings.context_maker(self.device.type, cache=self.engine.capabilities.caches_casts)
@@ -255,34 +259,34 @@ class Accelerator:
 
     @property
     def split_batches(self) -> bool:
-        """True if the batch size of a prepared loader is that of all processes."""
+        """True if the batch size of a prepared loader is the total over all processes."""
         return self.dataloader_config.split_batches
 
     @property
     def even_batches(self) -> bool:
-        """True if all processes get the same number of micro-batches; those that a process repeats have weight 0."""
+        """True if all processes get the same number of micro-batches. Repeated micro-batches have the weight 0."""
         return self.dataloader_config.even_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """True if the first process reads all data; None: only undivided iterable data sets."""
+        """True if the first process reads all data. None: it reads only iterable data sets that are not divided."""
         return self.dataloader_config.dispatch_batches
 
     # Where it runs
 
     @property
     def strategy(self) -> Strategy:
-        """The description of the engine."""
+        """The strategy, which describes the engine."""
         return self._settings.selection.strategy
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The engine's kind, or else the kind of the process group."""
+        """The `DistributedType` of the engine, or else that of the process group."""
         return self.strategy.distributed_type or PartialState().distributed_type
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The selected DeepSpeed plugin; None if there are none."""
+        """The selected DeepSpeed plugin. None if there is no DeepSpeed plugin."""
         return self.state.deepspeed_plugin if self._settings.argument == "deepspeed_plugin" else None
 
     def _use_selected_plugin(self, models: Sequence[nn.Module] = ()) -> None:
@@ -295,7 +299,7 @@ class Accelerator:
 
     @property
     def is_fsdp2(self) -> bool:
-        """True if the engine shards models by FSDP, which is always version 2."""
+        """True if the engine shards models with FSDP. The version of FSDP is always 2."""
         return self.distributed_type == DistributedType.FSDP
 
     @property
@@ -323,12 +327,12 @@ class Accelerator:
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next automatically named state."""
+        """The number in the name of the next automatically named state."""
         return self.project_configuration.iteration
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one optimizer step. It may be set between two passes over the data."""
+        """Micro-batches of one optimizer step. This attribute may be set between two passes over the data."""
         return self._accumulation.num_steps
 
     @gradient_accumulation_steps.setter
@@ -342,7 +346,7 @@ class Accelerator:
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The `DeviceMesh` of a strategy that shards or splits models (FSDP, tensor parallelism); None otherwise."""
+        """The `DeviceMesh` of a strategy that shards or splits models (FSDP, tensor parallelism), or None."""
         return self.engine.mesh
 
     @property
@@ -359,38 +363,38 @@ class Accelerator:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Rank of this process among the replicas of the model, each of which may be sharded or split."""
+        """Index of this process's model replica. A replica may be sharded or split over several processes."""
         return self._rank_along("dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Rank of this process among the shards of its replica; 0 if it is not sharded."""
+        """Index of this process's shard in its replica. 0 if the replica is not sharded."""
         return self._rank_along("dp_shard") // self.engine.data_ranks.parts
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Rank of this process among those that split layers; 0 if none are split."""
+        """Rank of this process in the group that splits its layers. 0 if layers are not split."""
         return self._rank_along("tp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """Rank of this process among those that split sequences; 0 if none are split."""
+        """Rank of this process in the group that splits its sequences. 0 if sequences are not split."""
         ranks = self.engine.data_ranks
         return ranks.rank % ranks.parts
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Rank of this process among the stages of a pipeline; 0 if there is none."""
+        """Index of this process in its pipeline. 0 without a pipeline."""
         return self._rank_along("pp")
 
     @property
     def fp8_backend(self) -> str:
-        """`"AO"` (torchao) or `"TE"` (transformer_engine) with `mixed_precision="fp8"`; otherwise `"NO"`."""
+        """With `mixed_precision="fp8"`, `"AO"` (torchao) or `"TE"` (transformer_engine). Otherwise `"NO"`."""
         return self._settings.precision.fp8_backend
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The scaler of the loss with `mixed_precision="fp16"`; None otherwise."""
+        """The loss scaler of `mixed_precision="fp16"`. None in other precisions."""
         return None if self._scale is None else self._scale.scaler
 
     @property
@@ -399,7 +403,7 @@ class Accelerator:
 
     @property
     def should_save_model(self) -> bool:
-        """True if this process holds the first replica of the model or a part of it."""
+        """True if this process holds the first replica of the model, or a part of the first replica."""
         return self.data_parallel_rank == 0
 
     @property
@@ -409,7 +413,7 @@ class Accelerator:
 
     @property
     def gradient_state(self) -> GradientState:
-        """The state of gradient accumulation: `sync_gradients`, `end_of_dataloader`, `remainder` and others."""
+        """The state of gradient accumulation, with `sync_gradients`, `end_of_dataloader`, `remainder` and others."""
         return GradientState(self._accumulation)
 
     @property
@@ -418,11 +422,11 @@ class Accelerator:
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the settings, and in one process also what has been prepared.
+        """Return the settings. In a run with one process, also return the prepared objects.
 
         Raises:
-            ConfigurationError: It joins several processes and has prepared something, which holds connections to the
-                other processes.
+            ConfigurationError: There are several processes, and prepared objects hold connections to the other
+                processes.
         """
         state = {**vars(self), "_signal": None}
         if self.state.num_processes == 1:
@@ -463,14 +467,15 @@ class Accelerator:
     # Preparing
 
     def prepare(self, *args: object, device_placement: Sequence[bool | None] | bool | None = None) -> Any:
-        """Return each argument prepared: models, optimizers, DataLoaders and schedulers; others as they are.
+        """Prepare models, optimizers, DataLoaders and schedulers. Other arguments are returned unchanged.
 
-        Collective under several processes: every rank prepares the same objects, in the same order. An object that is
-        prepared already is returned as it is.
+        Collective with several processes: every rank prepares the same objects in the same order. An object that is
+        already prepared is returned unchanged.
 
         Args:
-            args: in any order; a scheduler follows the optimizer it was made for.
-            device_placement: for each argument or for all. Default: the constructor's.
+            args: The objects, in any order. A scheduler advances with its optimizer.
+            device_placement: Move objects to the device: one bool, or a list with one bool per argument. Default: the
+                value of the constructor.
         """
         if isinstance(device_placement, Sequence):
             placements = list(device_placement)
@@ -491,15 +496,15 @@ class Accelerator:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Return what the loop calls in place of the model; the model itself if it needs no wrapper.
+        """Return the callable that the loop calls instead of the model. This is the model if no wrapper is needed.
 
-        Collective under several processes: all start from rank 0's weights.
+        Collective with several processes: all ranks start with rank 0's weights.
 
         Args:
-            model: its parameters stay the same objects.
-            device_placement: move it to the device; a model that `dispatch_model` has placed stays as it is. Default:
-                the constructor's.
-            evaluation_mode: it is not trained: its backward does not communicate. Default: False.
+            model: The model. Its parameters remain the same objects.
+            device_placement: Move the model to the device. A model that `dispatch_model` has placed is not moved.
+                Default: the value of the constructor.
+            evaluation_mode: The model is not trained, and its backward does not communicate. Default: False.
         """
         self._use_selected_plugin([model])
         placed = [self._is_placed(device_placement)]
@@ -510,7 +515,7 @@ class Accelerator:
         return self._prepared.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: object) -> AcceleratedScheduler:
-        """Return a schedule that advances with the optimizer it was made for. Not collective."""
+        """Return a schedule that advances with the steps of its optimizer. Not collective."""
         return self._prepared.scheduler(scheduler, steps_with_optimizer=self.step_scheduler_with_optimizer)
 
     def prepare_data_loader(
@@ -519,20 +524,20 @@ class Accelerator:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> AcceleratedLoader:
-        """Return a loader of this process's share of the data; see `prepare_loader`.
+        """Return a loader of this process's part of the data; see `prepare_loader`.
 
         Args:
-            data_loader: a DataLoader, a list of batches, or another iterable of batches that declares how it is
-                divided over processes (see `ShardedIterable`).
-            device_placement: move batches to the device. Default: the constructor's.
-            slice_fn_for_dispatch: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a process's share
+            data_loader: A DataLoader, a list of batches, or an iterable of batches that declares its division over
+                processes (see `ShardedIterable`).
+            device_placement: Move batches to the device. Default: the value of the constructor.
+            slice_fn_for_dispatch: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a process's part
                 of a dispatched batch. Default: None, which slices tensors and lists.
         """
         placed = self._is_placed(device_placement)
         return self._prepared.loader(data_loader, placed=placed, slice_fn=slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedStart:
-        """Return a prepared loader whose passes begin later; skipped batches are not fetched."""
+        """Return a prepared loader that skips the first batches of each pass. Skipped batches are not fetched."""
         return self.prepare_data_loader(dataloader).skip(num_batches)
 
     # The step
@@ -540,22 +545,23 @@ class Accelerator:
     def backward(
         self, loss: torch.Tensor, *, num_items: int | float | torch.Tensor | None = None, **kwargs: object
     ) -> None:
-        """Run backward on the loss's share of its optimizer step. Collective in the last micro-batch of a group.
+        """Run backward on the weighted loss of a micro-batch. Collective in the last micro-batch of a group.
 
-        Without `num_items` the loss is divided by `gradient_accumulation_steps`, also in a short last group (with one
-        warning), because scripts that weigh their losses themselves rely on it. With `num_items` the step's gradient is
-        the mean over all items of its micro-batches on all processes: in the last micro-batch the counts are summed
-        over processes, and the accumulated gradients are divided once, in place.
+        Without `num_items`, the loss is divided by `gradient_accumulation_steps`. This is also done in a short last
+        group, with one warning, because scripts that weigh losses rely on it. With `num_items`, the gradient of a step
+        is the mean over all items of the step's micro-batches on all processes. The counts are summed over processes in
+        the last micro-batch, and the accumulated gradients are divided once, in place.
 
         Args:
-            loss: Scalar with a graph; the mean over the micro-batch, or over its `num_items`.
-            num_items: Number of items (tokens, samples) that `loss` is the mean over; a tensor on the device is not
-                read. Pass it once for every micro-batch of a step, or for none. Default: None.
-            kwargs: Arguments of `torch.Tensor.backward`; or `learning_rate`, which runs `lomo_backward`.
+            loss: Scalar with a graph: the mean over the rows, or the `num_items` items, of the micro-batch.
+            num_items: Number of items (tokens, samples) that `loss` is the mean over. A tensor on the device is
+                accepted without a wait for the device. Pass `num_items` for every micro-batch of a step, or for none.
+                Default: None.
+            kwargs: Arguments of `torch.Tensor.backward`. With `learning_rate`, `lomo_backward` runs instead.
 
         Raises:
-            TaskError: The loss has no graph; or `num_items` is not a count, is passed twice for one micro-batch, or
-                only for some of a step.
+            TaskError: The loss has no graph, or `num_items` is not a count, is passed twice for one micro-batch, or is
+                passed for only some micro-batches of a step.
         """
         if kwargs.get("learning_rate") is not None:
             return self.lomo_backward(loss, cast("float", kwargs["learning_rate"]))
@@ -591,15 +597,17 @@ class Accelerator:
     def forward_backward(self, step: Callable[[Any], torch.Tensor], batches: Sequence[Any]) -> torch.Tensor:
         """Run all micro-batches of one optimizer step forward and backward. Collective.
 
-        A pipeline runs them through its stages together. Other strategies run them one after the other, and average
-        gradients in the last one. Each has the same weight.
+        A pipeline runs all micro-batches together. Other strategies run one micro-batch after the other, and average
+        gradients in the last micro-batch. All micro-batches have the same weight.
 
         Args:
-            step: Returns the loss of a micro-batch, 0-dim, with a graph. Under a pipeline it calls the model once.
-            batches: Micro-batches, of any form; at least one.
+            step: Function of a micro-batch that returns the loss (0-dim, with a graph). In a pipeline, the function
+                must call the model exactly once.
+            batches: At least one micro-batch, of any form.
 
         Returns:
-            The mean loss (0-dim, without a graph): under a pipeline over all processes, else over those of this one.
+            The mean loss (0-dim, without a graph): with a pipeline over the micro-batches of all processes, otherwise
+            over the micro-batches of this process.
         """
         if self._prepared.megatron is not None:
             step = self._prepared.megatron.direct(step)
@@ -619,10 +627,10 @@ class Accelerator:
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Run one micro-batch. Gradients accumulate; the last micro-batch of a group averages and uses them.
+        """Return a context for one micro-batch. In the last micro-batch of a group, gradients are averaged and used.
 
         Args:
-            models: trained within the block, with one forward and backward each.
+            models: Models that are trained in the context, each with one forward and backward.
         """
         accumulation = self._accumulation
         outer, accumulation.models = (accumulation.models, accumulation.in_micro_batch), models
@@ -639,7 +647,7 @@ class Accelerator:
             accumulation.models, accumulation.in_micro_batch = outer
 
     def _accumulated_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters of the current group: those of its models and of their optimizers."""
+        """Return the parameters of the current group's models, and of the optimizers of these models."""
         models = self._accumulation.models
         found = {id(p): p for model in models or self._prepared.models for p in model.parameters()}
         for optimizer in self._prepared.optimizers:
@@ -651,7 +659,7 @@ class Accelerator:
     def no_sync(self, model: nn.Module) -> Any:
         """Return a context in which backward does not average gradients over processes.
 
-        The next backward outside of it averages the accumulated gradients.
+        The next backward outside of the context averages the accumulated gradients.
 
         Args:
             model: what was prepared, or what it was prepared from.
@@ -659,9 +667,9 @@ class Accelerator:
         return self.engine.no_sync(self._prepared.engine_of(model))
 
     def trigger_sync_in_backward(self, model: nn.Module) -> Any:
-        """Return a context whose backward averages gradients, although its forward ran within `no_sync`.
+        """Return a context in which backward averages gradients, although the forward ran within `no_sync`.
 
-        The gradients that earlier backwards have accumulated are averaged with them. Collective in that backward.
+        Gradients that were accumulated by earlier backwards are averaged, too. The backward is collective.
 
         Args:
             model: what was prepared, or what it was prepared from.
@@ -673,20 +681,20 @@ class Accelerator:
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Run a loop whose processes have different numbers of batches, without one waiting for others forever.
+        """Return a context for loops in which processes have different numbers of batches.
 
-        A process that leaves the loop early takes part in the others' averages with gradients of 0, as torch's `Join`
-        does, and receives the weights of the last one at the end of the block. It takes part in nothing else: call
-        `gather`, `reduce` and `backward(num_items=…)` outside of the block. Prepared loaders do not need the block
-        unless `even_batches` is False: they return the same number of micro-batches on every process. Collective at the
-        end of the block.
+        A process that ends the loop early contributes zero gradients to the averages of the other processes, as in
+        torch's `Join`. At the end of the context, it receives the weights of the process that ended last. It does not
+        join other collectives: call `gather`, `reduce` and `backward(num_items=…)` outside of the context. Prepared
+        loaders need the context only if `even_batches` is False. Otherwise, they return the same number of
+        micro-batches on every process. Collective at the end of the context.
 
-        It has no effect, with a warning, on one process and under strategies other than DDP.
+        With one process, and with strategies other than DDP, the context has no effect and a warning is raised.
 
         Args:
-            joinables: prepared models, and torch's `Joinable` objects such as `ZeroRedundancyOptimizer`.
-            even_batches: whether prepared loaders return the same number of micro-batches on every process in passes
-                that begin in the block. Default: None, which is the Accelerator's `even_batches`.
+            joinables: Prepared models, and torch's `Joinable` objects such as `ZeroRedundancyOptimizer`.
+            even_batches: Prepared loaders return the same number of micro-batches on every process, in passes that
+                begin in the context. Default: None, which is the Accelerator's `even_batches`.
         """
         block = self.engine.join([self._prepared.engine_of(one) for one in joinables])
         if block is None:
@@ -717,30 +725,30 @@ class Accelerator:
     ) -> AbstractContextManager[None]:
         """Return a context in which `scaled_dot_product_attention` spans sequences that are split over ranks.
 
-        It does nothing unless `ParallelismConfig` has a `cp_size` or `sp_size` above 1. Forwards of prepared models run
-        in it, with this rank's part of each batch. The buffers must include positions and, for transformers' causal
-        models, `shift_labels`: the targets, shifted before they are split.
+        The context has no effect unless `ParallelismConfig` has a `cp_size` or `sp_size` above 1. Run forwards of
+        prepared models in the context, with this rank's part of each batch. The buffers must include positions and, for
+        transformers' causal models, `shift_labels`: the targets, shifted before they are split.
 
         Args:
-            buffers: Tensors with full sequences. In the context they hold this rank's parts.
-            buffer_seq_dims: Dimension of the sequences in each.
-            no_restore_buffers: Those that keep the parts afterwards.
+            buffers: Tensors with full sequences. In the context, each tensor holds this rank's part.
+            buffer_seq_dims: Dimension of the sequences in each buffer.
+            no_restore_buffers: Buffers that are not restored after the context.
 
         Raises:
-            ConfigurationError: On entering, a sequence cannot be split over the ranks. On leaving, the model has called
-                no such attention.
+            ConfigurationError: At the start, a sequence cannot be split over the ranks. At the end, the model has not
+                called `scaled_dot_product_attention`.
         """
         if self.engine.sequences is None:
             return nullcontext()
         return self.engine.sequences.in_place(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
     def deepspeed_ulysses_dl_adapter(self, dl: object, model: nn.Module) -> Any:
-        """Return the loader as it is: `maybe_context_parallel` splits batches."""
+        """Return the loader unchanged, because `maybe_context_parallel` splits batches."""
         del model
         return dl
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Run backward with an optimizer that updates parameters in it: `Lomo` or `AdaLomo` of lomo-optim.
+        """Run the backward of `Lomo` or `AdaLomo` of lomo-optim, which updates parameters during backward.
 
         Args:
             loss: Scalar with a graph.
@@ -762,28 +770,28 @@ class Accelerator:
         """Return a context that computes in the mixed precision, for code outside of a prepared model.
 
         Args:
-            autocast_handler: Options of this context. Default: those in `kwargs_handlers`.
+            autocast_handler: Options of this context. Default: the `AutocastKwargs` in `kwargs_handlers`.
         """
         if self._make_context is None:
             return nullcontext()
         return self._make_context(**({} if autocast_handler is None else autocast_handler.to_dict()))
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
-        """Return a context that yields the profiler of torch and records what runs inside.
+        """Return a context that yields torch's profiler and records the operations in the context.
 
-        Call it on every process if `output_trace_dir` is set, since it then waits for all traces.
+        With `output_trace_dir`, every process must use the context, because its end waits for all traces.
 
         Args:
-            profile_handler: Options of this context. Default: those in `kwargs_handlers`.
+            profile_handler: Options of this context. Default: the `ProfileKwargs` in `kwargs_handlers`.
 
         Raises:
-            ConfigurationError: `profile_handler` is of another type, or this machine does not have an activity.
+            ConfigurationError: `profile_handler` has another type, or this machine does not support an activity.
         """
         options = profile_handler or self._settings.handlers.profile or ProfileKwargs()
         return profiled(options, self.process_index, self.wait_for_everyone, self._traces)
 
     def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
-        """Divide the gradients of optimizers by the loss scale, once per step. Default: of all optimizers."""
+        """Divide the gradients of optimizers by the loss scale, once per step. Default: all optimizers."""
         if self._scale is None:
             return
         chosen = self._prepared.optimizers if optimizer is None else optimizer
@@ -791,7 +799,7 @@ class Accelerator:
             self._scale.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
     def _unscale_those_of(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Unscale the optimizers that hold some of the parameters: others may be within a group."""
+        """Unscale the optimizers of the parameters. Other optimizers may still accumulate gradients."""
         found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self._scale is not None:
             wanted = set(map(id, found))
@@ -803,10 +811,10 @@ class Accelerator:
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Scale gradients so that their total norm is at most `max_norm`. Call it when `sync_gradients` is True.
+        """Scale gradients so that the total norm is at most `max_norm`. Call it when `sync_gradients` is True.
 
         Returns:
-            The norm before clipping: 0-dim, on the device, the same on every rank. Does not wait for the device.
+            The norm before clipping (0-dim, on the device), equal on every rank. Does not wait for the device.
         """
         if self._shards and self._num_met_clips < _CLIPS_THAT_MEET:
             self._num_met_clips += 1
@@ -818,7 +826,7 @@ class Accelerator:
         return found
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip each element of the gradients to ± `clip_value`. Call it when `sync_gradients` is True."""
+        """Clip each element of the gradients to ±`clip_value`. Call it when `sync_gradients` is True."""
         self.engine.gradients.clip(self._unscale_those_of(parameters), GradientClip(clip_value, "value"))
 
     @property
@@ -827,11 +835,11 @@ class Accelerator:
         return self.state.num_processes > 1 and self.engine.capabilities.gradients != "full"
 
     def _meet(self, call: str) -> None:
-        """Wait for the other processes in a collective call, and report those that do not make it. Collective."""
+        """Wait for the other processes in a collective call. Report processes that do not make the call. Collective."""
         self.state.joined().meet(f"accelerator.{call}")
 
     def set_trigger(self) -> None:
-        """Set a flag on this rank, which `check_trigger` reports on every rank."""
+        """Set a flag on this rank. `check_trigger` reports the flag on every rank."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
@@ -842,16 +850,17 @@ class Accelerator:
 
     @property
     def should_stop(self) -> bool:
-        """True once any rank has received SIGTERM or SIGUSR1: leave the loop after this step, and call `save_state`.
+        """True once any rank has received SIGTERM or SIGUSR1. End the loop after this step, and call `save_state`.
 
-        The value is the same on every rank and changes only in the `backward` of a group's last micro-batch, at most
-        about a second (or one step) after the signal. Reading it does not communicate. The first read sets the signal
-        handlers of this process, and from then on ranks exchange signals in `backward`: read it in each step, on every
-        rank. Handlers of the user are called as well; `end_training` restores all earlier ones. In one process it works
-        the same. It does not change within `join_uneven_inputs`.
+        The value is the same on every rank. It changes only in the `backward` of a group's last micro-batch, at most
+        about a second (or one step) after the signal, and does not change within `join_uneven_inputs`. The first read
+        sets the signal handlers of this process. From then on, ranks exchange signals in `backward`: read the value in
+        each step, on every rank. A read does not communicate. The user's signal handlers are called, too.
+        `end_training` restores the earlier handlers.
 
         Warns:
-            TrainwrightWarning: The first read is outside of the main thread, where Python sets no handlers.
+            TrainwrightWarning: The first read is outside of the main thread. Python can set handlers only in the main
+                thread.
         """
         if self._signal is None:
             self._signal = LoopSignal(self.state.joined())
@@ -862,12 +871,13 @@ class Accelerator:
     def gather(self, tensor: object) -> Any:
         """Return the tensors of all ranks, concatenated along the first dimension. Collective; see `gather`.
 
-        While a prepared loader is read, ranks may have different numbers of rows (of the last batch). Rows of a batch
-        that pads a rank without data come last; `gather_for_metrics` drops them.
+        While a prepared loader is read, ranks may have different numbers of rows in the last batch. The rows of a rank
+        without data, whose batch is padding, come last. `gather_for_metrics` drops these rows.
 
         Raises:
-            TypeError: a leaf is not a tensor.
-            ConfigurationError: dtypes or shapes differ, in more than rows or outside of a loader; on every rank.
+            TypeError: A leaf is not a tensor.
+            ConfigurationError: Dtypes or shapes differ between ranks. While a loader is read, numbers of rows may
+                differ. Raised on every rank.
         """
         if self._accumulation.place is None:
             return gather(tensor)
@@ -876,12 +886,12 @@ class Accelerator:
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Return the results of all ranks for the current micro-batch of the loader that is being read. Collective.
 
-        Padding is dropped, as are the rows of `loss.repeat(batch_size)` that exceed a short last batch. Ranks may have
-        different numbers of rows: over a pass, each sample of the data set has one row.
+        Padding is dropped. For a short last batch, excess rows, such as those of `loss.repeat(batch_size)`, are
+        dropped, too. Ranks may have different numbers of rows: over a pass, each sample of the data set has one row.
 
         Args:
-            input_data: tensors (with rows) in lists, tuples, dicts; or other objects, in a list.
-            use_gather_object: gather picklable objects: the concatenated lists of all ranks. Default: False.
+            input_data: Tensors with rows, in nested lists, tuples and dicts, or a list of other objects.
+            use_gather_object: Gather picklable objects, and return the concatenated lists of all ranks. Default: False.
         """
         place, ranks = self._accumulation.place, self.engine.data_ranks
         # Of the ranks that see the same data, one is counted.
@@ -910,23 +920,23 @@ class Accelerator:
 
         Args:
             model: What `prepare` returned, or `torch.compile` of it, DistributedDataParallel or DataParallel.
-            keep_fp32_wrapper: Makes no difference: the model's own forward was never changed. Default: True.
-            keep_torch_compile: Return a compiled module if one wraps the model; `model` itself is not changed.
-                Default: True.
+            keep_fp32_wrapper: Accepted without effect, because `prepare` does not change the model's forward. Default:
+                True.
+            keep_torch_compile: If a compiled module wraps the model, return the compiled module. Default: True.
         """
         del keep_fp32_wrapper
         return unwrapped(model, keep_torch_compile=keep_torch_compile)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether the model, or a part of it, was dispatched to several devices by a device map."""
+        """Return whether a device map has dispatched the model, or a part of the model, to several devices."""
         maps = (getattr(module, "hf_device_map", None) for module in model.modules())
         return any(one is not None and len(set(one.values())) > 1 for one in maps)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state dict of a model by its own names.
+        """Return the full state dict of a model, with the names of the unwrapped model.
 
-        Collective if the model is sharded: the main process gets copies on the host, the others an empty dict.
-        Otherwise every process gets references.
+        Collective if the model is sharded: the main process gets copies on the host, and other processes get an empty
+        dict. Otherwise, every process gets references to the tensors.
         """
         if self._shards:
             self._meet("get_state_dict()")
@@ -946,7 +956,7 @@ class Accelerator:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights on the main process, offloaded and quantized ones included; see `save_model`.
+        """Write a model's weights on the main process, including offloaded and quantized weights; see `save_model`.
 
         Collective if the model is sharded: tensors are gathered one at a time; see `save_sharded_model`.
         """
@@ -961,23 +971,24 @@ class Accelerator:
             save_model(own, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: object, f: str | os.PathLike[str] | IO[bytes], safe_serialization: bool = False) -> None:
-        """Write an object with `torch.save`, on the main process alone. Not collective.
+        """Write an object with `torch.save`, on the main process only. Not collective.
 
         Args:
-            obj: Without sharded tensors, such as `get_state_dict(model)`.
-            f: A path, whose file is replaced, or an open file.
-            safe_serialization: Write a dict of tensors as safetensors, without a pickle; `f` is a path. Default: False.
+            obj: An object without sharded tensors, such as `get_state_dict(model)`.
+            f: A path or an open file. An existing file at the path is replaced.
+            safe_serialization: Write a dict of tensors as safetensors, without a pickle. `f` must be a path. Default:
+                False.
 
         Raises:
-            ConfigurationError: A tensor is sharded, or safetensors cannot hold the object; on every rank.
+            ConfigurationError: A tensor is sharded, or safetensors cannot store the object. Raised on every rank.
         """
         save_object(obj, f, safe_serialization, is_main=self.state.is_main_process)
 
     def register_for_checkpointing(self, *objects: object) -> None:
-        """Add objects to `save_state` and `load_state`. Their state must be the same on every rank.
+        """Add objects whose state `save_state` saves and `load_state` restores. States must be equal on every rank.
 
         Raises:
-            ConfigurationError: one has no `state_dict` and `load_state_dict`.
+            ConfigurationError: An object has no `state_dict` or `load_state_dict`.
         """
         for one in objects:
             if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
@@ -988,8 +999,8 @@ class Accelerator:
         """Call `hook(models, weights, output_dir)` on every rank before each `save_state`.
 
         Args:
-            hook: Gets the unwrapped models, the list of their state dicts, and a folder whose files become part of the
-                state. A state dict that it removes from the list is not saved.
+            hook: Function of the unwrapped models, the list of their state dicts, and a folder. Files in the folder
+                become part of the state. If the hook removes a state dict from the list, that model is not saved.
 
         Returns:
             A handle whose `remove()` removes the hook.
@@ -1000,7 +1011,8 @@ class Accelerator:
         """Call `hook(models, input_dir)` on every rank before each `load_state`.
 
         Args:
-            hook: Gets the unwrapped models and the folder. A model that it removes from the list is not loaded.
+            hook: Function of the list of unwrapped models, and the folder. If the hook removes a model from the list,
+                that model is not loaded.
 
         Returns:
             A handle whose `remove()` removes the hook.
@@ -1009,26 +1021,28 @@ class Accelerator:
 
     @known_arguments(partial(refuse_option, "save_state"))
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
-        """Write everything that was prepared as a checkpoint, which replaces an existing one. Collective.
+        """Write the state of all prepared objects as a checkpoint, and replace an existing checkpoint. Collective.
 
-        It holds weights, optimizers, schedules, the loss scale, the position in the data, the generators of all ranks
-        and registered objects: a loop that loads it continues bit for bit. Under a sharded strategy every rank writes
-        its shards. Call it between two optimizer steps. It blocks until the state is on the disk and uploaded, unless
-        `ProjectConfiguration(async_save=True)`.
+        The checkpoint contains weights, optimizers, schedules, the loss scale, the position in the data, the generators
+        of all ranks and registered objects. A loop that loads the checkpoint continues bit for bit. With a sharded
+        strategy, every rank writes its shards. Call this method between two optimizer steps. Blocks until the state is
+        on the disk and uploaded, unless `ProjectConfiguration(async_save=True)` is used.
 
         Args:
-            output_dir: The folder, or a URL such as `s3://bucket/run/state`, whose existing state is replaced if this
-                run has uploaded it. Default: None, which needs automatic naming; see `ProjectConfiguration`.
-            safe_serialization: False is warned of: weights are written as safetensors, never pickled. Default: True.
+            output_dir: The folder, or a URL such as `s3://bucket/run/state`. An existing state at a URL is replaced
+                only if this run has uploaded it. Default: None, which requires automatic naming; see
+                `ProjectConfiguration`.
+            safe_serialization: False has no effect except for a warning. Weights are always written as safetensors.
+                Default: True.
 
         Returns:
             The folder or URL.
 
         Raises:
-            CheckpointError: `output_dir` exists and is not a checkpoint, a value cannot be saved, or the upload failed;
-                earlier states are as they were.
-            ConfigurationError: The folder is missing or named twice, an option is unknown, or the loop is within a
-                group of micro-batches.
+            CheckpointError: `output_dir` exists and is not a checkpoint, a value cannot be saved, or the upload failed.
+                Earlier states are not changed.
+            ConfigurationError: `output_dir` is missing without automatic naming, or is set with automatic naming, an
+                option is unknown, or the loop is within a group of micro-batches.
         """
         place = self._checkpoints.folders.target(output_dir)
         self._meet("save_state()")
@@ -1047,21 +1061,21 @@ class Accelerator:
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Restore what `save_state` wrote, after the same objects have been prepared. Every rank reads the folder.
+        """Restore a state that `save_state` wrote. Prepare the same objects before. Every rank reads the folder.
 
-        The strategy and the number of processes may be others than those of the save. The next pass over each loader
-        continues at the saved position; `skip_first_batches` may be used, but is not needed. A checkpoint of a Trainer
+        The strategy and the number of processes may differ from those of the save. The next pass over each loader
+        continues at the saved position. `skip_first_batches` may be used, but is not needed. A checkpoint of a Trainer
         restores weights, optimizers and schedules.
 
         Args:
-            input_dir: The folder, or a URL, which the main process downloads. Default: None, which is the newest valid
-                one under automatic naming; see `ProjectConfiguration`. Collective for None and a URL.
-            load_kwargs: Options of `torch.load`, which is not used; only None or an empty mapping. Default: None.
+            input_dir: The folder, or a URL that the main process downloads. Default: None, which is the newest valid
+                state with automatic naming; see `ProjectConfiguration`. None and a URL make the call collective.
+            load_kwargs: Must be None or an empty mapping, because `torch.load` is not used. Default: None.
 
         Raises:
             FileNotFoundError: `input_dir` does not exist, or there is no valid state.
-            CheckpointError: It is damaged, or belongs to another loop or to data in another order.
-            ConfigurationError: The folder is missing, or an option is unknown.
+            CheckpointError: The state is damaged, or belongs to another loop or to data in another order.
+            ConfigurationError: `input_dir` is missing without automatic naming, or an option is unknown.
         """
         if load_kwargs:
             refuse_option("load_state", "load_kwargs")
@@ -1081,11 +1095,11 @@ class Accelerator:
         )
 
     def free_memory(self, *objects: object) -> list[Any]:
-        """Drop everything that was prepared and release memory. Return None for each of `objects`.
+        """Release all prepared objects and their memory. Return None for each of `objects`.
 
-        Call it on every process: the engine is replaced by a new one.
+        Call this method on every process, because it replaces the engine.
 
-        The loop must drop its own references too: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+        The loop must also release its references: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
         self._checkpoints.close()
         for loader in self._prepared.dataloaders:
@@ -1113,17 +1127,17 @@ class Accelerator:
         config: dict[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Open a run of each tracker of `log_with`, and close earlier ones.
+        """Open a run of each tracker in `log_with`. Close earlier runs.
 
-        A tracker that fails, here or later, raises a warning and is not used any more.
+        If a tracker fails, here or later, a warning is raised and the tracker is no longer used.
 
         Args:
-            project_name: The project of the run; with TensorBoard the folder inside the folder of the project.
+            project_name: Name of the run's project. With TensorBoard, a folder in the folder of the project.
             config: Hyper-parameters to record. Default: None.
-            init_kwargs: Options of trackers, by their names: `{"wandb": {"tags": ["a"]}}`. Default: None.
+            init_kwargs: Name of a tracker → options: `{"wandb": {"tags": ["a"]}}`. Default: None.
 
         Raises:
-            ConfigurationError: `init_kwargs` names another tracker, or an option is wrong.
+            ConfigurationError: `init_kwargs` names a tracker that is not in `log_with`, or an option is not valid.
         """
         self._trackers.start(project_name, config, init_kwargs or {})
 
@@ -1133,17 +1147,17 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record values with each tracker. Not collective: the first process's are recorded.
+        """Record values with each tracker. Not collective. Only the values of the first process are recorded.
 
         Args:
-            values: Numbers, tensors with one element (which are read, so this waits for the device), texts, and
-                mappings of them. Trackers of your own get them as they are.
-            step: Step of the values in the curves. Default: None, which is the one after the last.
-            log_kwargs: Options for the `log` of trackers of your own, by their names. Default: None.
+            values: Numbers, tensors with one element, texts, and mappings of these. Reading a tensor waits for the
+                device. User-defined trackers receive the values unchanged.
+            step: Step of the values in the curves. Default: None, which is the step after the last one.
+            log_kwargs: Name of a user-defined tracker → options for its `log`. Default: None.
 
         Raises:
-            ConfigurationError: `init_trackers` has not been called, `log_kwargs` names another tracker, or `values` or
-                `step` has another type.
+            ConfigurationError: `init_trackers` has not been called, `log_kwargs` names an unknown tracker, or `values`
+                or `step` has a wrong type.
         """
         self._trackers.log("log", values, step, log_kwargs)
 
@@ -1153,7 +1167,7 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record lists of images by their names, with each tracker that takes images. See `log`."""
+        """Record lists of images by name, with each tracker that supports images. See `log`."""
         self._trackers.log("log_images", values, step, log_kwargs)
 
     def log_table(
@@ -1165,17 +1179,17 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record a table, as `columns` with rows of `data` or as a pandas frame, with each tracker that takes tables.
+        """Record a table (`columns` and rows of `data`, or a pandas frame) with each tracker that supports tables.
 
         See `log`.
         """
         self._trackers.each("log_table", table_name, columns, data, dataframe, step, options=log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker of a name; on other processes than the first an object that does nothing.
+        """Return a tracker by name. On all processes except the first, return an object without effect.
 
         Args:
-            name: `"wandb"`, `"tensorboard"`, …, or the name of a tracker of your own.
+            name: `"wandb"`, `"tensorboard"`, …, or the name of a user-defined tracker.
             unwrap: Return the run of the tracker's library. Default: False.
 
         Raises:
@@ -1184,7 +1198,7 @@ class Accelerator:
         return self._trackers.get(name, unwrap=unwrap)
 
     def end_training(self) -> None:
-        """Wait for the last save, close trackers, restore signal handlers and leave the process group.
+        """Wait for the last save, close trackers, restore signal handlers and destroy the process group.
 
         It does not wait for other processes.
         """

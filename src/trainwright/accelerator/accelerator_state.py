@@ -1,4 +1,4 @@
-"""The state that all Accelerators of a script share: its processes, the precision, and the DeepSpeed plugins."""
+"""The state that all Accelerators of a script share: processes, precision and DeepSpeed plugins."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 
 class AcceleratorState(PartialState):
-    """The state of the processes (see `PartialState`), and what the script's Accelerators share.
+    """The state of the processes (see `PartialState`), and the state that the script's Accelerators share.
 
-    All instances share it. `Accelerator(deepspeed_plugins=…)` stores the plugins, and `end_training` removes them.
+    All instances have the same attributes. `Accelerator(deepspeed_plugins=…)` stores plugins, and `end_training`
+    removes them.
 
     Attributes:
-        mixed_precision: `"no"`, `"fp16"` or `"bf16"`: that of the newest Accelerator; `"no"` without one.
-        fsdp_plugin, megatron_lm_plugin: those of the newest Accelerator; None without one.
-        selected_plugin: the name of the selected DeepSpeed plugin; None without DeepSpeed plugins.
+        mixed_precision: `"no"`, `"fp16"` or `"bf16"`: the value of the newest Accelerator. `"no"` without an
+            Accelerator.
+        fsdp_plugin, megatron_lm_plugin: Plugins of the newest Accelerator. None without an Accelerator.
+        selected_plugin: Name of the selected DeepSpeed plugin. None without DeepSpeed plugins.
     """
 
     mixed_precision: str = "no"
@@ -35,13 +37,13 @@ class AcceleratorState(PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:  # type: ignore[override]  # it is never set
-        """That of the newest Accelerator's engine, or else that of the process group."""
+        """The `DistributedType` of the newest Accelerator's engine, or else that of the process group."""
         found: DistributedType = self._engine_type or vars(self)["distributed_type"]
         return found
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Remove what Accelerators share; with `reset_partial_state` also the state of the processes."""
+        """Remove the Accelerators' shared state, and with `reset_partial_state` the state of the processes."""
         if reset_partial_state:
             PartialState._reset_state()
         for name in AcceleratorState.__annotations__:
@@ -49,21 +51,21 @@ class AcceleratorState(PartialState):
 
     @classmethod
     def shared_plugins(cls) -> dict[str, DeepSpeedPlugin]:
-        """Return the plugins, also before there is a state."""
+        """Return the plugins. Also works before an instance exists."""
         return dict(cls._shared_state.get("_plugins", {}))
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin]:
-        """The plugins by their names; a single one is called `"default"`. Empty without DeepSpeed plugins."""
+        """The DeepSpeed plugins by name. A single plugin has the name `"default"`. Empty without plugins."""
         return self.shared_plugins()
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The selected plugin, at first the first one; None without DeepSpeed plugins."""
+        """The selected DeepSpeed plugin, initially the first one. None without plugins."""
         return None if self.selected_plugin is None else self._plugins[self.selected_plugin]
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """Return the plugin with a name, or raise a ConfigurationError."""
+        """Return a plugin by name. Raise a ConfigurationError for an unknown name."""
         found = self.deepspeed_plugins
         if name not in found:
             raise ConfigurationError(
@@ -75,13 +77,13 @@ class AcceleratorState(PartialState):
     def select_deepspeed_plugin(self, name: str) -> None:
         """Use a plugin for the models that the script's Accelerators prepare from now on.
 
-        Not collective, but every process must select the same one. An unknown name is a ConfigurationError.
+        Not collective, but every process must select the same plugin. An unknown name raises a ConfigurationError.
         """
         self.get_deepspeed_plugin(name)
         self.selected_plugin = name
 
     def share_deepspeed_plugins(self, plugins: Mapping[str, DeepSpeedPlugin]) -> None:
-        """Store the plugins of an Accelerator. The first one is selected, unless these plugins are stored already."""
+        """Store the plugins of an Accelerator, and select the first plugin, unless the plugins are already stored."""
         stored = self.deepspeed_plugins
         if stored and stored != plugins:
             raise ConfigurationError(

@@ -18,19 +18,18 @@ from trainwright.strategies.steps.gradients import Gradients
 
 @dataclass(slots=True)
 class GradientAccumulationPlugin:
-    """Say how an `Accelerator` accumulates gradients; Accelerate's name, with the choice for a short last group.
+    """Options of gradient accumulation in an `Accelerator`. `short_group` is not in Hugging Face's Accelerate.
 
     Args:
         num_steps: Micro-batches of one optimizer step. Default: None, which is 1.
-        adjust_scheduler: Accepted for Accelerate's sake: a schedule advances once per optimizer step either way.
-            Default: True.
-        sync_with_dataloader: End each pass over the data with an optimizer step, also within a group. False: the next
-            pass continues the group, so that no group is short. Default: True.
+        adjust_scheduler: Accepted without effect. A schedule always advances once per optimizer step. Default: True.
+        sync_with_dataloader: End each pass over the data with an optimizer step, even if the last group is short.
+            False: the next pass continues the group, so that no group is short. Default: True.
         sync_each_batch: Average gradients over processes after every micro-batch instead of after the last one of a
             step. Default: False.
-        short_group: What `backward(loss)` divides by in the last group of a pass when it has fewer than `num_steps`
-            micro-batches: `"steps"`, `num_steps`, as Accelerate does; `"mean"`, the number of micro-batches in the
-            group. Default: None, which is `"steps"` with one warning at the first short group.
+        short_group: Divisor of the loss in `backward(loss)` if the last group of a pass has fewer than `num_steps`
+            micro-batches. `"steps"`: `num_steps`, as in Accelerate. `"mean"`: the number of micro-batches in the group.
+            Default: None, which is `"steps"`, with a warning at the first short group.
     """
 
     num_steps: int | None = None
@@ -55,7 +54,7 @@ class GradientAccumulationPlugin:
 
 
 def check_steps(name: str, value: object) -> int:
-    """Return a number of micro-batches, which must be a whole number of at least 1."""
+    """Return a number of micro-batches. Raise an error if it is not a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{name}={value!r}: write a whole number of at least 1.")
     return value
@@ -66,16 +65,16 @@ class _Position:
     """The position of a micro-batch in its group.
 
     Attributes:
-        weight: factor of the micro-batch's loss; None: the loss is divided by `divisor`. 0 for padding, which a rank
-            receives after it has run out of data before others.
-        divisor: divisor of the losses of the group.
-        num_missing: difference between `num_steps` and the length of a short last group.
-        starts_group: the micro-batch is the first of its optimizer step.
-        ends_group: an optimizer step follows.
-        group: Number of the group, over all passes.
-        carried: Micro-batches of the group from an earlier pass, which ended within the group.
-        position: Number of the micro-batch in its group, 1-based, carried ones included.
-        num_rows: Samples of the micro-batch if they may be fewer than in a full one; otherwise None.
+        weight: Factor of the micro-batch's loss. None: the loss is divided by `divisor`. 0 for padding, which a rank
+            receives if it runs out of data before other ranks.
+        divisor: Divisor of the losses in the group.
+        num_missing: Number of micro-batches by which a short last group is shorter than `num_steps`.
+        starts_group: The micro-batch is the first of its optimizer step.
+        ends_group: An optimizer step follows the micro-batch.
+        group: Index of the group, counted over all passes.
+        carried: Number of the group's micro-batches that belong to an earlier pass, which ended within the group.
+        position: Number of the micro-batch in its group (1-based), including carried micro-batches.
+        num_rows: Number of samples of a micro-batch that may not be full. None for a full micro-batch.
     """
 
     weight: float | None = None
@@ -95,15 +94,16 @@ _MOST_RECEIVED = 256
 
 @dataclass(slots=True)
 class Place(_Position):
-    """The position of a prepared loader in its data, with that of the current micro-batch.
+    """The position of a prepared loader in its data, and of the current micro-batch in its group.
 
     Attributes:
-        ends_data: no micro-batch follows in this pass.
-        fresh: Sets of models that had none of the carried micro-batches; their losses are divided by the others alone.
-        num_batches: micro-batches of this pass that the loop has received, skipped ones included.
-        received: Micro-batches that the loop has received and not yet begun, each with its part of the position. Used
-            while steps have several micro-batches.
-        fetched_ahead: True if the loop had received others when the newest micro-batch began.
+        ends_data: No micro-batch follows in this pass.
+        fresh: Sets of models that were not trained on the carried micro-batches. Divisors of their losses do not
+            include the carried micro-batches.
+        num_batches: Number of micro-batches of this pass that the loop has received, including skipped micro-batches.
+        received: Micro-batches that the loop has received but not begun, each with its position. Used if steps have
+            several micro-batches.
+        fetched_ahead: True if the loop had received further micro-batches when the newest micro-batch began.
     """
 
     ends_data: bool = False
@@ -113,11 +113,11 @@ class Place(_Position):
     fetched_ahead: bool = False
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """Return the position without references to micro-batches, which belong to the loop of this process."""
+        """Return the position without references to micro-batches."""
         return None, {each.name: getattr(self, each.name) for each in fields(self)} | {"received": []}
 
     def receive(self, batch: object) -> None:
-        """Record that the loop receives a micro-batch, whose position is the current one."""
+        """Record that the loop receives a micro-batch at the current position."""
         tensor = next(map(weakref.ref, iterate_tensors(batch)), None)
         if self.fetched_ahead or len(self.received) == _MOST_RECEIVED:
             self.received.clear()  # the loop skips some, or begins none
@@ -125,10 +125,10 @@ class Place(_Position):
         self.received.append((tensor, [getattr(self, name) for name in _POSITION_FIELDS]))
 
     def begin(self) -> None:
-        """Go to the position of the micro-batch that begins, of those that the loop has received.
+        """Set the position to that of the received micro-batch that begins now.
 
-        A loop may fetch the micro-batches of a step first, and then begins them in their order. Micro-batches that it
-        has freed, or that are left when it fetches another one, were skipped.
+        A loop may fetch all micro-batches of a step before it begins them in order. Micro-batches that the loop has
+        freed, or has not begun when it fetches the next micro-batch, were skipped.
         """
         received = self.received
         while len(received) > 1 and (received[0][0] is None or received[0][0]() is None):
@@ -146,9 +146,9 @@ class Accumulation:
     object counts micro-batches itself.
 
     Args:
-        num_steps: micro-batches of one optimizer step.
-        plugin: the settings of the loop.
-        warns: warn about the first short group if the plugin's `short_group` is None.
+        num_steps: Micro-batches of one optimizer step.
+        plugin: Options of accumulation.
+        warns: Warn about the first short group if the plugin's `short_group` is None.
         gradients: The engine's gradient operations.
     """
 
@@ -172,16 +172,16 @@ class Accumulation:
 
     @property
     def place(self) -> Place | None:
-        """Position of the innermost loader that is being read; None outside of prepared loaders."""
+        """Position of the innermost prepared loader that is being read, or None."""
         return self._passes[-1][1] if self._passes else None
 
     @property
     def loader(self) -> Any:
-        """The innermost loader that is being read; None outside of prepared loaders."""
+        """The innermost prepared loader that is being read, or None."""
         return self._passes[-1][0] if self._passes else None
 
     def divide(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the share of the current micro-batch's loss in its optimizer step."""
+        """Return the weighted loss of the current micro-batch."""
         if self._set_before is not None:
             return loss  # who determines the groups also weighs their losses
         if not self._passes:
@@ -223,22 +223,22 @@ class Accumulation:
         return self.num_steps == 1 or self._num_counted == 0 or self._num_counted % self.num_steps == 1
 
     def set_sync_gradients(self, value: bool) -> None:
-        """Set whether an optimizer step follows the current micro-batch, instead of `begin_micro_batch`.
+        """Set whether an optimizer step follows the current micro-batch. Overrides `begin_micro_batch`.
 
-        From then on losses are not divided: a loop that determines its groups may read several micro-batches before the
-        first backward, and weighs their losses itself.
+        From then on, losses are not divided. A loop that determines its groups must weigh the losses, and may read
+        several micro-batches before the first backward.
         """
         self._set_before, self.sync_gradients = self.sync_gradients, value
 
     @property
     def holds_back(self) -> bool:
-        """True if the loop has set that no optimizer step follows; see `set_sync_gradients`."""
+        """True if `set_sync_gradients` was called with False: no optimizer step follows."""
         return self._set_before is not None and not self.sync_gradients
 
     def begin_pass(self, loader: object) -> Place:
         """Record that a loader is being read, until `end_pass`.
 
-        Its first group continues a group that an earlier pass left incomplete, except within another pass.
+        The first group continues an incomplete group of an earlier pass, unless this pass is within another pass.
         """
         place = Place()
         if self._open and not self._passes:
@@ -258,13 +258,13 @@ class Accumulation:
         self._rest()
 
     def discard_open_groups(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Free the gradients of parameters between two passes: the next group is a new one."""
+        """Free the gradients of parameters between two passes, so that the next pass starts a new group."""
         if not self._passes:
             self.gradients.free(parameters())
             self._open.clear()
 
     def refuse_open_group(self) -> None:
-        """Check before a save that no pass ended within a group: its gradients would be lost."""
+        """Raise an error before a save if a pass ended within a group, because the group's gradients are not saved."""
         if self._open and not self._passes:
             raise ConfigurationError(
                 "save_state() was called after a pass was left within a group of micro-batches, whose gradients would "
@@ -277,8 +277,9 @@ class Accumulation:
     ) -> None:
         """Start a micro-batch and determine whether an optimizer step follows.
 
-        Gradients of an incomplete group are kept if this micro-batch continues it. Otherwise they are freed, with a
-        warning. `models` are those that the micro-batch trains; none: all. `parameters` returns their parameters.
+        Gradients of an incomplete group are freed with a warning, unless this micro-batch continues the group. `models`
+        are the models that the micro-batch trains. An empty sequence means all models. `parameters` returns the
+        parameters of the models.
         """
         self.num_micro_batches += 1
         place = self.place
@@ -303,7 +304,7 @@ class Accumulation:
             self._open[key] = (place.group, place.position, place.divisor)
 
     def end_micro_batch(self, models: Sequence[nn.Module]) -> None:
-        """Record the end of a micro-batch without an error: at the end of a group, an optimizer has stepped."""
+        """Record the end of a micro-batch without an error. At the end of a group, an optimizer has stepped."""
         if self.sync_gradients and self._open:
             self._open.pop(tuple(map(id, models)), None)
 
@@ -319,7 +320,7 @@ class Accumulation:
 
 
 class GradientState:
-    """State of gradient accumulation in a loop, under Accelerate's names; always current."""
+    """State of gradient accumulation in a loop, with Accelerate's names. Each read returns the current value."""
 
     def __init__(self, accumulation: Accumulation) -> None:
         self._accumulation = accumulation
@@ -331,7 +332,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """The field of the plugin."""
+        """`adjust_scheduler` of the `GradientAccumulationPlugin`."""
         return self._accumulation.plugin.adjust_scheduler
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
@@ -355,7 +356,7 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> Any:
-        """The innermost prepared loader that is being read; None outside of prepared loaders."""
+        """The innermost prepared loader that is being read, or None."""
         return self._accumulation.loader
 
     @property
@@ -365,11 +366,11 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """True at the last micro-batch of the loader that is being read; False outside of prepared loaders."""
+        """True at the last micro-batch of the prepared loader that is being read. False outside of prepared loaders."""
         place = self._accumulation.place
         return place is not None and place.ends_data
 
     @property
     def remainder(self) -> int:
-        """Samples of the last micro-batch over all processes; 0 if it is full. -1 if unknown or no loader is read."""
+        """Total samples of the last micro-batch. 0 if it is full. -1 if unknown or outside of prepared loaders."""
         return -1 if self._accumulation.loader is None else self._accumulation.loader.remainder

@@ -25,12 +25,13 @@ from trainwright.processes.partial_state import PartialState
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """Return the user's model without its wrappers, those of torch included; see `Accelerator.unwrap_model`.
+    """Return the user's model without wrappers, including torch's wrappers; see `Accelerator.unwrap_model`.
 
     Args:
-        keep_fp32_wrapper: Makes no difference: the model's own forward was never changed. Default: True.
+        keep_fp32_wrapper: Accepted without effect, because `prepare` does not change the model's forward. Default:
+            True.
         keep_torch_compile: Return a compiled module if one wraps the model. Default: True.
-        recursive: Unwrap the modules within the model too, in place. Default: False.
+        recursive: Also unwrap the modules in the model, in place. Default: False.
     """
     found = unwrapped(model, keep_torch_compile=keep_torch_compile)
     for name, child in list(found.named_children()) if recursive else ():
@@ -47,8 +48,8 @@ def save(
     """Write an object on the main process; see `Accelerator.save`. Not collective.
 
     Args:
-        obj: Without sharded tensors.
-        f: A path, whose file is replaced, or an open file.
+        obj: An object without sharded tensors.
+        f: A path or an open file. An existing file at the path is replaced.
         save_on_each_node: Write on the first process of each node. Default: False.
         safe_serialization: Write a dict of tensors as safetensors. Default: False.
     """
@@ -58,9 +59,9 @@ def save(
 
 
 def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """Return what `torch.load` reads from a file, without executing its pickle.
+    """Read a file of `torch.save` without executing its pickle.
 
-    The arguments are those of `torch.load`. `weights_only=False` executes the pickle: use it for files that you trust.
+    The arguments are those of `torch.load`. `weights_only=False` executes the pickle. Use it only for trusted files.
     """
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
@@ -71,21 +72,22 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Write the weights that FSDP (`SHARDED_STATE_DICT`) or DeepSpeed saved in shards as one model.
+    """Merge weights that FSDP (`SHARDED_STATE_DICT`) or DeepSpeed saved in shards into one model.
 
-    Every process calls it; the main process writes, and the others wait. The extra memory is one tensor. Pickles in the
-    folder are parsed, never executed.
+    Every process must call this function. The main process writes, and the other processes wait. The extra memory is
+    one tensor. Pickles in the folder are parsed, never executed.
 
     Args:
         checkpoint_dir: `pytorch_model_fsdp_0`, the folder above it, or a folder of DeepSpeed's `save_checkpoint`.
-        output_path: The folder for `model.safetensors`; above 10 GB shards and an index. A former model in it is
-            replaced.
+        output_path: The folder for `model.safetensors`, or for shards and an index if the model has more than 10 GB. A
+            previous model in the folder is replaced.
         safe_serialization: False writes `pytorch_model.bin`. Default: True.
         remove_checkpoint_dir: Delete `checkpoint_dir` afterwards. Default: False.
 
     Raises:
         FileNotFoundError: `checkpoint_dir` does not exist.
-        CheckpointError: It has no shards, a file in it is missing or damaged, or `output_path` cannot be written.
+        CheckpointError: `checkpoint_dir` has no shards, a file is missing or damaged, or `output_path` cannot be
+            written.
     """
     state = PartialState()
     try:
@@ -99,7 +101,7 @@ def merge_fsdp_weights(
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Return the context of a forward: with `native_amp` autocast in the precision of the process's Accelerator."""
+    """Return the context of a forward. With `native_amp`, this is autocast in the newest Accelerator's precision."""
     state = AcceleratorState()
     dtypes = {PrecisionType.FP16: torch.float16, PrecisionType.BF16: torch.bfloat16}
     dtype = dtypes.get(PrecisionType(state.mixed_precision))
@@ -110,16 +112,17 @@ def get_mixed_precision_context_manager(
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the first class with a name among those of a module and its parts; None if there is none."""
+    """Return the first class with a name among the classes of a module and its submodules, or None."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
 ) -> set[nn.Parameter]:
-    """Return the parameters of some modules of a model, after moving these to a device.
+    """Move modules of a model to a device, and return their parameters.
 
-    `modules` is a regular expression for their full names, or the modules; None or empty selects none.
+    `modules` is a regular expression for full names of modules, or the modules. None or an empty value selects no
+    module.
     """
     if not modules:
         return set()

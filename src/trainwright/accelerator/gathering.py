@@ -1,4 +1,4 @@
-"""Gather the results of one micro-batch per rank, without padding, in the order of the data."""
+"""Gathering of the results of one micro-batch per rank, without padding, in the order of the data."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _HINT = "Gather the same on every rank."
 
 
 def gather_objects(values: list[Any], processes: Processes) -> list[Any]:
-    """Return the lists of all ranks, one after the other. Collective; through pickle and the host.
+    """Concatenate the lists of all ranks. Collective. Uses pickle and the host.
 
     Raises:
-        ConfigurationError: other ranks gather tensors; on every rank alike.
+        ConfigurationError: Other ranks gather tensors. Raised on every rank.
     """
     if processes.world_size == 1:
         return values
@@ -30,17 +30,18 @@ def gather_objects(values: list[Any], processes: Processes) -> list[Any]:
 
 
 def gather_real(tree: object, is_padding: bool, processes: Processes, operation: str = "gather_for_metrics") -> Any:
-    """Return `tree` with each tensor's rows of all ranks, one rank after the other, without the rows of padding.
+    """Concatenate the rows of each tensor in `tree` over all ranks, without the rows of padding.
 
-    Collective: one number from each rank on the host, shapes too where they differ, and values for each tensor.
+    Collective. Ranks exchange one number on the host, shapes if they differ, and the values of each tensor.
 
     Args:
-        tree: the same on every rank but for the number of rows; a tensor without dimensions has one row.
-        is_padding: this rank's rows are none of the data.
-        operation: the name that errors call it by.
+        tree: Nested tensors, which may differ between ranks only in the number of rows. A tensor without dimensions has
+            one row.
+        is_padding: This rank's rows are padding.
+        operation: Name of the operation in error messages.
 
     Raises:
-        ConfigurationError: dtypes differ, or shapes in more than the number of rows; on every rank alike.
+        ConfigurationError: Dtypes differ, or shapes differ in more than the number of rows. Raised on every rank.
     """
     if processes.world_size == 1:
         return tree
@@ -76,7 +77,7 @@ def gather_real(tree: object, is_padding: bool, processes: Processes, operation:
 
 
 def _collect(tree: object, leaves: list[torch.Tensor], operation: str) -> Exception | None:
-    """Append the tensors of a structure, depth first; returns what is wrong with it, None if nothing is."""
+    """Append the tensors of a structure, depth first. Return an error message, or None."""
     wrong: list[Exception] = []
     for_metrics = operation == "gather_for_metrics"
 
@@ -98,7 +99,7 @@ def _collect(tree: object, leaves: list[torch.Tensor], operation: str) -> Except
 
 
 def _rows_of_ranks(place: str, of_ranks: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]) -> list[int]:
-    """Return each rank's rows of one tensor from the (shape, dtype, is_padding) of all. Only the rows may differ."""
+    """Return each rank's number of rows, given (shape, dtype, is_padding) of all ranks. Other sizes must be equal."""
     sizes = [shape[1:] for shape, _, _ in of_ranks]
     if len(set(sizes)) > 1:
         raise DistributedOperationException(

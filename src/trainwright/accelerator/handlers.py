@@ -1,4 +1,4 @@
-"""Options of an Accelerator that belong to no engine: autocast, loss scale, process group."""
+"""Options of an Accelerator that do not depend on the engine: data loading, autocast, loss scale, process group."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from trainwright.strategies.steps.te_layers import TERecipeKwargs
 
 @dataclass(slots=True)
 class DataLoaderConfiguration:
-    """Options for preparing loaders, by Accelerate's names. Those that are always on accept both values.
+    """Options for preparing loaders, with Accelerate's names. Options that are always on accept both values.
 
     Args:
-        split_batches: the batch size is that of all processes, which get equal parts of each batch. Default: False.
-        dispatch_batches: the first process reads the data and sends each other process its share. Default: None, which
-            is True for iterable data sets that do not declare how they are divided.
-        even_batches: all processes get the same number of batches; those that a process repeats have weight 0. False:
-            each gets only its own, for `join_uneven_inputs`. Makes no difference with `dispatch_batches`. Default:
-            True.
-        use_seedable_sampler: always on: shuffled data has the order of a seed. Default: False.
-        data_seed: the same as `Accelerator(seed=…)`. Default: None.
-        non_blocking: always on: batches are copied to the device without waiting. Default: False.
-        use_stateful_dataloader: always on: prepared loaders have `state_dict` and `load_state_dict`. Default: False.
-        custom_classes: only None: prepared loaders keep their class. Default: None.
+        split_batches: The batch size is the total over all processes. Each process gets an equal part of each batch.
+            Default: False.
+        dispatch_batches: The first process reads the data, and sends each other process its part. Default: None, which
+            is True for iterable data sets that do not declare their division over processes.
+        even_batches: All processes get the same number of batches. Repeated batches have the weight 0. False: no batch
+            is repeated, for `join_uneven_inputs`. No effect with `dispatch_batches`. Default: True.
+        use_seedable_sampler: Always on. The order of shuffled data depends on a seed. Default: False.
+        data_seed: Another name of `Accelerator(seed=…)`. Default: None.
+        non_blocking: Always on. Batches are copied to the device asynchronously. Default: False.
+        use_stateful_dataloader: Always on. Prepared loaders have `state_dict` and `load_state_dict`. Default: False.
+        custom_classes: Must be None. Default: None.
     """
 
     split_batches: bool = False
@@ -67,7 +67,7 @@ class AutocastKwargs(KwargsHandler):
 
     Attributes:
         enabled: False computes in the precision of the weights.
-        cache_enabled: Keep the weights that were cast until the end of the context. Default: None, which is torch's.
+        cache_enabled: Cache cast weights until the end of the context. Default: None, which is torch's default.
     """
 
     enabled: bool = True
@@ -80,8 +80,8 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     Attributes:
         backend: Backend of torch.distributed. With the default, `"nccl"`, gloo is used on the CPU.
-        init_method: `"env://"` alone. Default: None, which is the same.
-        timeout: How long a collective may take. Default: None, which is torch's.
+        init_method: Must be None or `"env://"`. Default: None, which is `"env://"`.
+        timeout: Maximum duration of a collective. Default: None, which is torch's default.
     """
 
     backend: str | None = "nccl"
@@ -106,7 +106,7 @@ _KINDS: dict[str, Any] = {name: get_args(hint)[0] for name, hint in get_type_hin
 
 
 def sort_handlers(handlers: Sequence[Any]) -> Handlers:
-    """Return the elements of `kwargs_handlers` by their kinds."""
+    """Return the elements of `kwargs_handlers` by kind."""
     found: dict[str, Any] = {}
     for handler in handlers:
         name = next((name for name, kind in _KINDS.items() if isinstance(handler, kind)), None)

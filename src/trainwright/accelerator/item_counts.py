@@ -1,4 +1,4 @@
-"""Weigh micro-batches by their items: a step's gradient is the mean over the items of all micro-batches and ranks."""
+"""Weights of micro-batches by items: a step's gradient is the mean over the items of all micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from trainwright.strategies.steps.gradients import stack_counts
 
 
 class ItemCounts:
-    """The items that each optimizer step consumes, for each set of models that a loop trains in turn.
+    """Item counts of optimizer steps, separately for each set of models that a loop trains alternately.
 
-    While a group lasts, gradients are sums over its items. In its last micro-batch the counts are summed over
-    micro-batches and ranks, the sums so far are divided by that total once, in place, and the last loss weighs its
-    share of it: the division is done before gradients cross ranks.
+    Within a group, gradients are sums over items. In the group's last micro-batch, the counts are summed over
+    micro-batches and ranks. The accumulated sums are divided by this total in place, and the last loss is weighted by
+    its fraction of the total. Both are done before gradients are averaged over ranks.
 
     Args:
-        accumulation: the position of the loop.
-        engine: sums over ranks.
-        scaled: losses have an fp16 scale: sums are kept near a mean, lest they leave the range of float16.
+        accumulation: State of the loop's gradient accumulation.
+        engine: The engine, which sums counts over ranks.
+        scaled: Losses are scaled for fp16. Sums are then divided by an estimate of the count, to stay in the range of
+            float16.
     """
 
     def __init__(self, accumulation: Accumulation, engine: Engine, *, scaled: bool) -> None:
@@ -41,12 +42,13 @@ class ItemCounts:
     def weigh(
         self, loss: torch.Tensor, num_items: object, parameters: Callable[[], Iterable[torch.Tensor]]
     ) -> torch.Tensor:
-        """Return what the loss adds to its step's gradient. Collective in the last micro-batch of a group.
+        """Return the weighted loss. Collective in the last micro-batch of a group.
 
         Args:
-            loss: mean over the micro-batch's items.
-            num_items: a number or a tensor of one element, which is not read where it is on the device.
-            parameters: returns those whose gradients the step has accumulated.
+            loss: Mean over the items of the micro-batch.
+            num_items: A number, or a tensor of one element. A tensor on the device is used without a wait for the
+                device.
+            parameters: Function that returns the parameters with accumulated gradients of this step.
         """
         accumulation = self._accumulation
         count = _checked(num_items)
@@ -79,7 +81,7 @@ class ItemCounts:
         return weighed
 
     def complete(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Divide the gradients of a step after its last backward, if they could not be divided before it."""
+        """Divide the gradients of a step after the last backward, if they could not be divided before."""
         share, self._due = self._due, None
         if share is not None:
             self._engine.gradients.scale(parameters(), share)
@@ -90,7 +92,7 @@ class ItemCounts:
         return bool(self._steps)
 
     def refuse_plain(self) -> None:
-        """Raise a TaskError if the present step has counted items before."""
+        """Raise a TaskError if the current step has counted items before."""
         if self._steps.get(tuple(map(id, self._accumulation.models))) and not self._accumulation.starts_group:
             raise TaskError(
                 "backward() was called without num_items= in a step whose earlier micro-batches had it: the mean over "
@@ -125,7 +127,7 @@ class ItemCounts:
         return count.to(device=loss.device, dtype=dtype, non_blocking=beside).reshape(()) / unit
 
     def _agreed_unit(self, count: float | torch.Tensor) -> float:
-        """Return a power of two near the first count, the same on every rank: dividing by it changes no bit."""
+        """Return a power of two near the first count, equal on every rank. A division by it is exact."""
         counts = self._engine.data_ranks.gather_integers([int(count)])
         return 2.0 ** round(math.log2(max(1, *(row[0] for row in counts))))
 

@@ -1,4 +1,4 @@
-"""Local SGD in user-written loops: ranks train their own replicas, which are averaged every so many optimizer steps."""
+"""Local SGD in user-written loops: each rank trains a replica, and replicas are averaged after a number of steps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainwright.strategies.ddp.replicas import average_replicas
 class LocalSGD:
     """Context manager that averages a model's parameters over processes instead of the gradients of every step.
 
-    Parameters are averaged after every `local_sgd_steps` optimizer steps and at the end of the block. Buffers are then
-    those of rank 0. Within the block, gradients, their norms and the mean over `num_items` are of one rank. On one
-    process it has no effect.
+    Parameters are averaged after every `local_sgd_steps` optimizer steps and at the end of the block. Each average
+    copies rank 0's buffers to all ranks. Within the block, gradients, their norms and the mean over `num_items` are
+    those of one rank. With one process, the block has no effect.
 
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
             for batch in loader:
@@ -29,13 +29,13 @@ class LocalSGD:
                     optimizer.zero_grad()
                     local_sgd.step()
 
-    Collective on entering, on leaving without an error, and in the steps that average.
+    Collective at the start, at the end unless an error occurs, and in steps that average.
 
     Args:
-        accelerator: that has prepared the model.
-        model: what `prepare` returned.
-        local_sgd_steps: optimizer steps between two averages, ≥ 1. Default: 8.
-        enabled: False: the block trains as without it. Default: True.
+        accelerator: The Accelerator that has prepared the model.
+        model: The prepared model.
+        local_sgd_steps: Optimizer steps between two averages, ≥ 1. Default: 8.
+        enabled: False: the block has no effect. Default: True.
 
     Raises:
         ConfigurationError: `local_sgd_steps` is not a whole number of at least 1, the strategy does not keep a full
@@ -72,7 +72,7 @@ class LocalSGD:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Average the parameters, unless an error ends the block, and average gradients again."""
+        """Average the parameters, unless an error ends the block. Resume averaging of gradients."""
         self._block.close()
         if self.enabled and kind is None:
             self._average()
@@ -80,7 +80,7 @@ class LocalSGD:
     def step(self) -> None:
         """Count an optimizer step, and average the parameters after every `local_sgd_steps`.
 
-        A call for a micro-batch that no optimizer step follows (`sync_gradients` is False) is not counted.
+        A call is not counted if no optimizer step follows the micro-batch (`sync_gradients` is False).
         """
         if not self._accelerator.sync_gradients:
             return
@@ -95,7 +95,7 @@ class LocalSGD:
 
 
 def _check(accelerator: Accelerator) -> None:
-    """Check that replicas can be trained apart and averaged."""
+    """Check that replicas can be trained separately and averaged."""
     name, engine = type(accelerator.strategy).__name__, accelerator.engine
     if not engine.capabilities.independent_steps:
         raise ConfigurationError(

@@ -20,7 +20,7 @@ _RICH = "ACCELERATE_ENABLE_RICH"
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose calls write on the main process, unless they say otherwise.
+    """Logger whose calls write on the main process only, unless `main_process_only=False` is passed.
 
     Each call (`debug`, `info`, …) takes two more arguments:
 
@@ -49,7 +49,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs
 
     def warning_once(self, msg: object, *args: object, **kwargs: bool) -> None:
-        """Write a warning, but only the first time that it is called with these arguments."""
+        """Write a warning. Repeated calls with the same arguments have no effect."""
         if _is_new(self.name, repr((msg, args))):
             self.log(logging.WARNING, msg, *args, stacklevel=2, **kwargs)
 
@@ -71,7 +71,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def install_rich_tracebacks() -> None:
-    """Show uncaught errors by rich if the variable `ACCELERATE_ENABLE_RICH` is set and rich is installed."""
+    """Show uncaught errors with rich if the variable `ACCELERATE_ENABLE_RICH` is set and rich is installed."""
     if read_variable(_RICH, as_flag) and is_rich_available():
         from rich import traceback
 

@@ -1,4 +1,4 @@
-"""Checkpoints of user-written training loops, in the layout of the Trainer's and readable by it."""
+"""Checkpoints of user-written training loops, with the same layout as checkpoints of the Trainer."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class LoopObjects:
     """The objects of a user-written training loop whose state is saved.
 
     Attributes:
-        models: the user's models, without wrappers.
-        optimizers, schedulers, loaders: the results of `prepare`.
-        scale: loss scale of fp16; None: the loss is not scaled.
-        others: the user's objects with `state_dict` and `load_state_dict`, the same on every rank.
-        seed: seed of the data order.
-        weights: save the weights of the models. Default: True.
+        models: The user's models, without wrappers.
+        optimizers, schedulers, loaders: The results of `prepare`.
+        scale: Loss scale of fp16. None: the loss is not scaled.
+        others: The user's objects with `state_dict` and `load_state_dict`, with equal states on every rank.
+        seed: Seed of the data order.
+        weights: Save the weights of the models. Default: True.
     """
 
     models: Sequence[nn.Module]
@@ -66,7 +66,7 @@ class LoopObjects:
         return {kind: len(getattr(self, kind)) for kind in kinds}
 
     def prefix(self, index: int) -> str:
-        """Return what precedes the names of a model's weights in a checkpoint; empty if it is the only model."""
+        """Return the prefix of a model's weights in a checkpoint. Empty if there is only one model."""
         return "" if len(self.models) == 1 else f"model_{index}."
 
     def state(self, engine: Engine) -> FullState:
@@ -89,7 +89,7 @@ class LoopObjects:
 
 
 class LoopCheckpoints:
-    """Saves and restores the state of a loop.
+    """Saves and loads of the state of a loop.
 
     Args:
         engine: The engine, after its start.
@@ -120,15 +120,15 @@ class LoopCheckpoints:
     def save(self, place: str, objects: LoopObjects) -> None:
         """Write the state of a loop as a checkpoint, which replaces an existing one. Collective.
 
-        Blocks on the disk and the network, or until the tensors are copied (`async_save`).
+        Blocks on the disk and the network. With `async_save`, blocks only until the tensors are copied.
 
         Args:
-            place: Path or URL.
-            objects: To save.
+            place: Path or URL of the checkpoint.
+            objects: The objects to save.
 
         Raises:
-            CheckpointError: `place` exists and is not a checkpoint, a value cannot be saved, the upload or an earlier
-                save failed; on every rank.
+            CheckpointError: `place` exists and is not a checkpoint, a value cannot be saved, the upload failed, or an
+                earlier save failed. Raised on every rank.
             ConfigurationError: The loop is within a group of micro-batches, or an automatic name is taken.
         """
         engine, processes, project = self._engine, self._engine.processes, self.configuration
@@ -173,7 +173,7 @@ class LoopCheckpoints:
             self._writer.submit(path, snapshot, then=published)
 
     def _entries(self, objects: LoopObjects, of_ranks: list[Any], steps: list[int]) -> dict[str, Any]:
-        """Return the trainer part: the loop's own entry, and those that a Trainer reads."""
+        """Return the trainer part of the checkpoint: the loop's entry, and the entries that a Trainer reads."""
         schedules = [scheduler_state(scheduler) for scheduler in objects.schedulers]
         scale = None if objects.scale is None else objects.scale.state_dict()
         return {
@@ -196,9 +196,9 @@ class LoopCheckpoints:
         }
 
     def _call_save_hooks(self, path: Path, objects: LoopObjects, weights: dict[str, Any]) -> Path | None:
-        """Call the save hooks; returns the folder with the files that they have written.
+        """Call the save hooks. Return the folder with the files that the hooks have written.
 
-        What a hook removes from its list of state dicts is not saved.
+        State dicts that a hook removes from its list are not saved.
         """
         if not self.save_hooks:
             return None
@@ -226,28 +226,28 @@ class LoopCheckpoints:
         return folder
 
     def wait(self) -> None:
-        """Wait until what was saved is on the disk.
+        """Wait until all saves are on the disk.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: A save could not be written.
         """
         if self._writer is not None:
             self._writer.wait()
 
     def close(self) -> None:
-        """Wait as `wait` does, and free the host memory of saves."""
+        """Call `wait`, and free the host memory of saves."""
         if self._writer is not None:
             self._writer.close()
 
     # Loading
 
     def source(self, input_dir: str | os.PathLike[str] | None) -> Path:
-        """Return the folder to load from: the newest valid state if none is given, or a download. Collective then.
+        """Return the local folder to load from. Collective for a URL, and for None, which is the newest valid state.
 
         Raises:
             CheckpointError: The state at a URL is damaged, or the service cannot be reached.
-            ConfigurationError: There is no folder, and no automatic naming.
-            FileNotFoundError: There is no valid state; on every rank.
+            ConfigurationError: No folder was passed, and there is no automatic naming.
+            FileNotFoundError: There is no valid state. Raised on every rank.
         """
         self.folders.check_source(input_dir)
         if input_dir is not None and not is_url(input_dir):
@@ -268,7 +268,7 @@ class LoopCheckpoints:
 
         Raises:
             FileNotFoundError: `path` does not exist.
-            CheckpointError: It is damaged, or belongs to another loop; nothing has been changed.
+            CheckpointError: The checkpoint is damaged, or belongs to another loop. No object has been changed.
         """
         processes = self._engine.processes
         if self._writer is not None:
@@ -312,7 +312,7 @@ class LoopCheckpoints:
             loader.load_state_dict(saved)
 
     def _load_weights(self, path: Path, snapshot: Snapshot, objects: LoopObjects) -> None:
-        """Call the load hooks, and load the weights of the models that they have left."""
+        """Call the load hooks, and load the weights of models that no hook has removed."""
         left = list(objects.models) if objects.weights else []
         for hook in list(self.load_hooks.values()):
             hook(left, str(path))
@@ -326,7 +326,7 @@ class LoopCheckpoints:
         self._engine.weights_changed()
 
     def _check(self, path: Path, snapshot: Snapshot, objects: LoopObjects) -> None:
-        """Check that a checkpoint fits, before anything is changed."""
+        """Check that a checkpoint fits the objects, before any object is changed."""
         entry, world_size = snapshot.trainer.get(_ENTRY), self._engine.processes.world_size
         if entry is None:
             counts = {

@@ -1,4 +1,4 @@
-"""The scale of a float16 loss, one for all optimizers of a loop."""
+"""The scale of a float16 loss, shared by all optimizers of a loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainwright.core.errors import ConfigurationError
 class LossScale:
     """The loss scale of fp16, shared by all optimizers of a loop.
 
-    It is updated before the first backward of a group, not after an optimizer's step, so that all gradients of a group
-    have one scale even if several optimizers step on them.
+    The scale is updated before the first backward of a group, not after an optimizer's step. All gradients of a group
+    therefore have the same scale, even if several optimizers use them.
 
     Args:
-        scaler: Its own object.
+        scaler: The gradient scaler, which no other object uses.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
@@ -35,12 +35,12 @@ class LossScale:
         return self.scaler.scale(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and its growth, as of the next backward. Waits for the device."""
+        """Return the scale of the next backward, and the state of its growth. Waits for the device."""
         self._catch_up()
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         self.scaler.load_state_dict(state)
 
     def _catch_up(self) -> None:
@@ -53,7 +53,7 @@ class LossScale:
         """Divide an optimizer's gradients by the scale, once per step.
 
         Raises:
-            ConfigurationError: a backward has added to gradients that were divided already.
+            ConfigurationError: A backward has added to gradients that were already divided.
         """
         seen = self._unscaled.get(id(optimizer))
         if seen is None:
@@ -66,7 +66,7 @@ class LossScale:
             )
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step an optimizer if all its gradients are finite; returns whether it did. Waits for the device."""
+        """Step an optimizer if all its gradients are finite. Return whether it has stepped. Waits for the device."""
         done = _GuardedStep(optimizer, closure)
         before = vars(optimizer).get("step")
         optimizer.step = done  # type: ignore[method-assign, assignment]  # the scaler calls it, or does not

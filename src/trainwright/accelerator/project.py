@@ -1,4 +1,4 @@
-"""The project of an Accelerator: names, folders and URLs of its states, and how many are kept."""
+"""The project of an Accelerator: names, folders and URLs of saved states, and their maximum number."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class ProjectConfiguration:
         project_dir: Folder of the project, or its URL, such as `s3://bucket/run`. Default: None.
         logging_dir: Folder of the trackers. Default: None, which is `project_dir`.
         automatic_checkpoint_naming: `save_state()` writes `project_dir/checkpoints/checkpoint_{iteration}`, and
-            `load_state()` reads the newest valid one. Default: False.
-        total_limit: Number of automatically named states that are kept; older ones are deleted once a new one is on the
-            disk, or uploaded. In a remote folder only those that this run has uploaded are deleted. Default: None,
-            which keeps all.
+            `load_state()` reads the newest valid state. Default: False.
+        total_limit: Maximum number of automatically named states. Older states are deleted once a new state is on the
+            disk, or uploaded. In a remote folder, only states that this run has uploaded are deleted. Default: None,
+            which deletes no state.
         iteration: Number of the next automatically named state. Default: 0.
-        save_on_each_node: Only False: one folder holds the state of all nodes. Default: False.
-        async_save: `save_state` returns once the tensors are copied to host memory, and a thread writes and uploads
-            them. The next save, `load_state` and the end of the script wait for it. Default: False.
+        save_on_each_node: Must be False, because one folder contains the state of all nodes. Default: False.
+        async_save: `save_state` returns once the tensors are copied to host memory. A thread then writes and uploads
+            the state. The next save, `load_state` and the end of the script wait for this thread. Default: False.
 
     Raises:
         ConfigurationError: `total_limit` is less than 1, `save_on_each_node` is True, or `project_dir` is missing with
@@ -61,7 +61,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set the folder of the project, and that of the trackers if it is not set."""
+        """Set the folder of the project. This is also the folder of the trackers if that is not set."""
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         self.logging_dir = self.project_dir if self.logging_dir is None else self.logging_dir
 
@@ -69,12 +69,13 @@ class ProjectConfiguration:
 class StateFolders:
     """Local and remote paths of the saved states of a user-written training loop.
 
-    A state at a URL is written below `project_dir/checkpoints` (below `checkpoints` if that is a URL or None) and
-    uploaded from there; downloads are below `downloaded` beside it. On several nodes both are on a shared file system.
+    A state at a URL is written below `project_dir/checkpoints`, or below `checkpoints` if `project_dir` is a URL or
+    None, and uploaded from there. Downloads are stored below the sibling folder `downloaded`. With several nodes, both
+    folders must be on a shared file system.
 
     Attributes:
-        configuration: Names of the states, and their number.
-        run_id: Identifier of the run whose uploads may be replaced and deleted; at first a new one.
+        configuration: Options of names and the number of states.
+        run_id: Identifier of the run whose uploads may be replaced and deleted. Initially a new identifier.
     """
 
     def __init__(self, configuration: ProjectConfiguration) -> None:
@@ -99,7 +100,7 @@ class StateFolders:
         return local_folder(self._root / "checkpoints", parent_url(place)) / last_part(place)
 
     def target(self, output_dir: str | os.PathLike[str] | None) -> str:
-        """Return the path or URL of the next save; `output_dir` must be None with automatic naming. Not collective."""
+        """Return the path or URL of the next save. With automatic naming, `output_dir` must be None. Not collective."""
         project = self.configuration
         if not project.automatic_checkpoint_naming:
             if output_dir is None:
@@ -116,10 +117,10 @@ class StateFolders:
         return f"{self.folder}/checkpoint_{project.iteration}"
 
     def check(self, place: str) -> None:
-        """Check before a save that an automatic name is free and a remote folder can be reached; for the main rank.
+        """Check before a save that an automatic name is free and a remote folder is available. Main rank only.
 
         Raises:
-            CheckpointError: The service cannot be reached or refuses.
+            CheckpointError: The service cannot be reached, or denies access.
             ConfigurationError: The name is taken.
             MissingPackageError: The package of the service is not installed.
         """
@@ -145,7 +146,7 @@ class StateFolders:
             )
 
     def fetch(self, url: str | None) -> str | None:
-        """Return a local copy of the state at a URL, None: of the newest automatically named one; for the main rank.
+        """Return the local path of a state. None means the newest automatically named state. Main rank only.
 
         The result is None if there is no valid state.
 
@@ -165,9 +166,9 @@ class StateFolders:
             return None
 
     def published(self, place: str, path: Path) -> None:
-        """Upload a state that has been written, and delete the oldest beyond the limit; for the main rank.
+        """Upload a written state, and delete the oldest states beyond the limit. Main rank only.
 
-        If the upload fails, the state is on this machine, and earlier uploads are as they were.
+        If the upload fails, the state remains on this machine, and earlier uploads are not changed.
         """
         index = RemoteIndex(parent_url(place), run=self.run_id) if is_url(place) else None
         if index is not None:
@@ -187,7 +188,7 @@ class StateFolders:
             warnings.warn(f"an earlier state was not deleted: {error}", TrainwrightWarning, stacklevel=2)
 
     def continues(self, run_id: str, name: str) -> None:
-        """Continue the run of a state that has been loaded: its uploads, and the number of the next state."""
+        """Continue the run of a loaded state: its identifier for uploads, and the number of the next state."""
         self.run_id = run_id or self.run_id
         found = _NAME.fullmatch(name)
         if found is not None and self.configuration.automatic_checkpoint_naming:
@@ -195,6 +196,6 @@ class StateFolders:
 
 
 def _beyond(limit: int, names: list[str]) -> list[str]:
-    """Return the automatic names with the lowest numbers, all but the last `limit`."""
+    """Return all automatic names except the `limit` names with the highest numbers."""
     numbers = {int(found[1]): name for name in names if (found := _NAME.fullmatch(name))}
     return [numbers[number] for number in sorted(numbers)[:-limit]]

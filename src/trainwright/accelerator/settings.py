@@ -1,4 +1,4 @@
-"""The Accelerator's arguments, read and checked before anything is touched."""
+"""Reading and checks of the Accelerator's arguments, before a device or process group is used."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """Everything that an Accelerator's arguments, or else the launcher's variables, select.
+    """Settings from an Accelerator's arguments, or else from the launcher's variables.
 
     Attributes:
-        selection: the strategy and its settings.
-        precision: precision of the models' forwards.
-        accumulation: how gradients are accumulated.
-        cpu: use the CPU although there is an accelerator.
-        handlers: what `kwargs_handlers` holds.
-        argument: the argument of the engine's plugins; None if there are none.
-        plugins: the engine's plugins by their names. The first one describes the selection.
-        arrangement: the `ParallelismConfig` beside a plugin; None: there is none.
+        selection: The strategy and its settings.
+        precision: Precision of the models' forwards.
+        accumulation: Options of gradient accumulation.
+        cpu: Use the CPU even if there is an accelerator.
+        handlers: The objects in `kwargs_handlers`.
+        argument: Name of the argument with the engine's plugins. None without plugins.
+        plugins: The engine's plugins by name. `selection` belongs to the first plugin.
+        arrangement: The `ParallelismConfig` that was passed in addition to a plugin, or None.
     """
 
     selection: Selection
@@ -86,25 +86,25 @@ class LoopSettings:
     arrangement: Any
 
     def strategy_of(self, name: str | None, num_processes: int) -> Strategy:
-        """Return the strategy of a plugin as it is now: its configuration may be filled in until `prepare`."""
+        """Return the strategy for the current options of a plugin, which may change until `prepare`."""
         if name is None or name not in self.plugins:
             return self.selection.strategy
         return _with_group_options(self.plugins[name].strategy(num_processes), self.handlers)
 
     def sharding_as_set(self, num_processes: int) -> Strategy:
-        """Return the strategy with the fields of an FSDP plugin that may be set until `prepare`, as they are now."""
+        """Return the strategy with the current values of the FSDP plugin's fields that may change until `prepare`."""
         (plugin,) = self.plugins.values()
         now = plugin.strategy(num_processes)
         return self.selection.strategy.with_options(**{name: getattr(now, name) for name in _SET_LATE})
 
     def megatron_as_set(self, num_processes: int, models: Sequence[nn.Module]) -> Strategy:
-        """Return the strategy of a Megatron-LM plugin as it is now, for a model whose layers it may count."""
+        """Return the strategy for the current options of a Megatron-LM plugin, and for the model's number of layers."""
         assert self.megatron is not None
         return _with_group_options(self.megatron.strategy(num_processes, next(iter(models), None)), self.handlers)
 
     @property
     def megatron(self) -> MegatronLMPlugin | None:
-        """The Megatron-LM plugin; None if there is none."""
+        """The Megatron-LM plugin, or None."""
         found = next(iter(self.plugins.values())) if self.argument == "megatron_lm_plugin" else None
         return cast("MegatronLMPlugin | None", found)
 
@@ -114,18 +114,18 @@ class LoopSettings:
         return {} if self.handlers.processes is None else self.handlers.processes.to_kwargs()
 
     def make_scaler(self, gradients: Gradients) -> torch.amp.GradScaler | None:
-        """Return the scaler of the loss; None: the loss is not scaled."""
+        """Return the loss scaler, or None if the loss is not scaled."""
         options = {} if self.handlers.scaler is None else self.handlers.scaler.to_kwargs()
         return gradients.make_scaler(**options) if self.precision.scaled and options.get("enabled", True) else None
 
     def context_maker(self, device_type: str, *, cache: bool) -> Callable[..., AbstractContextManager[Any]] | None:
-        """Return a function that makes the context of a forward; None: it has none.
+        """Return a function that creates the context of a forward, or None if no context is needed.
 
         Args:
-            device_type: torch's.
-            cache: Keep narrow copies of weights until a forward is over, unless the handlers determine it.
+            device_type: Device type of torch.
+            cache: Cache 16-bit copies of weights until a forward ends, unless the handlers set `cache_enabled`.
 
-        It makes another one for each use: torch's autocast stores what it restores, and must not be nested in itself.
+        Each call creates a new context, because an object of torch's autocast must not be nested in itself.
         """
         if self.precision.autocast_dtype is None:
             return None
@@ -147,10 +147,10 @@ def read_settings(
     dynamo_backend: DynamoBackend | str | None,
     dynamo_plugin: TorchDynamoPlugin | None,
 ) -> LoopSettings:
-    """Read and check the arguments of an Accelerator; see there. Rank 0 warns of variables that they override.
+    """Read and check the arguments of an `Accelerator`. Rank 0 warns of variables that the arguments override.
 
     Raises:
-        ConfigurationError: the first thing that is wrong.
+        ConfigurationError: An argument is not valid. The first error is raised.
     """
     topology = detect()
     handlers = sort_handlers(kwargs_handlers or ())
@@ -195,7 +195,7 @@ def read_settings(
 
 
 def _stated_steps(steps: int, plugin: object, launched: int) -> str | None:
-    """Return the argument that states another number of micro-batches than the launcher's variable; None: none does."""
+    """Return the argument whose number of micro-batches differs from the launcher's variable, or None."""
     if plugin is not None:
         own = getattr(plugin, "num_steps", None) or 1
         return f"gradient_accumulation_plugin: {own} steps" if own != launched else None
@@ -205,7 +205,7 @@ def _stated_steps(steps: int, plugin: object, launched: int) -> str | None:
 def _stated(
     accumulation: GradientAccumulationPlugin, stated: int | None, texts: list[str]
 ) -> GradientAccumulationPlugin:
-    """Return the accumulation with the number of micro-batches that the engine's configuration states."""
+    """Return the accumulation with the number of micro-batches in the engine's configuration."""
     if stated not in (None, accumulation.num_steps):
         if accumulation.num_steps not in (None, 1):
             texts.append(
@@ -217,7 +217,7 @@ def _stated(
 
 
 def _with_group_options(strategy: Strategy, handlers: Handlers) -> Strategy:
-    """Return the strategy with the options of the process group, unless it has others."""
+    """Return the strategy with the options of the process group that the strategy does not set."""
     given = {} if handlers.processes is None else handlers.processes.to_kwargs()
     for name, attribute in (("timeout", "timeout"), ("backend", "process_group_backend")):
         if name not in given or not hasattr(strategy, attribute):
@@ -251,7 +251,7 @@ def accumulation_of(steps: int, plugin: object) -> GradientAccumulationPlugin:
 
 
 def schedule_steps_of(value: Literal["once", "per_process"] | None) -> Literal["once", "per_process"] | None:
-    """Return how a schedule advances: as in Accelerate after `trainwright.as_accelerate()`, unless it is set.
+    """Return the value of `schedule_steps`, whose default depends on `trainwright.as_accelerate()`.
 
     Raises:
         ConfigurationError: The value is unknown.
@@ -267,7 +267,7 @@ def project_of(
     """Return the configuration of the project, from the two arguments that name its folder.
 
     Raises:
-        ConfigurationError: They name different folders.
+        ConfigurationError: The arguments name different folders.
     """
     if configuration is None:
         return ProjectConfiguration(project_dir=None if project_dir is None else os.fspath(project_dir))
@@ -285,7 +285,7 @@ def loader_settings(split_batches: bool, seed: int | None, configuration: object
     """Return the options for preparing loaders, from the arguments of an Accelerator that may set them.
 
     Raises:
-        ConfigurationError: They name different seeds, or the configuration is of another class.
+        ConfigurationError: The arguments have different seeds, or the configuration has another class.
     """
     if configuration is None:
         return DataLoaderConfiguration(split_batches=split_batches, data_seed=seed)
@@ -299,7 +299,7 @@ def loader_settings(split_batches: bool, seed: int | None, configuration: object
 
 
 def refuse_option(method: str, name: str, *_: object) -> None:
-    """Refuse an option of `save_state` or `load_state` that other libraries have."""
+    """Raise a ConfigurationError for an option of `save_state` or `load_state` in other libraries."""
     raise ConfigurationError(
         f"{method} does not take {name}=: options of engines' and torch's own savers do nothing here, where a state is "
         "a folder of safetensors and JSON. Remove it."
@@ -307,10 +307,10 @@ def refuse_option(method: str, name: str, *_: object) -> None:
 
 
 def refuse_unknown(name: str, value: object, known: Iterable[str]) -> None:
-    """Refuse an argument that the Accelerator does not have, naming the nearest that it has, or what serves instead.
+    """Raise an error for an argument that the Accelerator does not have. The message suggests a replacement.
 
     Raises:
-        ConfigurationError: unless it is None, and one of Accelerate's.
+        ConfigurationError: The argument is unknown, or is an argument of Accelerate with a value other than None.
     """
     if name not in ELSEWHERE:
         raise ConfigurationError(f"Accelerator has no argument {name!r}.{nearest(name, (*known, *ELSEWHERE))}")
@@ -337,17 +337,17 @@ def _precision(name: str | None, float8: AORecipeKwargs | None, engine: TERecipe
 
 
 def refuse_attribute(name: str, known: Iterable[str]) -> AttributeError:
-    """Return the error for an attribute that an Accelerator does not have, naming what serves instead."""
+    """Return the error for an attribute that an Accelerator does not have. The message suggests a similar name."""
     return AttributeError(f"Accelerator has no attribute {name!r}.{nearest(name, known)}")
 
 
 def forget_precision(accelerator: object) -> None:
-    """Compare later Accelerators no more with one that has ended."""
+    """Exclude an Accelerator that has ended from the comparison in `compare_precision`."""
     _living.pop(accelerator, None)
 
 
 def compare_precision(accelerator: object, precision: str, *, warns: bool) -> None:
-    """Warn where another Accelerator of this process computes in another precision."""
+    """Warn if another Accelerator of this process has another precision."""
     others = set(_living.values()) - {precision}
     _living[accelerator] = precision
     if others and warns:

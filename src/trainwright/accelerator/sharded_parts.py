@@ -1,4 +1,4 @@
-"""Checkpoints of one model or one optimizer of a loop, under the names that Accelerate has for FSDP."""
+"""Checkpoints of one model or one optimizer of a loop, with the function names of Accelerate's FSDP."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def save_fsdp_model(
 ) -> None:
     """Write the weights of a prepared model as a checkpoint in a folder of `output_dir`. Collective.
 
-    Under a sharded strategy every rank writes its shards. `load_fsdp_model` reads the checkpoint under any strategy,
-    and restores the generators of all ranks.
+    With a sharded strategy, every rank writes its shards. `load_fsdp_model` reads the checkpoint with any strategy, and
+    restores the generators of all ranks.
 
     Args:
         fsdp_plugin, use_dcp: Make no difference.
-        accelerator: That prepared the model.
-        model: Prepared.
+        accelerator: The Accelerator that prepared the model.
+        model: The prepared model.
         output_dir: Receives the folder `pytorch_model_fsdp_<model_index>`.
-        model_index: Default: 0.
-        adapter_only: Makes no difference: an adapter's base model is saved too. Default: False.
+        model_index: Number in the name of the folder. Default: 0.
+        adapter_only: Accepted without effect: the base model of an adapter is always saved, too. Default: False.
     """
     del fsdp_plugin, adapter_only, use_dcp
     _save(accelerator, os.path.join(output_dir, f"{FSDP_MODEL_NAME}_{model_index}"), model)
@@ -54,7 +54,7 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_model` wrote. Every rank reads the folder. Arguments are those of `save_fsdp_model`.
+    """Load a checkpoint of `save_fsdp_model`, with the same arguments. Every rank reads the folder.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or belongs to another model.
@@ -77,11 +77,11 @@ def save_fsdp_optimizer(
 
     Args:
         fsdp_plugin, use_dcp: Make no difference.
-        accelerator: That prepared the optimizer.
-        optimizer: Prepared.
-        model: The prepared model whose parameters it updates.
+        accelerator: The Accelerator that prepared the optimizer.
+        optimizer: The prepared optimizer.
+        model: The prepared model whose parameters the optimizer updates.
         output_dir: Receives the folder `optimizer_<optimizer_index>`.
-        optimizer_index: Default: 0.
+        optimizer_index: Number in the name of the folder. Default: 0.
     """
     del fsdp_plugin, use_dcp
     _save(accelerator, os.path.join(output_dir, f"{OPTIMIZER_NAME}_{optimizer_index}"), model, optimizer)
@@ -97,7 +97,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_optimizer` wrote. Every rank reads the folder. Arguments are those of it.
+    """Load a checkpoint of `save_fsdp_optimizer`, with the same arguments. Every rank reads the folder.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or belongs to another optimizer.

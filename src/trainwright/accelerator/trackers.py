@@ -25,13 +25,13 @@ from trainwright.processes.partial_state import PartialState
 class GeneralTracker:
     """Base class of trackers.
 
-    A sub-class has the class attributes `name` and `requires_logging_directory` (True if it writes into the folder of
-    the project), and the property `tracker`, which returns the object of its library. It defines
-    `store_init_configuration` and `log`, and `start` and `finish` if it opens and closes a run. Pass an object of it to
+    A subclass defines the class attributes `name` and `requires_logging_directory` (True if the tracker writes into the
+    folder of the project), and the property `tracker`, which returns the object of the library. It implements
+    `store_init_configuration` and `log`. `start` and `finish` are optional. Pass an instance to
     `Accelerator(log_with=…)`.
 
     Attributes:
-        main_process_only: only the first process calls it. Default: True.
+        main_process_only: Only the first process calls the tracker. Default: True.
     """
 
     main_process_only: bool = True
@@ -39,31 +39,31 @@ class GeneralTracker:
     requires_logging_directory: bool
 
     def start(self) -> None:
-        """Open the run; `init_trackers` calls it. Default: nothing."""
+        """Open the run. Called by `init_trackers`. Does nothing by default."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the configuration of the run."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
-        """Record values; `kwargs` are those that `Accelerator.log` gets for this tracker."""
+        """Record values. `kwargs` are the tracker's options in `log_kwargs` of `Accelerator.log`."""
 
     def finish(self) -> None:
-        """Write everything and close the run; `end_training` calls it. Default: nothing."""
+        """Write all data and close the run. Called by `end_training`. Does nothing by default."""
 
 
 _CLASSES: dict[LoggerType, type[LoggerTracker]] = {}
 
 
 class LoggerTracker(GeneralTracker):
-    """Tracker that writes to a logger of `trainwright.loggers`. Each kind of logger has a sub-class.
+    """Tracker that writes to a logger of `trainwright.loggers`. Each kind of logger has a subclass.
 
-    It records numbers, tensors with one element, texts, and mappings of them. It warns about the first value of another
-    type. It writes on the first process only.
+    Numbers, tensors with one element, texts, and mappings of these are recorded. The first value of another type raises
+    a warning. Only the first process writes.
 
     Args:
-        run_name: name of the project.
-        logging_dir: folder of the project. Default: None, which is the current one.
-        options: options of the library: what `init_kwargs` of `init_trackers` contains for this tracker.
+        run_name: Name of the project.
+        logging_dir: Folder of the project. Default: None, which is the current folder.
+        options: Options of the library: the tracker's entry in `init_kwargs` of `init_trackers`.
     """
 
     def __init_subclass__(cls, kind: LoggerType | None = None, requires_folder: bool = False) -> None:
@@ -80,7 +80,7 @@ class LoggerTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The run, in the form of the tracker's library; on other processes an object that does nothing."""
+        """The run's object of the tracker's library. On all processes except the first, an object without effect."""
         return self.logger.experiment
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class LoggerTracker(GeneralTracker):
         self.logger.log_hyperparams(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
-        """Record values at a step; None: the one after the last one. Any `kwargs` raise ConfigurationError."""
+        """Record values at a step. None is the step after the last one. `kwargs` raise a ConfigurationError."""
         if kwargs:
             raise ConfigurationError(
                 f"log_kwargs={{{self.name!r}: {kwargs!r}}} is not supported. Call the library's own method: "
@@ -116,7 +116,7 @@ class LoggerTracker(GeneralTracker):
             self.logger.log_metrics(metrics, self._step)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
-        """Record images: names and lists of images, or arrays of them; see `Logger.log_image`. Options do nothing."""
+        """Record names with lists or arrays of images; see `Logger.log_image`. Options have no effect."""
         at = max(self._step, 0) if step is None else step
         for key, images in values.items():
             for index, image in enumerate(images):
@@ -131,7 +131,7 @@ class LoggerTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: object,
     ) -> None:
-        """Record a table: `columns` with rows of `data`, or a pandas frame. Options do nothing."""
+        """Record a table: `columns` and rows of `data`, or a pandas frame. Options have no effect."""
         at = max(self._step, 0) if step is None else step
         self.logger.log_table(table_name, columns, data, dataframe, at)
 
@@ -183,11 +183,11 @@ _REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
 def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | GeneralTracker]:
-    """Return the trackers in `Accelerator(log_with=…)`; `"all"` is every tracker whose package is installed.
+    """Return the trackers of `Accelerator(log_with=…)`. `"all"` selects every tracker with an installed package.
 
     Raises:
-        MissingPackageError: the package of a tracker is not installed.
-        ConfigurationError: an entry is unknown or incomplete, or needs the folder of the project, which is None.
+        MissingPackageError: The package of a tracker is not installed.
+        ConfigurationError: An entry is unknown or incomplete, or needs the folder of the project, which is not set.
     """
     found: list[LoggerType | GeneralTracker] = []
     for one in log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]:
@@ -243,10 +243,10 @@ class LoopTrackers:
         self._unopened: list[GeneralTracker] = []  # they failed at their start
 
     def start(self, project: str, config: dict[str, Any] | None, options: Mapping[str, Mapping[str, Any]]) -> None:
-        """Open a run of each tracker. `config` are its hyper-parameters; `options` are by the names of trackers.
+        """Open a run of each tracker with the hyper-parameters `config`. `options` maps names of trackers to options.
 
         Raises:
-            ConfigurationError: `options` names another tracker, or an option is wrong. Nothing has been opened.
+            ConfigurationError: `options` names another tracker, or an option is not valid. No run has been opened.
         """
         names = [kind.name if isinstance(kind, GeneralTracker) else kind.value for kind in self._kinds]
         _check_names("init_kwargs", options, names)
@@ -275,7 +275,7 @@ class LoopTrackers:
         """Call `log` or `log_images` of each tracker.
 
         Raises:
-            ConfigurationError: `values` is not a mapping or `step` is not a number, or as for `each`.
+            ConfigurationError: `values` is not a mapping, `step` is not a number, or `each` raises.
         """
         if self._kinds and not isinstance(values, Mapping):
             raise ConfigurationError(f"accelerator.{method}({values!r}): expected a mapping of names to values.")
@@ -284,10 +284,10 @@ class LoopTrackers:
         self.each(method, values, step, options=options)
 
     def each(self, method: str, *args: object, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """Call a method of each tracker that has it.
+        """Call a method of each tracker that has this method.
 
         Raises:
-            ConfigurationError: trackers are not started, an option is wrong, or `options` names another tracker.
+            ConfigurationError: Trackers are not started, an option is not valid, or `options` names another tracker.
         """
         if self._kinds and not self._all:
             raise ConfigurationError("the trackers are not started. Call accelerator.init_trackers('project') first.")
@@ -319,7 +319,7 @@ class LoopTrackers:
         return an object that does nothing.
 
         Raises:
-            ConfigurationError: `name` is another tracker.
+            ConfigurationError: No tracker has this name.
         """
         named = {tracker.name: tracker for tracker in self._all}
         _check_names("get_tracker", [name], list(named))
@@ -333,7 +333,7 @@ class LoopTrackers:
         return found.tracker if unwrap else found  # type: ignore[attr-defined]  # checked by read_trackers
 
     def finish(self) -> None:
-        """Close all trackers; called again, it does nothing."""
+        """Close all trackers. Repeated calls have no effect."""
         if self.started:
             self.each("finish")
         self.started, self._all = [], []

@@ -27,26 +27,26 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:
-    """Convert a model to a pipeline for inference, with one stage on each process and batches split into chunks.
+    """Convert a model to a pipeline for inference. Each process runs one stage. Batches are split into chunks.
 
-    Call it on every process with the same model, whose weights are on the CPU. Each process moves its stage to its
-    device. The model is traced (`torch.distributed.pipelining.pipeline`), so its control flow must not depend on values
-    of tensors. A transformers model is traced with `use_cache=False`.
+    Call this function on every process with the same model. The weights must be on the CPU. Each process moves its
+    stage to its device. The model is traced (`torch.distributed.pipelining.pipeline`), so its control flow must not
+    depend on values of tensors. A transformers model is traced with `use_cache=False`.
 
     Afterwards, `model(*args)` is collective and accepts batches of any size. Only the arguments of the first process
-    are used; the others may omit them. A batch that does not fill its last chunk is padded with its last sample, and
-    the padding is removed from the result. The last process returns the result, or every process with `gather_output`;
-    the others return None.
+    are used. Other processes may omit the arguments. A batch that does not fill its last chunk is padded with its last
+    sample, and the padding is removed from the result. The last process returns the result, and other processes return
+    None. With `gather_output`, every process returns the result.
 
     Args:
-        model: A model in evaluation mode, which is changed.
-        split_points: Names of the modules that begin a stage, one fewer than there are processes. `"auto"` chooses
-            stages of similar size.
+        model: A model in evaluation mode. It is changed in place.
+        split_points: Names of the first modules of all stages except the first stage. The number of stages is the
+            number of processes. `"auto"` chooses stages of similar size.
         no_split_module_classes: Names of classes that `"auto"` does not split.
         example_args: Example arguments, with the batch in the first dimension of each tensor. Later calls may differ
             only in the size of the batch.
         example_kwargs: Example keyword arguments. Later calls must pass the same names.
-        num_chunks: Number of chunks that the example's batch is split into. Default: the number of processes.
+        num_chunks: Number of chunks into which the example's batch is split. Default: the number of processes.
         gather_output: Send the result to all processes.
 
     Returns:
@@ -98,7 +98,7 @@ def _has_batch(value: object) -> bool:
 
 
 def _resized(values: object, size: int) -> Any:
-    """Truncate tensors to `size` samples, or pad them with their last one."""
+    """Truncate tensors to `size` samples, or pad them with their last sample."""
 
     def resize(value: Any) -> Any:
         if not _has_batch(value) or len(value) == size:
@@ -201,7 +201,7 @@ class _Pipeline:
         return torch.cat(list(parts))[: size * (len(parts[0]) // self.chunk_size)]
 
     def _leaves_like_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the leaves of the arguments. Raise if they differ from the example in more than the batch size."""
+        """Return the leaves of the arguments. Raise an error if more than the batch size differs from the example."""
         wanted, structure = pytree.tree_flatten(self.example)
         if set(kwargs) != set(self.names) or len(args) != len(self.example[0]):
             raise ConfigurationError(
@@ -262,7 +262,7 @@ class _Pipeline:
 
 
 def _header(leaf: object) -> tuple[Any, ...]:
-    """Return a tensor's shape and dtype, with which other processes receive it, or the leaf if it is not a tensor."""
+    """Return a tensor's shape and dtype, which other processes need to receive it. Return other leaves unchanged."""
     return (True, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (False, leaf)
 
 
@@ -290,7 +290,7 @@ def _chunk(value: Any, index: int, num_chunks: int) -> Any:
 
 
 class _Stage:
-    """One stage of a traced model. It receives all values that it or a later stage needs, and sends those still needed.
+    """One stage of a traced model. It receives the values that it and later stages need, and sends on the latter.
 
     `traced` is the graph that calls all stages.
     """
@@ -315,7 +315,7 @@ class _Stage:
         self._pending: list[Any] = []
 
     def run(self, inputs: list[Any]) -> list[torch.Tensor]:
-        """Run one chunk. Only the first stage uses `inputs`, and only the last one returns a result."""
+        """Run one chunk. Only the first stage uses `inputs`. Only the last stage returns a result."""
         if self.rank == 0:
             moved = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), inputs)
             values: dict[Any, Any] = dict(zip(self.inputs, moved, strict=True))

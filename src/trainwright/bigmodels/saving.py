@@ -1,4 +1,4 @@
-"""Save a model's weights, offloaded ones included, for other programs and for `load_checkpoint_in_model`."""
+"""Saves of a model's weights, including offloaded ones, for other programs and for `load_checkpoint_in_model`."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ def save_model(
 ) -> None:
     """Write a model's weights to a folder that `load_checkpoint_in_model`, transformers and others can read.
 
-    Call it on one process; it is not collective. Blocks until the files are on the disk. They are `model.safetensors`,
-    or `model-00001-of-00002.safetensors` and so on with `model.safetensors.index.json`. They replace an earlier model
-    in the folder, of either format, atomically: after a crash the folder contains the old weights or the new ones.
-    Other files are not changed. Offloaded weights are read a few megabytes at a time.
+    Call this function on one process. Not collective. Blocks until the files are on the disk. The files are
+    `model.safetensors`, or `model-00001-of-00002.safetensors` etc. with `model.safetensors.index.json`. An earlier
+    model in the folder, of either format, is replaced atomically: after a crash, the folder contains the old or the new
+    weights. Other files are not changed. Offloaded weights are read a few megabytes at a time.
 
     Args:
-        model: Any module. Names do not contain the wrappers DistributedDataParallel, DataParallel and `torch.compile`.
-            Tied weights are written once, under their first name. Non-persistent buffers are not written. Quantized
-            layers are written in the format of `load_and_quantize_model`.
+        model: Any module. Names are those without the wrappers DistributedDataParallel, DataParallel and
+            `torch.compile`. Tied weights are written once, under their first name. Non-persistent buffers are not
+            written. Quantized layers are written in the format of `load_and_quantize_model`.
         save_directory: A folder; created if it does not exist.
         max_shard_size: Largest size of a file, in bytes or as `"5GB"`. A larger tensor gets its own file.
-        safe_serialization: False writes `pytorch_model.bin`, or shards and an index, with `torch.save` and with all
-            names of tied weights. Load these files with `torch.load(weights_only=True)`: other readers of pickles may
-            execute code in them. Offloaded weights and those on a device are copied to host memory, a shard at a time.
+        safe_serialization: False writes `pytorch_model.bin`, or shards and an index, with `torch.save`. Tied weights
+            are then written under all their names. Load these files with `torch.load(weights_only=True)`, because other
+            readers may execute code in pickles. Offloaded weights and weights on a device are copied to host memory,
+            one shard at a time.
 
     Raises:
         ConfigurationError: `max_shard_size` is not a size.
-        CheckpointError: The folder is a file; weights have no values (they are on the meta device and not offloaded),
-            are sharded over processes, or have a type that cannot be saved; or the disk is full. Files and folders are
-            as before.
+        CheckpointError: The folder is a file, the disk is full, or a weight has no values (on the meta device and not
+            offloaded), is sharded over processes, or has a type that cannot be saved. Files and folders are unchanged.
     """
     max_shard_bytes = _to_bytes(max_shard_size)
     found = _Collected()
@@ -88,8 +88,8 @@ def save_object(
     """Write an object on the main process. The other processes only check it. Not collective.
 
     Args:
-        obj: An object that `torch.save` pickles; a dict of tensors with `safe_serialization`.
-        f: A path, whose file is replaced, or an open file.
+        obj: An object that `torch.save` can pickle. With `safe_serialization`, a dict of tensors.
+        f: A path or an open file. An existing file at the path is replaced.
         safe_serialization: Write safetensors into a path, without a pickle. Default: False.
         is_main: This process writes. Default: True.
 
@@ -128,15 +128,16 @@ def save_sharded_model(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """Write the weights of a model that is sharded over processes as `save_model` does. Collective; blocks.
+    """Write the weights of a model that is sharded over processes like `save_model`. Collective. Blocks.
 
-    The main process writes; tensors are gathered one at a time while it does, so that it holds one full tensor at most.
+    The main process writes. Tensors are gathered one at a time, so that at most one full tensor is in memory.
 
     Args:
-        values: The model's state dict, the same names on every rank; sharded or not.
-        state: Gathers them.
-        processes: All that hold shards.
-        save_directory, max_shard_size, safe_serialization: See `save_model`, also for the errors, raised on every rank.
+        values: The model's state dict, with sharded or full tensors. Names must be equal on every rank.
+        state: The state that gathers the tensors.
+        processes: All processes with shards.
+        save_directory, max_shard_size, safe_serialization: See `save_model`, also for the errors. Errors are raised on
+            every rank.
     """
     max_shard_bytes = _to_bytes(max_shard_size)
     if processes.rank:
@@ -177,7 +178,7 @@ def save_sharded_model(
 
 
 def save_quantized_model(model: nn.Module, save_directory: PathLike) -> Path:
-    """Write a quantized model as `save_model` does, into a new folder, and return the folder.
+    """Write a quantized model like `save_model` into a new folder. Return the folder.
 
     `load_and_quantize_model` reads it with the same configuration.
 
@@ -221,7 +222,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Offloaded:
-    """An offloaded weight: its value, the location of that in a file, and its dtype and placeholder in the model."""
+    """An offloaded weight: the value, the value's location in a file, and the dtype and placeholder in the model."""
 
     value: torch.Tensor
     span: FileSpan | None
@@ -254,7 +255,7 @@ def _read_span(span: FileSpan, dtype: torch.dtype, buffer: torch.Tensor) -> Iter
 
 @dataclass(slots=True)
 class _Collected:
-    """The weights in a model's state dict, offloaded ones included, in its order, and the names of tied ones."""
+    """The weights in a model's state dict in order, including offloaded weights, and the names of tied weights."""
 
     weights: dict[str, Weight] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -327,7 +328,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def _storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if files can store it, and raise otherwise."""
+    """Return the tensor if files can store it. Otherwise, raise an error."""
     try:
         to_storable(tensor)
     except CheckpointError as error:
@@ -336,7 +337,7 @@ def _storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_not_sharded(tensors: Mapping[str, Any]) -> None:
-    """Raise if a tensor is sharded, because only this process's shard would be saved."""
+    """Raise an error if a tensor is sharded, because only this process's shard would be saved."""
     for name, tensor in tensors.items():
         is_sharded = type(tensor).__module__.startswith("torch.distributed")
         if is_sharded or getattr(tensor, "ds_numel", None) not in (None, getattr(tensor, "numel", int)()):

@@ -1,4 +1,4 @@
-"""The on-disk format of checkpoints: codec, writer, reader, verification and retention."""
+"""Checkpoints on disk: format, codec, writer, reader, verification and retention."""
 
 from __future__ import annotations
 

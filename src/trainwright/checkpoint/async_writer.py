@@ -1,4 +1,4 @@
-"""Background writing of checkpoints: training waits for a copy in host memory, and a thread writes the copy."""
+"""Background writing of checkpoints. Training waits only for a copy to host memory, which a thread writes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Write(Protocol):
     """A function that writes a checkpoint from the staged copies."""
 
     def __call__(self, *, quiet: LowPriorityThread) -> Any:
-        """Write it. `quiet` does the heavy work."""
+        """Write the checkpoint. The thread `quiet` hashes and writes large files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class _Job:
 
 
 class AsyncWriter:
-    """A writer of checkpoints that works in a thread, from a copy in host memory, while training continues.
+    """Writer of checkpoints that writes a copy in host memory, in a thread, while training continues.
 
-    One process of a run uses it, from one thread. At most one snapshot is in memory: a save waits for the previous one,
-    so that a slow disk slows the run down instead of filling the memory. Threads exist only while a checkpoint is
-    written. Before the interpreter exits it waits for them, until the deadline at the latest. A second thread with the
-    lowest priority does the work that takes processor time. While another thread waits for a save, the first thread
-    does that work too. Saving runs no collectives and draws no random numbers.
+    One process of a run uses the writer, from one thread. At most one snapshot is in memory. A save waits for the
+    previous save, so that a slow disk slows the run down instead of filling the memory. Threads exist only while a
+    checkpoint is written. At its exit, the interpreter waits for the threads, until the deadline at the latest. A
+    second thread with the lowest priority does the work that takes processor time. While a caller waits for a save, the
+    first thread does this work, too. Saving runs no collectives and draws no random numbers.
 
     Args:
         max_shard_bytes: see `plan_model`.
@@ -57,7 +57,8 @@ class AsyncWriter:
     Attributes:
         buffers: the host memory, which is reused between saves.
         optimizers: the optimizers whose state is saved.
-        deadline_s: returns the value of `time.monotonic()` at which unpublished checkpoints are dropped. None: never.
+        deadline_s: function that returns the value of `time.monotonic()` at which unpublished checkpoints are
+            discarded. None: checkpoints are never discarded.
     """
 
     def __init__(self, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -100,8 +101,8 @@ class AsyncWriter:
         """Copy `snapshot`, and write it as the checkpoint `path` in the background; see `write_checkpoint`.
 
         Blocks until the previous checkpoint is published and the tensors are copied. Afterwards the snapshot may
-        change. If it `overlaps`, the optimizers' tensors are copied in the background. Each `step` of one of
-        `optimizers` then first calls `finish_copy`; if the tensors change in another way before, the save fails.
+        change. If the snapshot `overlaps`, the optimizers' tensors are copied in the background. Each `step` of one of
+        `optimizers` then first calls `finish_copy`. If the tensors change in another way before, the save fails.
 
         Args:
             path: the checkpoint's folder. Its previous content remains until the new checkpoint is complete.
@@ -111,7 +112,7 @@ class AsyncWriter:
             fresh: see `Draft`.
 
         Raises:
-            CheckpointError: the previous checkpoint could not be written (this one is then not started), or this
+            CheckpointError: the previous checkpoint could not be written, and the new save was not started. Or the
                 snapshot cannot be saved as `path`.
         """
         self.wait()
@@ -122,10 +123,10 @@ class AsyncWriter:
         return path
 
     def stage(self, contents: Contents) -> None:
-        """Copy the tensors of `contents` for a save by several ranks, and make it refer to the copies.
+        """Copy the tensors of `contents` for a save by several ranks. Replace them in `contents` by the copies.
 
-        Call `start` next to write them. Blocks until earlier saves are done and the tensors are copied. Errors are
-        those of `wait`.
+        Call `start` next to write the copies. Blocks until earlier saves are done and the tensors are copied. Errors
+        are those of `wait`.
         """
         self.wait()
         self._stage(contents)
@@ -165,7 +166,7 @@ class AsyncWriter:
 
         Args:
             path, then, fresh: see `submit`.
-            metrics: for its manifest. Default: those of the snapshot.
+            metrics: metrics for the manifest. Default: the metrics of the snapshot.
 
         Raises:
             CheckpointError: no snapshot was submitted, `path` is not a checkpoint, or an earlier save has failed.
@@ -181,8 +182,8 @@ class AsyncWriter:
         """Block until all submitted checkpoints are published.
 
         Raises:
-            CheckpointError: a checkpoint could not be written. It names it and the later ones, which are dropped. It is
-                raised once.
+            CheckpointError: a checkpoint could not be written. The message names the checkpoint, and later checkpoints,
+                which are discarded. The error is raised once.
         """
         self.join()
         with self._lock:
@@ -206,7 +207,7 @@ class AsyncWriter:
                 return
 
     def _drop(self) -> None:
-        """Allow the interpreter to exit before the thread ends, which may wait for the disk. Memory is not freed."""
+        """Allow the interpreter to exit while the thread still waits for the disk. Memory is not freed."""
         with self._lock:
             self._jobs.clear()
             self._error = CheckpointError(
@@ -297,7 +298,7 @@ class AsyncWriter:
 
 
 class _Guard:
-    """A pre-hook of optimizer steps that finishes the copy first. It does not keep the writer alive."""
+    """A pre-hook of optimizer steps that finishes the copy first. It holds only a weak reference to the writer."""
 
     def __init__(self, writer: AsyncWriter) -> None:
         self._writer = weakref.ref(writer)
@@ -309,6 +310,6 @@ class _Guard:
 
 
 def _hold_exit(thread: threading.Thread, dropped: threading.Event) -> None:
-    """Block until a thread has ended or its work is dropped, since the exiting interpreter would abort it."""
+    """Block until a thread has ended or its work is discarded, because the exiting interpreter would abort it."""
     while thread.is_alive() and not dropped.is_set():
         thread.join(_LOOK_S)

@@ -1,4 +1,4 @@
-"""Checkpoints that several ranks write together: each writes its own files, and rank 0 publishes the checkpoint.
+"""Checkpoints that several ranks write together. Each rank writes its files, and rank 0 publishes the checkpoint.
 
 The ranks exchange messages through the run's key-value store, from any thread and without collectives.
 """
@@ -45,7 +45,7 @@ class Crew:
         store: the key-value store of the run.
         rank: rank of this process.
         world_size: number of ranks.
-        timeout_s: how long rank 0 waits for the others after it has written its own files.
+        timeout_s: seconds that rank 0 waits for other ranks after it has written its own files.
     """
 
     def __init__(self, store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
@@ -56,13 +56,13 @@ class Crew:
         self._hurry_until_s: float | None = None
 
     def hurry(self, seconds: float) -> None:
-        """Wait at most `seconds` from now on, since ranks may have failed. May be called from any thread."""
+        """Wait at most `seconds` from now on, because ranks may have failed. May be called from any thread."""
         self._hurry_until_s = time.monotonic() + seconds
 
     def write_share(self, folder: Path, contents: Contents, *, quiet: LowPriorityThread | None = None) -> None:
         """Write this rank's files into the folder of rank 0 and report them, or an error, to rank 0.
 
-        Blocks until they are synced. Every rank except 0 calls it. Not collective.
+        Blocks until the files are synced. Called on every rank except 0. Not collective.
         """
         try:
             report: dict[str, Any] = {"files": _to_json(write_files(folder, contents.files, quiet=quiet))}
@@ -74,10 +74,10 @@ class Crew:
             raise CheckpointError(f"rank {self.rank} cannot report its files to rank 0: {error}") from error
 
     def write_and_publish(self, draft: Draft, contents: Contents, *, quiet: LowPriorityThread | None = None) -> None:
-        """Write rank 0's files, wait for the reports of the others, and publish the checkpoint. Not collective.
+        """Write rank 0's files, wait for the reports of other ranks, and publish the checkpoint. Not collective.
 
         Raises:
-            CheckpointError: a rank could not write, or did not report within the timeout. The message names it.
+            CheckpointError: a rank could not write, or did not report within the timeout. The message names the rank.
         """
         with draft:
             entries = draft.write(contents, quiet=quiet)
@@ -85,7 +85,7 @@ class Crew:
             draft.publish(contents, entries)
 
     def _collect(self, folder: Path) -> dict[str, FileEntry]:
-        """Wait for the reports of all other ranks; return their files by path."""
+        """Wait for the reports of all other ranks. Return the ranks' files by path."""
         entries: dict[str, FileEntry] = {}
         waiting = set(range(1, self.world_size))
         begun_s, look_s = time.monotonic(), _FIRST_LOOK_S

@@ -92,7 +92,7 @@ def upload_checkpoint(
 
     Raises:
         FileNotFoundError: `local` does not exist.
-        CheckpointError: the local checkpoint is damaged or changes, another one has its name, or the service fails.
+        CheckpointError: `local` is damaged or changes, another remote checkpoint has its name, or the service fails.
         MissingPackageError: the service's package is not installed.
     """
     local = Path(local)
@@ -144,7 +144,7 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
 
     Raises:
         FileNotFoundError: there is no complete checkpoint at `url`.
-        CheckpointError: it is damaged, the local path exists already, or the service fails.
+        CheckpointError: the checkpoint is damaged, the local path already exists, or the service fails.
         MissingPackageError: the service's package is not installed.
     """
     remote = _Remote(url, storage_options)
@@ -194,7 +194,7 @@ def fetch_newest(
     Args:
         url: the remote folder.
         root: the folder of the downloads.
-        than: a local checkpoint. If no valid remote one is newer, None is returned.
+        than: a local checkpoint. If no valid remote checkpoint is newer than this one, None is returned.
         kind: `"full"` skips checkpoints that cannot be resumed.
         skip_damaged: skip a damaged checkpoint with a warning. Default: True; False raises its error.
     """
@@ -228,7 +228,7 @@ def _fetch_all(remote: _Remote, manifest: Manifest, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteEntry:
-    """One checkpoint that a run has uploaded. `created` distinguishes it from a later one of the same name."""
+    """One checkpoint that a run has uploaded. `created` distinguishes checkpoints of the same name."""
 
     name: str
     step: int
@@ -237,7 +237,7 @@ class RemoteEntry:
 
 
 class RemoteIndex:
-    """The index of the checkpoints that one run has uploaded below a URL. The run deletes no others.
+    """The index of the checkpoints that one run has uploaded below a URL. The run deletes no other checkpoints.
 
     It is stored in the same folder as `index.{run}.json`, one file per run, since objects cannot be locked. An entry is
     written before the upload begins, so that an interrupted upload can be deleted later.

@@ -1,4 +1,4 @@
-"""The index of the checkpoints that a run wrote. A run deletes no others."""
+"""The index of the checkpoints that a run wrote. A run deletes no other checkpoints."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class RunIndex:
         If the folder is missing, only its entry is deleted.
 
         Raises:
-            CheckpointError: another checkpoint has replaced the folder, which is kept.
+            CheckpointError: another checkpoint has replaced the folder. It is not deleted.
         """
         entries = self._load()
         entry = next((known for known in entries if known.name == name and known.run == self.run), None)

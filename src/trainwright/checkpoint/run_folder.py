@@ -48,13 +48,13 @@ class RunFolder:
         return RunIndex(self.path, run=self._run)
 
     def prepare(self) -> None:
-        """Clean up after killed runs, and order new checkpoints of this process after all in the folder."""
+        """Clean up after killed runs. Order new checkpoints of this process after all checkpoints in the folder."""
         clean_stale(self.path)
         for found in find_checkpoints(self.path):  # the clock of their run may have been ahead
             order_after(found.manifest.created)
 
     def listed(self, wanted: Callable[[IndexEntry], bool]) -> list[OpenResult]:
-        """Open those of this run's checkpoints for which `wanted` returns True."""
+        """Open this run's checkpoints for which `wanted` returns True."""
         return [open_or_error(self.path / entry.name) for entry in self.index.entries() if wanted(entry)]
 
     def newest(
@@ -104,7 +104,7 @@ class RunFolder:
         return None
 
     def newest_before(self, path: Path) -> tuple[list[OpenResult], Callable[[FoundCheckpoint], bool]]:
-        """Return the folder's other checkpoints, and a function that returns whether one is older than that at `path`.
+        """Return the folder's checkpoints except `path`, and a function that tells if one is older than `path`.
 
         If the time of writing of `path` is unreadable, all others count as older.
         """
@@ -121,7 +121,7 @@ class RunFolder:
         return self.path / names[-1] if names else None
 
     def enter(self, found: FoundCheckpoint) -> None:
-        """Add a checkpoint of this run to the index, if the run was killed before it added it."""
+        """Add a checkpoint of this run to the index, if the run was killed before it could do so."""
         index, entry = self.index, (found.path.name, found.manifest.created)
         if all((known.name, known.created) != entry for known in index.entries()):
             index.add(self.path / found.path.name)
@@ -232,8 +232,8 @@ def open_valid(
 
     Raises:
         FileNotFoundError: `path` does not exist.
-        NewerFormatError: it has a newer format, which is not damage.
-        CheckpointError: it is damaged, and there is no replacement or none is requested.
+        NewerFormatError: the checkpoint has a newer format, which is not damage.
+        CheckpointError: the checkpoint is damaged, and there is no replacement or no replacement is requested.
     """
     try:
         found = open_checkpoint(path)

@@ -48,7 +48,7 @@ class Row:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return `path` if it is a checkpoint, else those in it, or in its folder `checkpoints`; damaged ones too."""
+    """Return `path` if it is a checkpoint, else all checkpoints in it or in its folder `checkpoints`."""
     found = _folders(path)
     if not found:
         raise CheckpointError(f"{path} is not a checkpoint and contains none.")
@@ -77,7 +77,7 @@ def _looks_ours(path: Path) -> bool:
 
 
 def list_folder(folder: Path, *, hashes: bool = False) -> list[Row]:
-    """Return a row for each checkpoint in a run's folder, by step; those whose step is unknown come first."""
+    """Return a row for each checkpoint in a run's folder, by step. Checkpoints with unknown steps come first."""
     if not folder.exists():
         raise FileNotFoundError(f"there is no folder {folder}.")
     rows = [_row(path, hashes) for path in _folders(folder)]
@@ -85,7 +85,7 @@ def list_folder(folder: Path, *, hashes: bool = False) -> list[Row]:
 
 
 def list_remote(url: str) -> list[Row]:
-    """Return a row for each complete checkpoint directly below `url`, by step; manifests are read, no other file."""
+    """Return a row for each complete checkpoint directly below `url`, by step. Only manifests are read."""
     return [_row_of(last_part(item.url), item.url, item.manifest, []) for item in find_remote(url)]
 
 

@@ -50,7 +50,8 @@ def collect(config_file: str | None = None) -> dict[str, Any]:
     """Return the output of `trainwright env`, as JSON values by name; missing packages have None.
 
     Args:
-        config_file: Configuration of `trainwright launch`. Default: None, the file that it reads by default.
+        config_file: Configuration of `trainwright launch`. Default: None, which is the default file of `trainwright
+            launch`.
     """
     facts: dict[str, Any] = {
         "trainwright": __version__,
@@ -83,7 +84,7 @@ def _version(package: str) -> str | None:
 
 
 def _cuda_version() -> str | None:
-    """Return the CUDA version that torch was built with, from its file `version.py`: importing torch takes seconds."""
+    """Return the CUDA version of torch from torch's file `version.py`, because importing torch takes seconds."""
     found = importlib.util.find_spec("torch")
     file = None if found is None or found.origin is None else Path(found.origin).with_name("version.py")
     if file is None or not file.is_file():
@@ -107,7 +108,7 @@ def _devices() -> tuple[str | None, list[str]]:
 
 
 def _cpu_instructions() -> list[str]:
-    """Return the instructions for matrix products in low precision that this CPU has. Only Linux on x86 tells."""
+    """Return this CPU's instructions for low-precision matrix products. Always empty unless on Linux on x86."""
     file = Path("/proc/cpuinfo")
     match = re.search(r"^flags\s*:(.*)$", file.read_text(errors="replace") if file.is_file() else "", re.MULTILINE)
     flags = set(match[1].split()) if match else set()

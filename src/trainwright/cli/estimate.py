@@ -149,7 +149,7 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
 
 
 def _split_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
-    """Return the peak of a rank under tensor parallelism, or why there is none."""
+    """Return the peak memory of a rank with tensor parallelism, or the reason why it cannot be estimated."""
     from trainwright.bigmodels.maps.rank_peaks import model_of_one_rank, split_peak, training_shape
 
     assert model.module is not None
@@ -166,7 +166,7 @@ def _split_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
 
 
 def _pipeline_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
-    """Return the peak of a rank that holds one stage of a pipeline, or why there is none."""
+    """Return the peak memory of a rank with one pipeline stage, or the reason why it cannot be estimated."""
     from trainwright.bigmodels.maps.rank_peaks import pipeline_peak, stage_shapes
 
     assert model.module is not None
@@ -181,7 +181,7 @@ def _pipeline_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
 
 
 def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
-    """Return the peak of a rank that holds a part of each sequence, or why there is none."""
+    """Return the peak memory of a rank with a part of each sequence, or the reason why it cannot be estimated."""
     from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape
 
     assert model.module is not None
@@ -207,7 +207,7 @@ def _activation_bytes(model: _FoundModel, batch_size: int, sequence_length: int,
 def _stage_bytes(
     model: _FoundModel, batch_size: int, sequence_length: int, *, loss: bool, pp: int
 ) -> tuple[list[int], list[int]]:
-    """Return the bytes that autograd keeps in each stage of a pipeline, and the bytes that each sends to the next."""
+    """Return the bytes that autograd saves in each pipeline stage, and the bytes that each stage sends on."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -284,7 +284,7 @@ def _keeps_keys_and_values(module: Any) -> bool:
 
 
 def _num_positions(config: dict[str, Any] | None) -> int | None:
-    """Return the maximal number of tokens of a model of transformers, if its configuration has it."""
+    """Return the maximum number of tokens of a transformers model, or None if its configuration lacks it."""
     found = (config or {}).get("max_position_embeddings") or (config or {}).get("n_positions")
     return found if isinstance(found, int) else None
 

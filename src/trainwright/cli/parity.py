@@ -149,7 +149,7 @@ def _check_assignments(assignments: Sequence[tuple[str, str]]) -> None:
 
 
 def _read_strategies(text: str) -> list[tuple[str, str]]:
-    """Return each strategy as it was written, and its import path or registry name."""
+    """Return the text of each strategy, and the strategy's import path or registry name."""
     from trainwright.strategies.registry import STRATEGIES, make_strategy
 
     strategies = []
@@ -168,7 +168,7 @@ def _read_strategies(text: str) -> list[tuple[str, str]]:
 
 
 def _run(plan: ParityPlan, label: str, folder: Path) -> Tape | str:
-    """Run one strategy; return its record, or the error."""
+    """Run one strategy. Return its record, or the error."""
     from trainwright.cli.parity_tape import Tape
     from trainwright.processes.launcher import run_module
 
@@ -237,7 +237,7 @@ def _print_table(labels: Sequence[str], compared: Sequence[Comparison | str]) ->
 
 
 def run_plan(folder: Path) -> int:
-    """Run the plan of a folder; return 0, or 1 with an `error.txt` there."""
+    """Run the plan of a folder. Return 0, or write `error.txt` into the folder and return 1."""
     plan = ParityPlan(**json.loads((folder / "plan.json").read_text()))
     try:
         _record(plan, folder)

@@ -38,7 +38,7 @@ _UNEVEN = 3.0  # the longest wait in means, from which batches that are prepared
 
 
 class _Gather(Callback):
-    """Gathers the results of all ranks at the end of training, with the facts that the advice needs."""
+    """Callback that gathers the results of all ranks, and the values that the advice needs, at the end of training."""
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []  # of this rank, also of warm-up steps
@@ -46,12 +46,12 @@ class _Gather(Callback):
         self.facts: dict[str, Any] = {}
 
     def on_train_step_end(self, trainer: object, task: object, result: StepResult) -> None:
-        """Keep the loss."""
+        """Store the loss."""
         if result.loss is not None:
             self.losses.append(result.loss)
 
     def on_train_end(self, trainer: Any, task: object) -> None:
-        """Collective."""
+        """Gather the results. Collective."""
         self.ranks = trainer.run.engine.processes.gather_object(trainer.profiler.result())
         loader, optimizers = trainer.train_dataloader, list(trainer.optimizers)
         self.facts = {
@@ -69,7 +69,7 @@ class _Gather(Callback):
 
 
 class _NoLogger(Logger):
-    """Receives what callbacks log, and does nothing."""
+    """Logger without effect, for callbacks that log values."""
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Do nothing."""
@@ -79,7 +79,7 @@ class _NoLogger(Logger):
 
 
 def advice(result: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    """Return what to change, for the largest part and each other one of at least 20 %."""
+    """Return advice for the largest part of the time, and for each other part of at least 20 %."""
     step, parts = result["step_ms"], result["parts"]
     ranked = sorted(parts, key=lambda part: -parts[part])
     chosen = [part for i, part in enumerate(ranked) if not i or 100 * parts[part] / step >= _NOTABLE]
@@ -134,7 +134,7 @@ def profile(argv: Sequence[str]) -> int:
     """Train a few steps and print where their time goes; see `trainwright profile --help`.
 
     Returns:
-        0, or 130 if it was ended by Ctrl-C.
+        0, or 130 after Ctrl-C.
     """
     from trainwright.cli.configs.overrides import read_command_line
     from trainwright.cli.configs.parsing import build, listed

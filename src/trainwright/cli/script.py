@@ -41,21 +41,23 @@ class CLI:
     (`ckpt_path`, …). A file with `task` instead of `model` can be read too.
 
     Args:
-        model_class: the task's class, or a function that creates one; None: set in the configuration. Default: None.
-        datamodule_class: the same for the data module; None: may be set in the configuration. Default: None.
-        save_config_callback: callback that saves the settings when `fit` begins; None: they are not saved.
-            Default: `SaveConfigCallback`.
-        save_config_kwargs: its further arguments. Default: None.
-        trainer_class: a sub-class of Trainer, or a function that creates one. Default: `Trainer`.
-        trainer_defaults: defaults of the Trainer's arguments; its callbacks are added to those of the configuration.
-            Default: None.
-        seed_everything_default: a seed; True: a random one, which is saved; False: none. Default: True.
-        parser_kwargs: arguments of jsonargparse's parser (`default_config_files`); those of one stage under its name.
-            Default: None.
+        model_class: the task's class, or a function that returns a task. Default: None. The configuration then names
+            the class.
+        datamodule_class: the data module's class, or a function that returns a data module. Default: None. The
+            configuration may then name the class.
+        save_config_callback: class of the callback that saves the settings when `fit` begins. None does not save the
+            settings. Default: `SaveConfigCallback`.
+        save_config_kwargs: further arguments of `save_config_callback`. Default: None.
+        trainer_class: a subclass of Trainer, or a function that returns a Trainer. Default: `Trainer`.
+        trainer_defaults: defaults of the Trainer's arguments. Callbacks in it are added to the callbacks of the
+            configuration. Default: None.
+        seed_everything_default: a seed. True selects a random seed, which is saved. False sets no seed. Default: True.
+        parser_kwargs: arguments of jsonargparse's parser, such as `default_config_files`. An entry with the name of a
+            stage has the arguments for this stage. Default: None.
         subclass_mode_model: a configuration may name a sub-class of `model_class`. Default: False.
         subclass_mode_data: a configuration may name a sub-class of `datamodule_class`. Default: False.
-        args: arguments instead of `sys.argv[1:]`, or a mapping instead of a file; None: `sys.argv[1:]`. Default: None.
-        run: run the stage that the first argument names; False: only build. Default: True.
+        args: list of arguments, or a mapping instead of a file. Default: None, which is `sys.argv[1:]`.
+        run: run the stage that the first argument names. False only builds the objects. Default: True.
         auto_configure_optimizers: `optimizer` and `lr_scheduler` may be configured, and become the task's
             `configure_optimizers`. Default: True.
 
@@ -63,12 +65,12 @@ class CLI:
         parser: the parser.
         subcommand: the stage; None with `run=False`.
         config: the settings; with `run=True` under the stage's name: `cli.config.fit.trainer`.
-        config_init: the same with objects instead of class paths. model, datamodule, trainer: the built objects;
-            `datamodule` may be None.
+        config_init: `config` with objects instead of class paths.
+        model, datamodule, trainer: the built objects. `datamodule` may be None.
 
     Raises:
-        ConfigurationError: an invalid setting. If the arguments are from `sys.argv`, it is printed and the script exits
-            with 2.
+        ConfigurationError: a setting is not valid. With arguments from `sys.argv`, the error is printed and the script
+            exits with 2.
     """
 
     def __init__(
@@ -321,7 +323,7 @@ class _ClassRecipe(NamedTuple):
 
     @classmethod
     def of(cls, group: tuple[str, Any] | None, built: Any, given: Any) -> _ClassRecipe | None:
-        """Return the recipe of a group of arguments; None if it is empty.
+        """Return the recipe of a group of arguments, or None if the group is empty.
 
         Args:
             group: Key and class, or bases, of the arguments.

@@ -1,4 +1,4 @@
-"""`trainwright profile config.yaml --apply`: try remedies in trial runs, and write those that gain."""
+"""`trainwright profile config.yaml --apply`: try remedies in trial runs, and write those that save time."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Remedy:
     Attributes:
         section: `trainer`, `task` or `data`; `environment` for a variable, which a configuration cannot set.
         argument: the argument's name. In `task` and `data` it is searched in nested classes, too.
-        following: returns the value to try after the current one; None: there is none.
+        following: function that returns the value to try after the current value, or None if there is none.
         tolerance: largest relative difference of losses. None: losses are not compared, and the remedy has to be named.
-        climbs: after a gain, the next value is tried.
-        needs: an argument beside it that must be set.
+        climbs: after a gain, try the next value, too.
+        needs: another argument of the same section that must be set.
     """
 
     section: str
@@ -82,7 +82,7 @@ class TrialRun:
 
     Attributes:
         step_ms: milliseconds of a step.
-        losses: those of all steps.
+        losses: losses of all steps.
         startup_s: seconds outside of the measured steps.
     """
 
@@ -100,8 +100,8 @@ class TriedChange:
         before, after: milliseconds of a step, or samples per second.
         gain: percentage of a step's time that is saved.
         losses: largest relative difference of losses; None: not compared.
-        result: whether it is kept, and why not.
-        proposed: it gains, and is left to the user.
+        result: text that says if the change is kept, or why not.
+        proposed: the change saves time, but the user must apply it.
     """
 
     remedy: str
@@ -194,9 +194,9 @@ def _leaves(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def change(config: Mapping[str, Any], name: str) -> tuple[list[str], tuple[int, int]] | str:
-    """Return the next overrides of a remedy, with the batch sizes before and after, or why there are none.
+    """Return the next overrides of a remedy and the batch sizes before and after, or the reason why there are none.
 
-    Those of `threads` are alternatives.
+    The overrides of `threads` are alternatives.
     """
     remedy = REMEDIES[name]
     if name == "threads":
@@ -226,7 +226,7 @@ class Tuning:
         words: configuration and overrides.
         steps, warmup: optimizer steps of a trial.
         repeats: number of trials of each side of a comparison.
-        tell: receives each row as it is known.
+        tell: function that receives each row as soon as it is known.
     """
 
     def __init__(

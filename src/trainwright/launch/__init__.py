@@ -1,1 +1,1 @@
-"""Starting a script on several processes from one command."""
+"""Start of a script in several processes with one command."""

@@ -1,4 +1,4 @@
-"""`trainwright check`: start processes as `trainwright launch` does, and check that they can train."""
+"""`trainwright check`: start processes like `trainwright launch`, and check that the processes can train."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def failed(part: str, found: str) -> Finding:
 
 
 def check(argv: Sequence[str]) -> int:
-    """Check that the processes which these options describe can train. Return 0 if nothing failed, and otherwise 1."""
+    """Check that processes with these options can train. Return 0 if all parts pass or are skipped, otherwise 1."""
     if {"-h", "--help"} & set(argv):
         print(_help())
         return 0
@@ -85,7 +85,7 @@ def check(argv: Sequence[str]) -> int:
 
 
 def _run(config: LaunchConfig, run_folder: str, temporary: Path) -> list[Finding]:
-    """Run all parts in new processes, and return a row for each."""
+    """Run all parts in new processes. Return a row for each part."""
     local, _ = set_environment(config)
     set_variable(PREFIX, "[rank ${rank}] ")
     results = temporary / "results"
@@ -106,13 +106,13 @@ def _run(config: LaunchConfig, run_folder: str, temporary: Path) -> list[Finding
 
 
 def _read(results: Path) -> list[Finding]:
-    """Return the rows of the process that wrote most of them. A process that hangs writes no further ones."""
+    """Return the rows of the process that wrote the most rows. A process that hangs writes no further rows."""
     files = [file.read_text().splitlines() for file in sorted(results.glob("*.jsonl"))]
     return [Finding(**json.loads(line)) for line in max(files, key=len, default=[])]
 
 
 def complete(rows: Sequence[Finding], ended: str) -> list[Finding]:
-    """Return a row for every part: `rows`, the part in which a process `ended`, and those that were not reached."""
+    """Return a row for every part: `rows`, then the part in which a process `ended`, and parts that did not run."""
     found, left = list(rows), list(PARTS)[len(rows) :]
     if left and not (found and found[-1].found.startswith(STOPPED)):
         found.append(failed(left.pop(0), STOPPED + (ended or "processes ended without a result")))

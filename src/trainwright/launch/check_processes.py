@@ -1,4 +1,4 @@
-"""The parts of `trainwright check`, which runs this module in each process with two folders: for the run, for rows."""
+"""The parts of `trainwright check`. Each process runs this module with a folder for the run and one for rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _expect(condition: bool, problem: str) -> None:
 
 
 class Watch:
-    """Ends the processes of this machine if a part takes longer than `LIMIT_S` or continues after a rank failed."""
+    """Watchdog that ends this machine's processes if a part takes longer than `LIMIT_S`, or goes on after a failure."""
 
     def __init__(self, results: Path) -> None:
         self.store: Any = None
@@ -126,7 +126,7 @@ def _failure(part: str) -> str:
 
 
 class Check:
-    """Accelerator, folder of the run, which does not exist yet, and exchange of facts between ranks."""
+    """State of a check: Accelerator, folder of the run, which does not exist yet, and exchange between ranks."""
 
     def __init__(self, accelerator: Accelerator, folder: Path) -> None:
         self.accelerator, self.folder = accelerator, folder
@@ -148,7 +148,7 @@ class Check:
         return [json.loads(self._store.get(one)) for one in keys]
 
     def run(self, part: str, work: Callable[[Check], str]) -> Finding:
-        """Run one part, and return its row, the same one on every rank. Collective."""
+        """Run one part. Return its row, which is equal on every rank. Collective."""
         facts: Facts
         try:
             facts = PASS, work(self)
@@ -167,7 +167,7 @@ class Check:
 
 
 def combined(part: str, facts: list[Facts]) -> Finding:
-    """Return the row of a part from the results of all ranks: a failure of one is a failure."""
+    """Return the row of a part from the results of all ranks. The part fails if it fails on any rank."""
     problems = {rank: found for rank, (result, found) in enumerate(facts) if result == FAIL}
     if not problems:
         return Finding(part, *facts[0])
@@ -281,7 +281,7 @@ class _CheckedModel(nn.Sequential):
 
 
 class Training:
-    """A small training through the Accelerator, which drops everything that was prepared. Collective."""
+    """A small training with the Accelerator, whose earlier prepared objects are released. Collective."""
 
     def __init__(self, check: Check, seed: int) -> None:
         self.accelerator = accelerator = check.accelerator
@@ -299,7 +299,7 @@ class Training:
         self.model, self.optimizer, self.loader = accelerator.prepare(model, _optimizer(model), loader)
 
     def batches(self) -> Iterator[tuple[list[int], float, bool]]:
-        """Train, and yield each micro-batch of all ranks: its samples, its loss, and True if its step was skipped."""
+        """Train. Yield samples, loss, and True for a skipped step, for each micro-batch of all ranks."""
         for index, x, y in self.loader:
             with self.accelerator.accumulate(self.model):
                 loss = nn.functional.mse_loss(self.model(x).float(), y.float())
@@ -320,7 +320,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_training(training: Training, batches: list[tuple[list[int], float, bool]]) -> list[float]:
-    """Train `training.plain` on the same global batches by plain PyTorch in this process, and return the losses."""
+    """Train `training.plain` on the same global batches with plain PyTorch in this process. Return the losses."""
     accelerator, model, losses = training.accelerator, training.plain, []
     optimizer, size = _optimizer(model), accelerator.gradient_accumulation_steps
     deepspeed = accelerator.deepspeed_plugin
@@ -339,7 +339,7 @@ def plain_training(training: Training, batches: list[tuple[list[int], float, boo
 
 
 def parity(check: Check) -> str:
-    """Compare a training of all processes with the same global batches in one."""
+    """Compare a training in all processes with a training on the same global batches in one process."""
     training = Training(check, seed=0)
     done = list(islice(training.batches(), training.num_batches))
     weights, losses = training.weights(), plain_training(training, done)
@@ -357,7 +357,7 @@ def parity(check: Check) -> str:
 
 
 def run_folder(check: Check) -> str:
-    """Write to the run folder, and compare what ranks see in it."""
+    """Write to the run folder, and compare its content between ranks."""
     check.folder = Path(check.exchange(str(check.folder))[0])
     problem, seconds = "", 1.0
     if check.rank == 0:
@@ -409,7 +409,7 @@ _WORK = (processes, devices, versions, clocks, collectives, data, parity, run_fo
 
 
 def main(folder: Path, results: Path) -> None:
-    """Run all parts in this process, and write a row for each."""
+    """Run all parts in this process. Write a row for each part."""
     os.dup2(2, 1)  # the output of `trainwright check` is its rows
     watch = Watch(results)
     try:

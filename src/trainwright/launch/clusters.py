@@ -1,4 +1,4 @@
-"""Start a script by Slurm, MPI, Ray, Kubernetes or Amazon SageMaker, with the options of `trainwright launch`.
+"""Start of a script with Slurm, MPI, Ray, Kubernetes or Amazon SageMaker, with the options of `trainwright launch`.
 
 Invalid options raise ConfigurationError, and a missing program MissingPackageError, before anything is started.
 """
@@ -81,7 +81,7 @@ def check_cluster(config: LaunchConfig) -> None:
 
 
 def start_on_cluster(command: LaunchCommand) -> int:
-    """Submit a job to Slurm or SageMaker, start mpirun, run actors of Ray or write a manifest; return the exit code.
+    """Submit a job, start mpirun, run actors of Ray, or write a manifest. Return the exit code.
 
     mpirun replaces this process.
     """

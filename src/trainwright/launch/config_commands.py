@@ -1,7 +1,7 @@
 """`trainwright config`, `trainwright to-fsdp2` and `trainwright tpu-config`: write, update and show the
 configuration of `trainwright launch`, and run commands on all machines of a TPU pod by gcloud.
 
-What cannot be read or written raises ConfigurationError.
+A file that cannot be read or written raises ConfigurationError.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def described(path: str | Path | None = None) -> list[str]:
     """Return lines that name the configuration file and each option that is set, with its origin.
 
     Args:
-        path: Default: None, the file that `trainwright launch` reads by default.
+        path: The file. Default: None, which is the file that `trainwright launch` reads by default.
     """
     variables, file = reading.read_variables(), reading.read_file(path)
     found, notes = reading.merged({}, variables, file)

@@ -1,6 +1,6 @@
-"""Configuration files of `trainwright launch`: writing them, their defaults, and the change from FSDP1 to FSDP2.
+"""Configuration files of `trainwright launch`: writing, default values, and conversion from FSDP1 to FSDP2.
 
-What cannot be written raises ConfigurationError.
+A file that cannot be written raises ConfigurationError.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def content_of(config: LaunchConfig, devices: str = "MULTI_GPU") -> dict[str, An
 
     Args:
         config: The options.
-        devices: `distributed_type` of several processes that are not on the CPU. Default: `"MULTI_GPU"`.
+        devices: Value of `distributed_type` for several processes on accelerators. Default: `"MULTI_GPU"`.
     """
     kind = _type_of(config, devices)
     implied: dict[str, Any] = dict(TYPES.get(kind, {}))
@@ -117,10 +117,10 @@ def write_basic_config(
 
     Args:
         mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`. Default: `"no"`.
-        save_location: The file. Default: None, the file that `trainwright launch` reads by default.
+        save_location: The file. Default: None, which is the file that `trainwright launch` reads by default.
 
     Returns:
-        Its path; False if the file exists, which stays as it is.
+        The path of the file. False if the file already exists. It is then not changed.
 
     Raises:
         ConfigurationError: The precision is unknown, or the file cannot be written.
@@ -134,10 +134,10 @@ def write_basic_config(
 
 
 def to_fsdp2(config: LaunchConfig, origin: str) -> tuple[LaunchConfig, list[str]]:
-    """Return the options of FSDP2 for those of FSDP1, and the names of options that FSDP2 does not have.
+    """Convert options of FSDP1 to FSDP2. Also return the names of options that FSDP2 does not have.
 
     Args:
-        config: The options with those of FSDP1.
+        config: Options of `trainwright launch` with options of FSDP1.
         origin: Path of the file, for errors.
     """
     if not config.use_fsdp:

@@ -1,7 +1,6 @@
-"""DeepSpeed's hostfile: the machines of a job with their devices, and starting all of them by pdsh.
+"""DeepSpeed's hostfile, which lists the machines of a job and their devices, and the start of machines with pdsh.
 
-What is wrong with the file raises ConfigurationError, and what is not installed MissingPackageError, before anything is
-started.
+An invalid file raises ConfigurationError, and a missing program MissingPackageError, before anything is started.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def _follow(run: subprocess.Popen[bytes]) -> int:
-    """Write what pdsh writes until it ends or a machine has failed, and return the exit code."""
+    """Forward the output of pdsh until pdsh ends or a machine has failed. Return the exit code."""
     assert run.stderr is not None
     for line in run.stderr:
         sys.stderr.write(line.decode(errors="replace"))
@@ -149,7 +148,7 @@ def _remote_text(command: LaunchCommand, hosts: _Hosts) -> str:
 
 
 def handed_variables() -> dict[str, str]:
-    """Return the variables that other machines receive: those of libraries, then those of `.deepspeed_env`."""
+    """Return the variables that other machines receive: variables of libraries, then those in `.deepspeed_env`."""
     of_options = {option.variable for option in known_options().values()}  # their values are flags
     found = {
         name: value

@@ -83,7 +83,7 @@ def _claim(text: str) -> tuple[str, str]:
 
 
 def _pod(config: LaunchConfig) -> _Mapping:
-    """Return what pods have besides their container."""
+    """Return the properties of a pod except its container."""
     volumes: list[_Mapping] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]  # 64 MiB without it
     if config.kubernetes_claim:
         claim = {"claimName": _claim(config.kubernetes_claim)[0]}

@@ -1,6 +1,6 @@
-"""`trainwright launch`: run a script in one process or in several, on one machine or on each of several.
+"""`trainwright launch`: run a script in one or several processes, on one machine or on each of several machines.
 
-What is wrong with the options raises ConfigurationError, before anything is started.
+Invalid options raise ConfigurationError before any process is started.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ _CONSEQUENCE = re.compile(r"[Cc]onnection|Broken pipe|[Tt]imed out|[Tt]imeout|re
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Run a script on the processes that its options describe, and return its exit code.
+    """Run a script in the processes that the options describe. Return the exit code.
 
-    One process replaces this one. Several are started, watched and ended together by torch's elastic agent.
+    A single process replaces the calling process. Several processes are started, monitored and ended together by
+    torch's elastic agent.
 
     Raises:
-        ConfigurationError: Something is wrong with the options or the script; nothing has been started.
+        ConfigurationError: An option or the script is not valid. No process has been started.
     """
     if not argv or "help" in split(argv)[1]:
         print(_help())
@@ -68,7 +69,7 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def set_environment(config: LaunchConfig) -> tuple[int, int]:
-    """Set the variables of the processes, and return their number on this machine, and on all."""
+    """Set the variables of the processes. Return the number of processes on this machine, and on all machines."""
     local, total = _process_counts(config)
     set_variables(config.environment() | _visible_devices(config.gpu_ids))
     if total > 1:
@@ -77,7 +78,7 @@ def set_environment(config: LaunchConfig) -> tuple[int, int]:
 
 
 def check(command: LaunchCommand) -> None:
-    """Check options and script before anything is started."""
+    """Check the options and the script before any process is started."""
     check_options(command.config)
     check_packages(command.config)
     if command.kind == "script" and not command.config.kubernetes:  # the image has the script
@@ -144,7 +145,7 @@ def _check_script(script: str) -> None:
 
 
 def _process_counts(config: LaunchConfig) -> tuple[int, int]:
-    """Return the number of processes on this machine, and on all."""
+    """Return the number of processes on this machine, and on all machines."""
     machines = config.num_machines or 1
     wanted = None if config.num_processes is None else config.num_processes // machines
     if config.cpu or config.tpu or (wanted == 1 and machines == 1):
@@ -201,10 +202,10 @@ def run_agent(command: LaunchCommand, local: int, logs: str) -> FirstFailure | N
     """Start the processes of this machine by torch's elastic agent, and wait for them. Main thread only.
 
     Returns:
-        The failure that caused the others; None if no process has failed. All have ended.
+        The failure that caused other failures, or None if no process has failed. All processes have ended.
 
     Raises:
-        SystemExit: This process received a signal, and all have ended.
+        SystemExit: This process received a signal. All processes have ended.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -307,7 +308,7 @@ def is_busy(port: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FirstFailure:
-    """The process that failed first: its rank and process ID, exit code, how it ended, its error, and its output."""
+    """The process that failed first: rank, process ID, exit code, description of its end, error, and output."""
 
     rank: int
     pid: int
@@ -318,10 +319,11 @@ class FirstFailure:
 
 
 def first_failure(error: Any, logs: str | Path) -> FirstFailure:
-    """Return the failure that caused the others.
+    """Return the failure that caused other failures.
 
-    A process that a signal killed comes first, then the earliest error that another process did not cause, by the time
-    of the last output. Torch's own order has whole seconds. Processes whose output is not in a file come after these.
+    This is a process that a signal killed, or else the earliest error that no other process caused, by the time of the
+    last output. Processes whose output is not in a file come last. The times in torch's error have a resolution of one
+    second only.
 
     Args:
         error: `ChildFailedError` of torch's agent.
@@ -343,7 +345,7 @@ def first_failure(error: Any, logs: str | Path) -> FirstFailure:
 
 
 def _error_line(text: str) -> str:
-    """Return the first line of the last error in the output of a process, or else its last line."""
+    """Return the first line of the last error in a process's output, or else the last line of the output."""
     lines = [line for line in text.splitlines() if line.strip()]
     texts = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in lines]
     start = max((number for number, line in enumerate(texts) if line.startswith("Traceback (")), default=len(lines))

@@ -22,15 +22,15 @@ class Option:
     Attributes:
         name: name of the field in `LaunchConfig`. The flag is `--name`.
         read: converts the option's text to its value, and raises ValueError if the text is invalid.
-        help: its help text, one sentence.
+        help: help text of the option, one sentence.
         group: heading in `--help`.
         variable: environment variable that passes the value to the script. None: only the launcher uses the option.
         section: key of the YAML mapping that contains the option. Empty: the top level of the file.
         choices: the allowed values. Empty: any.
         other: advice for values that are not in `choices`.
-        later: reason for which the option is not supported. Empty: it is supported.
+        later: reason why the option is not supported. Empty: the option is supported.
         harmless: value of an unsupported option that is accepted because it has no effect.
-        repeats: True if the flag may be given several times. The value has a line for each.
+        repeats: True if the flag may be repeated. The value has one line for each occurrence.
     """
 
     name: str
@@ -56,15 +56,15 @@ class Option:
         return self.group == _LATER
 
     def refusal(self, value: object) -> str:
-        """Return the reason for which a value is not supported. Empty: it is accepted."""
+        """Return the reason why a value is not supported. Empty if the value is supported."""
         return "" if str(value).lower() in ("", "none", *_FALSE, self.harmless) else self.later
 
     def parse(self, value: object, origin: str) -> Any:
         """Return a value in the option's type.
 
         Args:
-            value: Text, or the value that YAML has read; None if the option is not set.
-            origin: Where it comes from, for the error.
+            value: Text, or the value from a YAML file. None if the option is not set.
+            origin: Source of the value, for the error.
 
         Raises:
             ConfigurationError: The value is invalid, or the option is not supported.
@@ -95,7 +95,7 @@ def as_bool(text: str) -> bool:
     """Return the truth value of a text.
 
     Raises:
-        ValueError: It is neither a true nor a false word.
+        ValueError: The text is not a known word for true or false.
     """
     if text.lower() not in (*_TRUE, *_FALSE):
         raise ValueError(text)
@@ -103,7 +103,7 @@ def as_bool(text: str) -> bool:
 
 
 def as_mapping(text: str) -> dict[str, Any]:
-    """Return the mapping that a text of JSON contains.
+    """Return the mapping that a JSON text contains.
 
     Raises:
         ValueError: The text is not JSON, or contains something else.
@@ -344,7 +344,7 @@ def options() -> Iterator[Option]:
 
 
 def refused_options() -> Iterator[Option]:
-    """Yield the options that have no effect, and are refused if there is a reason. They are not fields."""
+    """Yield the options without effect, which are not fields. With a `refusal`, they raise an error."""
     for reason, names in _REFUSED.items():
         for text in names.split():
             name, _, harmless = text.partition("=")

@@ -1,7 +1,7 @@
 """Detection of machines whose launcher has ended, for the static rendezvous.
 
-Torch's agents with a static rendezvous do not notice that the agent of another machine has ended: they start their own
-processes again, which then wait for the missing ones until a timeout of minutes.
+With a static rendezvous, torch's agents do not detect that the agent of another machine has ended. They restart their
+processes, which then wait for the missing processes until a timeout of minutes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _ENDING_S = 10.0  # how long the agent may take to end its processes
 class MachineWatch:
     """Heartbeats of all launchers in the agents' store.
 
-    When one stops without success, this process receives SIGTERM, which ends the agent and its processes. If
-    the agent is blocked, this process exits.
+    When another launcher stops without success, this process receives SIGTERM, which ends the agent and its processes.
+    If the agent is blocked, this process exits.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -47,7 +47,7 @@ class MachineWatch:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Send heartbeats and check those of the other machines in threads, until the block ends."""
+        """Return a context in which threads send heartbeats and check the heartbeats of other machines."""
         for thread in self._threads:
             thread.start()
         try:
@@ -82,7 +82,7 @@ class MachineWatch:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
 
     def _exchange(self, store: TCPStore) -> None:
-        """Send one heartbeat, and read the others'."""
+        """Send one heartbeat, and read the heartbeats of other machines."""
         store.add(f"trainwright/beats/{self._rank}", 1)
         for rank in set(range(self._count)) - {self._rank}:
             beats = store.add(f"trainwright/beats/{rank}", 0)

@@ -63,37 +63,38 @@ def notebook_launcher(
 ) -> Any:
     """Call `function(*args)` in several new processes, from a notebook or a script, and wait for them.
 
-    An `Accelerator()` in the function takes its processes and its precision from here. Functions and classes of the
-    notebook may be used; they are sent with cloudpickle. A script needs no `__main__` guard. A single process is this
-    one: the function is called here. Main thread only.
+    `Accelerator()` in the function uses these processes and `mixed_precision`. Functions and classes of the notebook
+    may be used. They are sent with cloudpickle. A script needs no `__main__` guard. With one process, the function is
+    called in the calling process. Main thread only.
 
     Args:
-        function: What each process calls. Create the `Accelerator` in it.
-        args: Its positional arguments. Default: `()`.
-        num_processes: Processes of this machine. Without accelerators they run on the CPU. Default: None, which is one
-            for each accelerator, or one without accelerators.
+        function: Function that each process calls. It must create the `Accelerator`.
+        args: Positional arguments of the function. Default: `()`.
+        num_processes: Number of processes on this machine. Without accelerators, they run on the CPU. Default: None,
+            which is one process for each accelerator, or one process without accelerators.
         mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`. Default: `"no"`.
-        use_port: Port of the first machine. A port that is in use is an error with several machines; on one machine
-            another one is chosen, and the default means any. Default: `"29500"`.
+        use_port: Port of the first machine. On one machine, the default uses any free port, and another port is chosen
+            if the port is in use. With several machines, a port in use is an error. Default: `"29500"`.
         master_addr: Address of the first machine. Default: `"127.0.0.1"`.
         node_rank: Index of this machine. Default: 0.
-        num_nodes: Number of machines; call the function on each of them. Default: 1.
-        rdzv_backend: How machines meet: `"static"`, or `"c10d"`, which needs no `node_rank`. Default: `"static"`.
-        rdzv_endpoint: `"host:port"` in place of `master_addr` and `use_port`. Default: `""`.
+        num_nodes: Number of machines. Call `notebook_launcher` on each machine. Default: 1.
+        rdzv_backend: Backend of torch's rendezvous: `"static"`, or `"c10d"`, which needs no `node_rank`. Default:
+            `"static"`.
+        rdzv_endpoint: `"host:port"`, instead of `master_addr` and `use_port`. Default: `""`.
         rdzv_conf: Further options of torch's rendezvous. Default: None.
-        rdzv_id: Name of the job, the same on all machines. Default: `"none"`.
-        max_restarts: How often all processes are started again after a failure. Default: 0.
-        monitor_interval: Seconds between two looks at the processes. Default: 0.1.
-        log_line_prefix_template: Beginning of the output lines of all but the first process. Default: None, which is
+        rdzv_id: Name of the job, equal on all machines. Default: `"none"`.
+        max_restarts: Maximum number of restarts of all processes after failures. Default: 0.
+        monitor_interval: Seconds between two checks of the processes. Default: 0.1.
+        log_line_prefix_template: Prefix of output lines of all processes except the first. Default: None, which is
             `"[rank ${rank}] "`.
 
     Returns:
-        The function's result on the first process of this machine; the other results are dropped. A result that cannot
-        be pickled is None, with a warning.
+        The function's result on the first process of this machine. Results of other processes are discarded. If the
+        result cannot be pickled, a warning is raised and None is returned.
 
     Raises:
-        ConfigurationError: An argument is wrong, or this process has created an Accelerator or used CUDA already.
-        WorkerError: A process has failed. The error quotes its traceback; the others have ended.
+        ConfigurationError: An argument is not valid, or this process has already created an Accelerator or used CUDA.
+        WorkerError: A process has failed. The error contains its traceback. All other processes have ended.
     """
     accelerators = torch.accelerator.device_count()
     local = (accelerators or 1) if num_processes is None else num_processes
@@ -127,15 +128,15 @@ def notebook_launcher(
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
     """Call `function(*args)` in several new processes on the CPU, for tests of distributed code. Main thread only.
 
-    Arguments, result and errors are those of `notebook_launcher`; num_processes is 2 by default. An `Accelerator` of
-    the calling process does not disturb them.
+    Arguments, result and errors are those of `notebook_launcher`. The default of `num_processes` is 2. The calling
+    process may have an `Accelerator`.
     """
     config = _config(cpu=True, num_processes=num_processes, mixed_precision="no", main_process_port=0)
     return _launch(function, args, config, num_processes, None)
 
 
 def _config(**values: object) -> LaunchConfig:
-    """Return the options, checked."""
+    """Check and return the options."""
     options = known_options()
     config = LaunchConfig(**{name: options[name].parse(value, "the launcher") for name, value in values.items()})
     check_options(config)
@@ -157,7 +158,7 @@ def _check_unused() -> None:
 
 
 def _save(result: object, file: Path) -> None:
-    """Save a function's result with an empty text, or None with the reason why it cannot be sent."""
+    """Save a function's result and an empty text. If it cannot be pickled, save None and the reason."""
     import cloudpickle
 
     try:
@@ -170,7 +171,7 @@ def _save(result: object, file: Path) -> None:
 def _launch(
     function: Callable[..., Any], args: tuple[Any, ...], config: LaunchConfig, local: int, prefix: str | None
 ) -> Any:
-    """Call the function in new processes, and return the first one's result."""
+    """Call the function in new processes. Return the result of the first process."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError("processes are launched from the main thread only: signals have to end them.")
     port = config.main_process_port

@@ -157,7 +157,7 @@ def _divisor(processes: int) -> Callable[[int], str]:
 
 
 class Questions:
-    """Asks for one option after another, whose help is the question, and keeps the answers by name."""
+    """Dialog that asks for one option after the other, with the option's help as question. Stores answers by name."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}
@@ -167,17 +167,17 @@ class Questions:
         return self._keep(name, str(confirm(self._message(name), default)))
 
     def choose(self, name: str, *choices: str, default: str | None = None) -> Any:
-        """Ask for one of `choices`, of which the first is the default."""
+        """Ask for one of `choices`. The first choice is the default."""
         return self._keep(name, _questionary().select(self._message(name), choices, default or choices[0]).unsafe_ask())
 
     def text(self, name: str, default: str = "", required: bool = True) -> Any:
-        """Ask for a text; None: an empty one."""
+        """Ask for a text. Return None for an empty text."""
         return self._write(name, default, lambda text: "" if text or not required else "Write a value.")
 
     def number(
         self, name: str, default: int | str, least: int = 1, problem: Callable[[Any], str] = lambda value: ""
     ) -> Any:
-        """Ask for a number without a `problem`. An empty answer is None, and possible with an empty default."""
+        """Ask for a number until it has no `problem`. With an empty default, an empty answer returns None."""
 
         def of_text(text: str) -> str:
             if not text:

@@ -1,6 +1,6 @@
 """Reading the options of `trainwright launch`: from flags, environment variables and a YAML file.
 
-What is wrong with an option or a file raises ConfigurationError, which says where the value comes from.
+An invalid option or file raises a ConfigurationError that names the source of the value.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def known_options() -> dict[str, Option]:
 def read_command(argv: Sequence[str]) -> LaunchCommand:
     """Read the command line of `trainwright launch`.
 
-    A flag takes precedence over an environment variable, and that over the file.
+    Flags take precedence over environment variables. Environment variables take precedence over the file.
 
     Args:
         argv: The arguments after `launch`.
@@ -96,7 +96,7 @@ def read_command(argv: Sequence[str]) -> LaunchCommand:
 
 
 def read_config(flags: Mapping[str, Any], file: str | None) -> tuple[LaunchConfig, list[str]]:
-    """Return the options of flags, environment variables and a file, and a note for each that is overridden.
+    """Return the options of flags, environment variables and a file, and a note for each overridden value.
 
     Args:
         flags: Values of the flags.
@@ -127,8 +127,8 @@ def split(
 
     Args:
         argv: The arguments after the command.
-        command: Its name, for errors. Default: `"launch"`.
-        further_flags: Flags of the command that are not options of `LaunchConfig`; True for one with a value.
+        command: Name of the command, for errors. Default: `"launch"`.
+        further_flags: Flags of the command that are not options of `LaunchConfig` → True if the flag has a value.
     """
     flags: dict[str, Any] = {}
     further: dict[str, str] = {}
@@ -172,7 +172,7 @@ def read_variables() -> dict[str, Any]:
 def merged(
     flags: Mapping[str, Any], variables: Mapping[str, Any], file: tuple[str, Mapping[str, Any]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of options from all places, and a note for each that is overridden by another value."""
+    """Return the values of options from all sources, and a note for each value that another value overrides."""
     path, values = file
     found: dict[str, Any] = {}
     notes = []
@@ -194,14 +194,14 @@ def merged(
 
 
 def config_folders() -> list[Path]:
-    """Return the folders of the default file: ours, and Accelerate's."""
+    """Return the possible folders of the default file: Trainwright's, then Accelerate's."""
     cache_folder = Path(variable("XDG_CACHE_HOME") or Path.home() / ".cache")
     hub = Path(variable("HF_HOME") or cache_folder / "huggingface").expanduser()
     return [cache_folder.expanduser() / "trainwright", hub / "accelerate"]
 
 
 def default_file() -> Path | None:
-    """Return the default file; None if there is none."""
+    """Return the default file, or None if it does not exist."""
     files = (folder / name for folder in config_folders() for name in FILE_NAMES)
     return next((file for file in files if file.is_file()), None)
 
@@ -209,10 +209,10 @@ def default_file() -> Path | None:
 def read_file(path: str | os.PathLike[str] | None) -> tuple[str, dict[str, Any]]:
     """Return the path of a configuration file and the options that it sets.
 
-    Files of `accelerate config`, old ones too, are read as they are.
+    Files of `accelerate config`, including old versions, are supported.
 
     Args:
-        path: Default: None, which is the default file, if there is one.
+        path: The file. Default: None, which is the default file if it exists.
     """
     found = default_file() if path is None else Path(path)
     return ("", {}) if found is None else (str(found), options_of(read_content(found), str(found)))
@@ -232,7 +232,7 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     """Return the options that the content of a configuration file sets.
 
     Args:
-        content: As YAML has read it.
+        content: Content of the YAML file.
         origin: Path of the file, for errors.
     """
     if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""Training jobs of Amazon SageMaker: submit one with the options of `trainwright launch`, and start its processes.
+"""Training jobs of Amazon SageMaker: submission with the options of `trainwright launch`, and start of processes.
 
     python -m trainwright.launch.sagemaker SCRIPT ARGUMENTS      starts the processes of a container
 
@@ -107,7 +107,7 @@ def estimator_arguments(command: LaunchCommand) -> dict[str, Any]:
 
 
 def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of a script by their names, with numbers and truth values as such."""
+    """Return the arguments of a script by name. Numbers and truth values are converted."""
     found: dict[str, Any] = {}
     left = list(arguments)
     while left:
@@ -156,12 +156,12 @@ def _table(file: str | None) -> list[tuple[str, str]]:
 
 
 def _starts_itself(config: LaunchConfig) -> bool:
-    """Return whether `additional_args` let SageMaker start the processes."""
+    """Return whether SageMaker starts the processes because of `additional_args`."""
     return bool((config.additional_args or {}).get("distribution"))
 
 
 def _session(config: LaunchConfig) -> Any:
-    """Return the session of an estimator, after a check that it has a region and credentials."""
+    """Return the session of an estimator. Raise an error if it has no region or credentials."""
     library = require_package("sagemaker", purpose=_NAME)
     boto = require_package("boto3", purpose=_NAME).Session(profile_name=config.profile, region_name=config.region)
     if boto.region_name is None:
@@ -177,7 +177,7 @@ def _session(config: LaunchConfig) -> Any:
 
 
 def _estimator_class(config: LaunchConfig, arguments: dict[str, Any]) -> Any:
-    """Return the class of the estimator, after a check that it has the arguments: it would ignore unknown ones."""
+    """Return the class of the estimator. Raise an error for unknown arguments, which the class would ignore."""
     name = "sagemaker.pytorch" if config.transformers_version is None else "sagemaker.huggingface"
     library = require_package(name, purpose=_NAME)
     found = library.PyTorch if config.transformers_version is None else library.HuggingFace
@@ -190,7 +190,7 @@ def _estimator_class(config: LaunchConfig, arguments: dict[str, Any]) -> Any:
 
 
 def _with_entry(script: Path, folder: Path) -> dict[str, str]:
-    """Return arguments of an estimator that starts the processes in its containers by Trainwright.
+    """Return arguments of an estimator whose containers start their processes with Trainwright.
 
     Args:
         script: The script.
@@ -214,9 +214,9 @@ def start_processes(words: Sequence[str]) -> None:
 
 
 def container_options() -> list[str]:
-    """Return the options of `trainwright launch` for this container, by SageMaker's variables.
+    """Return the options of `trainwright launch` for this container, from SageMaker's variables.
 
-    `MASTER_ADDR` and `MASTER_PORT`, which its images set, override the address of the first machine.
+    `MASTER_ADDR` and `MASTER_PORT`, which SageMaker's images set, override the address of the first machine.
     """
     hosts, current = json.loads(variable("SM_HOSTS") or "[]"), variable("SM_CURRENT_HOST")
     if current not in hosts:

@@ -1,1 +1,1 @@
-"""Tensor parallelism: plans that split the layers of a model over processes, alone or beside FSDP."""
+"""Tensor parallelism: plans that split the layers of a model over processes, with or without FSDP."""

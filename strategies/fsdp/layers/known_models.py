@@ -27,14 +27,14 @@ from trainwright.strategies.fsdp.layers.styles import (
 
 @dataclass(frozen=True)
 class Family:
-    """Rules for the models of one family. Names of modules are the last parts of full names.
+    """Tensor-parallel rules of one family of models. Names of modules are the last parts of full names.
 
     Attributes:
-        counts: Values of the configuration that the number of ranks must divide.
+        counts: Values of the model's configuration that must be divisible by the number of ranks.
         styles: Name of a module → its style.
         embeddings: Names of the token embeddings.
         head: Name of the layer that computes logits.
-        along_sequence: Styles of sequence parallelism, which replace others. None: not supported.
+        along_sequence: Styles of sequence parallelism, which override `styles`. None: not supported.
     """
 
     counts: tuple[str, ...]
@@ -102,7 +102,7 @@ FAMILIES = {
 def ready_plan(
     model: nn.Module, tp: int, *, prefix: str = "", sequence_parallel: bool = False, loss_parallel: bool = False
 ) -> dict[str, Any]:
-    """Return the plan for a transformers model: Llama, Mistral, Qwen 2 and 3, GPT-2, BERT or T5, with any head.
+    """Return the plan for a Llama, Mistral, Qwen 2, Qwen 3, GPT-2, BERT or T5 model of transformers, with any head.
 
     The plan splits attention heads, feed-forward layers, embeddings and the language head. Ranks may hold parts of the
     vocabulary of unequal size.
@@ -111,9 +111,9 @@ def ready_plan(
         model: For example a `LlamaForCausalLM` or a `GPT2Model`.
         tp: Number of ranks that split the layers.
         prefix: The model's name in the task, for example `"model"` for `self.model`.
-        sequence_parallel: Split norms and residuals along the sequence, whose length must be divisible by `tp`. For
-            the Llama family only.
-        loss_parallel: Keep logits sharded, and compute `cross_entropy` on the shards.
+        sequence_parallel: Split norms and residuals along the sequence. The length must be divisible by `tp`. Supported
+            for the Llama family only.
+        loss_parallel: Do not gather logits, and compute `cross_entropy` on the shards of the logits.
 
     Raises:
         ConfigurationError: The model is not supported, or its number of heads is not divisible by `tp`.
@@ -169,7 +169,7 @@ class PlansLayers(Protocol):
 
 
 def find_plan(task: nn.Module, given: GivenPlan | None, mesh: DeviceMesh) -> Plan:
-    """Return the tensor-parallel plan of a task: the given one, its own, or a built-in one. Not collective."""
+    """Return a tensor-parallel plan: the given plan, the task's plan, or a built-in plan. Not collective."""
     plan = given(task, mesh) if callable(given) else given
     if plan is None and isinstance(task, PlansLayers):
         plan = task.tensor_parallel_plan(mesh)
@@ -188,7 +188,7 @@ def sequence_parallel_plan(task: nn.Module, mesh: DeviceMesh, *, strict: bool) -
     """Return the built-in plans with sequence parallelism; see `ready_plan`.
 
     Args:
-        strict: Raise an error for a model that does not support sequence parallelism. False: split only its layers.
+        strict: Raise an error for models without support for sequence parallelism. False splits only their layers.
     """
     return find_ready_plan(task, mesh["tp"].size(), sequence_parallel=True if strict else None)
 
@@ -234,10 +234,10 @@ class PlannedMesh:
 
 
 def check_plan(task: nn.Module, given: GivenPlan | None, lengths: Mapping[str, int]) -> None:
-    """Check that a plan exists, names modules of the task, and splits only divisible layers.
+    """Check that a plan exists, that it names modules of the task, and that all layers are divisible.
 
-    Not collective. Changes nothing. If the plan reads more than sizes from its mesh, it is checked once the mesh
-    exists.
+    Not collective. If the plan is a function that needs more than the sizes of the mesh, the check follows once the
+    mesh exists.
     """
     mesh: Any = PlannedMesh(lengths)
     try:
@@ -273,8 +273,8 @@ _READS_FUSED_HEADS = re.compile(r"c_attn|w?qkv(_proj)?|in_proj", re.IGNORECASE) 
 def propose_plan(model: nn.Module) -> dict[str, str]:
     """Guess a plan for the linear layers in a model's repeated blocks from their names and shapes.
 
-    Layers from the hidden width to a larger one, and those named like queries, keys and values, are split by outputs.
-    Layers that return to the hidden width are split by inputs.
+    Layers that increase the hidden width, and layers with names of queries, keys and values, are split by outputs.
+    Layers whose output has the hidden width are split by inputs.
     """
     layers: dict[str, tuple[int, int]] = {}
     for name, module in model.named_modules():

@@ -27,7 +27,7 @@ from trainwright.strategies.units import hook_keys
 
 
 def check_tp_size(tp: object) -> int:
-    """Return `tp` after checking it."""
+    """Return `tp`. Raise an error if it is not valid."""
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise ConfigurationError(f"tp={tp!r}: use the number of ranks that split layers, such as 2.")
     return tp
@@ -59,14 +59,14 @@ GivenPlan = Plan | Callable[[nn.Module, DeviceMesh], Plan | None]
 
 
 class SplitLayers:
-    """Splits the layers of a task according to a plan, and removes everything but the shards again.
+    """Division of a task's layers according to a plan. `undo` removes everything except the shards.
 
     Args:
         task: The task, whose model is built. The constructor only checks it.
         plan: See `Plan`. Patterns match the full names of `named_modules`. `*` matches one part between dots, or
             characters of it.
         mesh: The axis over which layers are split, 1-D.
-        root: The part of the task whose layers this rank splits. A tied weight outside of it belongs to another
+        root: The part of the task whose layers this rank splits. A tied weight outside of `root` belongs to another
             pipeline stage. Default: the task.
 
     Attributes:
@@ -91,9 +91,9 @@ class SplitLayers:
         self.splits_loss = any(_leaves_split(style) for styles in self._styles.values() for style in styles)
 
     def split(self, part: nn.Module) -> None:
-        """Split the layers within a part that are not split yet. Not collective.
+        """Split the layers of a part that have not been split yet. Not collective.
 
-        Their weights are full and equal on every rank. Tied weights remain tied.
+        The weights must be full and equal on every rank. Tied weights remain tied.
         """
         for module in list(part.modules()):
             styles = self._styles.pop(id(module), None)
@@ -169,7 +169,7 @@ def _narrower(parameter: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
 
 
 def _leaves_split(style: ParallelStyle) -> bool:
-    """Return whether a layer's output is a DTensor sharded by classes, which only `cross_entropy` can use."""
+    """Return whether a layer's output is a DTensor sharded by classes. Only `cross_entropy` can use such outputs."""
     return isinstance(style, ColwiseParallel) and not style.use_local_output and style.output_layouts == (Shard(-1),)
 
 
@@ -189,17 +189,17 @@ def _matching(modules: Mapping[str, nn.Module], pattern: str) -> list[nn.Module]
 
 
 def _generic(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names of modules, those with `*` for numbers first."""
+    """Return the names of modules. Names with `*` instead of numbers come first."""
     return [*sorted({starred(name) for name in modules if name}), *(name for name in modules if name)]
 
 
 def with_stars(model: nn.Module) -> list[str]:
-    """Return the names of a model's modules in order, with `*` for numbers as in plans."""
+    """Return the names of a model's modules in order, with `*` instead of numbers as in plans."""
     return list(dict.fromkeys(starred(name) for name, _ in model.named_modules()))
 
 
 def starred(name: str) -> str:
-    """Return the name of a module with `*` for numbers."""
+    """Return the name of a module with `*` instead of numbers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -249,15 +249,15 @@ def _check_width(name: str, module: nn.Module, style: ParallelStyle, ranks: int)
 
 
 def _may_be_uneven(style: ParallelStyle) -> bool:
-    """Return whether ranks may hold different numbers of rows: for vocabularies, whose outputs are unsharded."""
+    """Return whether ranks may hold different numbers of rows. True for vocabularies with unsharded outputs."""
     gathers = isinstance(style, ColwiseParallel) and style.output_layouts == (Replicate(),)
     return gathers or isinstance(style, (SplitEmbedding, SplitParameters))
 
 
 def _split_dims(module: nn.Module, style: ParallelStyle) -> tuple[int, int] | None:
-    """Return the dimension of the weight that a style splits (-1: it cannot), and the number of blocks.
+    """Return the dimension of the weight that a style splits, and the number of blocks.
 
-    None for unknown styles.
+    The dimension is -1 if the style cannot split the layer. The result is None for unknown styles.
     """
     linear, embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
     if isinstance(style, FusedColwise):
@@ -274,7 +274,7 @@ def _split_dims(module: nn.Module, style: ParallelStyle) -> tuple[int, int] | No
 
 
 def _ties(task: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
-    """Return all uses of each tied parameter: module, its name in the module, and in the task."""
+    """Return all uses of each tied parameter: the module, the name in the module, and the name in the task."""
     places: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for name, module in task.named_modules():
         for key, parameter in module._parameters.items():
@@ -284,7 +284,7 @@ def _ties(task: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
 
 
 def _own_memory(module: nn.Module) -> None:
-    """Copy shards that are views of full weights, so that the full weights are freed."""
+    """Replace shards that are views of full weights by copies, so that the full weights are freed."""
     for parameter in module.parameters(recurse=False):
         if isinstance(parameter, DTensor):
             local = parameter._local_tensor

@@ -1,4 +1,4 @@
-"""Styles of splitting one layer over the ranks of a tensor-parallel group: torch's styles by name, and additional ones.
+"""Tensor-parallel styles, which split one layer over ranks: torch's styles by name, and additional styles.
 
 Source: Shoeybi et al., "Megatron-LM" (2019). For sequence parallelism: Korthikanti et al., "Reducing Activation
 Recomputation" (2022).
@@ -21,12 +21,12 @@ from trainwright.strategies.steps.fp8 import float8_linear, is_converted
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is transformers' Conv1D, a linear layer whose weight is (inputs, outputs)."""
+    """Return whether a module is transformers' Conv1D, a linear layer with weights of shape (inputs, outputs)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 class LossParallel(ColwiseParallel):
-    """Split the layer that computes logits by classes, and compute `cross_entropy` on the shards.
+    """Style that splits the layer of the logits by classes, and computes `cross_entropy` on the shards.
 
     In the step, logits are a DTensor sharded along the last dimension. Outputs of the step are unsharded.
 
@@ -39,10 +39,10 @@ class LossParallel(ColwiseParallel):
 
 
 class FusedColwise(ParallelStyle):
-    """Split a layer whose output concatenates several blocks, such as queries, keys and values, block by block.
+    """Style that splits each block of a layer whose output is a concatenation, such as queries, keys and values.
 
-    Each rank computes its share of every block, in the same order: `(…, outputs / ranks)`. The weight is a DTensor
-    whose full tensor is the original weight, so that checkpoints do not depend on the split. For `nn.Linear` and
+    Each rank computes a part of every block, in the same order: `(…, outputs / ranks)`. The weight is a DTensor whose
+    full tensor is the original weight. Checkpoints therefore do not depend on the split. Supports `nn.Linear` and
     transformers' `Conv1D`.
 
     Args:
@@ -77,7 +77,7 @@ class FusedColwise(ParallelStyle):
 
 
 class Conv1DRowwise(ParallelStyle):
-    """Split transformers' `Conv1D` by its inputs, which are already split, and sum the outputs over the ranks.
+    """Style that splits transformers' `Conv1D` by inputs, and sums the outputs over ranks. Inputs must be split.
 
     Args:
         output_layouts: Placement of the output; `Shard(1)` for a split sequence. Default: `Replicate()`.
@@ -108,9 +108,10 @@ class Conv1DRowwise(ParallelStyle):
 
 
 class SplitEmbedding(ParallelStyle):
-    """Split an embedding by its entries. Each rank looks up its own entries, and the outputs are summed over the ranks.
+    """Style that splits an embedding by entries. Each rank looks up its entries. The outputs are summed over the ranks.
 
-    Torch's `RowwiseParallel` allocates a gradient for all entries on every rank. Here a rank has only its own.
+    Here, a rank allocates the gradient of its own entries only. Torch's `RowwiseParallel` allocates the gradient of all
+    entries on every rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -141,11 +142,12 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 
 
 class FirstInput(ParallelStyle):
-    """Redistribute a module's first input, `(batch, length, …)`, or its `hidden_states`.
+    """Style that redistributes a module's first input, `(batch, length, …)`, or the argument `hidden_states`.
 
     Args:
         source: `Replicate()`, or `Shard(1)` for a split sequence.
-        target: The other one of the two. Several layers within the module then read the same redistributed input.
+        target: `Shard(1)` if `source` is `Replicate()`, and vice versa. All layers in the module use the same
+            redistributed input.
     """
 
     def __init__(self, source: Placement, target: Placement) -> None:
@@ -173,7 +175,7 @@ class FirstInput(ParallelStyle):
 
 
 class DivideAttributes(ParallelStyle):
-    """Divide integer attributes of a module, such as its number of heads, by the number of ranks while it is split.
+    """Style that divides integer attributes of a module, such as its number of heads, by the number of ranks.
 
     Args:
         names: Names of the attributes.
@@ -190,9 +192,9 @@ class DivideAttributes(ParallelStyle):
 
 
 class SplitParameters(ParallelStyle):
-    """Split parameters that the module's own forward does not read, along their first dimension.
+    """Style that splits parameters along the first dimension. The module's forward must not read these parameters.
 
-    For a parameter that is tied to one of a split layer, such as BERT's bias of the vocabulary.
+    Intended for parameters that are tied to a parameter of a split layer, such as BERT's bias of the vocabulary.
 
     Args:
         names: Names of the parameters.
@@ -228,7 +230,7 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
 
 
 def _local(parameter: Any) -> torch.Tensor:
-    """Return this rank's shard of a parameter, through which gradients flow."""
+    """Return this rank's shard of a parameter, with gradients to the parameter."""
     shard: torch.Tensor = parameter.to_local()
     return shard
 
@@ -240,7 +242,7 @@ def _split_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: 
 
 
 def _gathered_input(inputs: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> torch.Tensor:
-    """Return the full input. Backward sums its gradients over the ranks."""
+    """Return the full input. Backward sums the gradients of the full input over the ranks."""
     found: Any = inputs
     if not isinstance(inputs, DTensor):
         found = DTensor.from_local(inputs, mesh, [layout], run_check=False)

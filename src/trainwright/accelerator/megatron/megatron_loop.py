@@ -34,10 +34,10 @@ class MegatronLoop:
     """A user-written loop under `MegatronLMPlugin`.
 
     Args:
-        plugin: Its fields for steps and schedules may be set until the model is called.
-        engine: Started.
-        forward_backward: The Accelerator's.
-        num_steps: Its `gradient_accumulation_steps`, which must be 1.
+        plugin: The plugin. Its fields for steps and schedules may be set until the model is called.
+        engine: The engine, after its start.
+        forward_backward: `Accelerator.forward_backward`.
+        num_steps: `gradient_accumulation_steps` of the Accelerator. Must be 1.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class MegatronLoop:
         """Replace a placeholder by the schedule that the plugin describes.
 
         Args:
-            per_process: Steps are those of a loader that is not divided over data-parallel ranks.
+            per_process: Numbers of steps refer to a loader that is not divided over data-parallel ranks.
         """
         ranks = self.data_ranks.size if per_process else 1
         total, warmup = (dummy.total_num_steps or 0) // ranks, dummy.warmup_num_steps // ranks
@@ -113,7 +113,7 @@ class MegatronLoop:
         return run
 
     def run(self, model: nn.Module, call: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        """Run a batch through a prepared model: in training forward and backward, otherwise forward. Collective."""
+        """Run the forward of a prepared model, and in training also the backward. Collective."""
         if self._direct:
             return call(*args, **kwargs)
         ranks = self.data_ranks
@@ -148,7 +148,7 @@ class MegatronLoop:
     def _forward(
         self, model: nn.Module, call: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[torch.Tensor | None, Any]:
-        """Return the loss of a micro-batch, None if there is none, and the output."""
+        """Return the loss of a micro-batch, or None without a loss, and the output."""
         plugin = self.plugin
         if not (plugin.custom_train_step_class or plugin.custom_get_batch_function or plugin.custom_loss_function):
             output = call(*args, **kwargs)
@@ -164,20 +164,20 @@ class MegatronLoop:
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the means of losses over the data-parallel ranks, as one tensor. Collective over those.
+    """Return the means of losses over the data-parallel ranks, as one tensor. Collective over these ranks.
 
     Args:
-        losses: 0-dim.
+        losses: Losses of this rank (0-dim).
     """
     found = torch.stack([loss.detach().reshape(()) for loss in losses])
     return _data_ranks().all_gather(found).mean(0)
 
 
 def gather_across_data_parallel_groups(tensor: object) -> Any:
-    """Return the tensors of all data-parallel ranks, concatenated along the first dimension. Collective over those.
+    """Concatenate the tensors of all data-parallel ranks along the first dimension. Collective over these ranks.
 
     Args:
-        tensor: A tensor, or lists, tuples and dicts of them; each has the same shape on every rank.
+        tensor: A tensor, or lists, tuples and dicts of tensors. Each tensor has the same shape on every rank.
     """
     ranks = _data_ranks()
     return map_tensors(lambda one: ranks.all_gather(one if one.dim() else one[None]).flatten(0, 1), tensor)

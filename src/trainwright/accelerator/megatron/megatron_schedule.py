@@ -1,4 +1,4 @@
-"""The placeholders of Accelerate's Megatron-LM scripts: loaders of files of tokens, and schedules of the plugin."""
+"""Placeholders of Accelerate's Megatron-LM scripts: loaders of token files, and schedules of the plugin."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class MegatronLMDummyDataLoader:
-    """Describes loaders of files of tokens; the name and arguments are Accelerate's.
+    """Description of loaders of token files. The name and arguments are Accelerate's.
 
-    Pass it to `prepare` up to three times: the results are iterators over batches of the training, the validation and
-    the test part, without an end, or None for an empty part. Batches are those of `TokenDataset`.
+    Pass the object to `prepare` up to three times. The results are infinite iterators over batches of the training, the
+    validation and the test part, or None for an empty part. Batches are those of `TokenDataset`.
 
     Args:
-        data_path: The path of a file of tokens, several, or weights and paths in turn (`[0.3, "a", 0.7, "b"]`), also
-            as one text.
+        data_path: The path of a token file, a list of paths, or a list of alternating weights and paths (`[0.3, "a",
+            0.7, "b"]`). Text with these elements is accepted, too.
         seq_length: Tokens of a sample.
         splits_string: Proportions of the three parts. Default: `"969,30,1"`.
         micro_batch_size: Samples of a micro-batch. Default: 1.
         seed: Seed of the order. Default: 1234.
 
     Raises:
-        ConfigurationError: An argument is missing, unknown or no such value.
+        ConfigurationError: An argument is missing or unknown, or has an invalid value.
     """
 
     def __init__(self, **dataset_kwargs: Any) -> None:
@@ -62,7 +62,7 @@ class MegatronLMDummyDataLoader:
         self.splits = [(begin, min(end, 1.0)) for begin, end in pairwise(ends)]
 
     def loader(self, part: int) -> DataLoader[Any] | None:
-        """Return the loader of a part: 0 for training, 1 for validation, 2 for tests; None if it is empty."""
+        """Return the loader of a part: 0 for training, 1 for validation, 2 for tests. None if the part is empty."""
         from trainwright.data.tokens.token_dataset import TokenDataset
 
         split = self.splits[part]
@@ -73,7 +73,7 @@ class MegatronLMDummyDataLoader:
 
 
 def _files(given: Any) -> Any:
-    """Return what `TokenDataset` takes."""
+    """Return the files as an argument of `TokenDataset`."""
     words = given.split() if isinstance(given, str) else list(given)
     if len(words) % 2 or any(not _is_number(word) for word in words[::2]):
         return words
@@ -88,13 +88,13 @@ def _is_number(word: object) -> bool:
 
 
 class MegatronLMDummyScheduler(DummyScheduler):
-    """Stands for the schedule of `MegatronLMPlugin` until `prepare`. The name and arguments are Accelerate's.
+    """Placeholder for the schedule of `MegatronLMPlugin` until `prepare`. The name and arguments are Accelerate's.
 
     Args:
-        optimizer: That is prepared with it.
+        optimizer: The optimizer that is prepared together with the placeholder.
         total_num_steps: Optimizer steps of the training, unless the plugin has `train_iters` or `lr_decay_iters`.
-        warmup_num_steps: Steps in which the learning rate increases from 0, unless the plugin has them.
-        kwargs: Accepted; make no difference.
+        warmup_num_steps: Steps in which the learning rate increases from 0, unless the plugin sets the warmup.
+        kwargs: Accepted without effect.
     """
 
     missing = (
@@ -109,12 +109,13 @@ class MegatronLMDummyScheduler(DummyScheduler):
 
 
 class MegatronSchedule(LRScheduler):
-    """Increases the learning rate linearly from 0, and decreases it to `min_lr`.
+    """Schedule that increases the learning rate linearly from 0, and then decreases it to `min_lr`.
 
     Args:
-        optimizer: Its learning rates are the largest ones.
-        plugin: Has the form of the schedule.
-        total, warmup: Steps, where the plugin has none.
+        optimizer: The optimizer. Its learning rates are the maximum values of the schedule.
+        plugin: The plugin with the options of the schedule.
+        total: Number of decay steps, unless the plugin sets it.
+        warmup: Number of warmup steps, unless the plugin sets it.
     """
 
     def __init__(self, optimizer: Optimizer, plugin: MegatronLMPlugin, total: int, warmup: int) -> None:
@@ -135,7 +136,7 @@ class MegatronSchedule(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Return the learning rate of each group, and set the weight decays."""
+        """Return the learning rate of each group. Also set the weight decay of each group."""
         start, end = self._wd
         if self._wd_style != "constant" and start is not None and end is not None:
             part = _rise(self._wd_style, self.last_epoch / max(1, self._total))

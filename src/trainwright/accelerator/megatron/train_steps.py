@@ -54,7 +54,7 @@ class GPTTrainStep(AbstractTrainStep):
     """The step of a causal language model: `model(tokens, position_ids, attention_mask, labels=labels)`.
 
     Args:
-        args: The options of `MegatronLMPlugin`; an accelerator may precede them.
+        args: The options of `MegatronLMPlugin`, optionally after an Accelerator.
     """
 
     # What transformers calls the positional arguments of Megatron-LM's model.
@@ -104,9 +104,9 @@ class GPTTrainStep(AbstractTrainStep):
         lm_labels: torch.Tensor | None = None,
         tokentype_ids: torch.Tensor | None = None,
     ) -> Any:
-        """Call a model of transformers with the arguments of Megatron-LM's model, and return the loss of each token.
+        """Call a transformers model with the arguments of Megatron-LM's model. Return the loss of each token.
 
-        Without labels, return the logits.
+        Without labels, the result is the logits.
         """
         given = dict(zip(self._names, values, strict=False), token_type_ids=tokentype_ids)
         output = model(**{name: value for name, value in given.items() if value is not None})
@@ -124,7 +124,8 @@ class GPTTrainStep(AbstractTrainStep):
 class BertTrainStep(GPTTrainStep):
     """The step of an encoder: `model(tokens, padding_mask, tokentype_ids=types, lm_labels=labels)`.
 
-    Labels for each token are pre-training, possibly with `next_sentence_label`; labels for each row are classes.
+    With one label per token, the step is that of pre-training, optionally with `next_sentence_label`. With one label
+    per row, the labels are classes.
     """
 
     _names, _has_order = ("input_ids", "attention_mask"), True
@@ -196,7 +197,7 @@ def make_train_step(plugin: MegatronLMPlugin, model: nn.Module) -> AbstractTrain
 
 
 def _call(function: Callable[..., Any], *values: object) -> Any:
-    """Call a method that a subclass may have written with fewer arguments."""
+    """Call a method that may have fewer arguments in a subclass."""
     return function(*values[: len(inspect.signature(function).parameters)])
 
 

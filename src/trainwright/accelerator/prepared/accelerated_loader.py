@@ -1,4 +1,4 @@
-"""Loaders of user-written training loops: each rank's share of the data, on its device."""
+"""Loaders of user-written training loops, which yield each rank's part of the data on its device."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from trainwright.strategies.steps.gradients import weights_of_one_rank
 
 
 class AcceleratedLoader(SkippableLoader):
-    """A prepared loader, which can be iterated any number of times.
+    """A prepared loader. It can be iterated any number of times.
 
-    All ranks get the same number of micro-batches, unless `even_batches` is False. A rank that runs out of data
-    repeats its last one with weight 0, and `gather_for_metrics` drops it. The micro-batches of one optimizer step are
-    fetched together. Other attributes are those of the user's loader.
+    All ranks get the same number of micro-batches, unless `even_batches` is False. A rank that runs out of data repeats
+    its last micro-batch with weight 0, and `gather_for_metrics` drops the repetition. The micro-batches of one
+    optimizer step are fetched together. Other attributes are those of the user's loader.
 
     Args:
-        prepared: in lock step.
-        accumulation: receives the position of each pass.
-        mover: moves a batch to the device; None: batches are not moved.
-        rng_types: generators that are synchronized over processes before each pass. Default: None.
+        prepared: Loader that returns the same number of micro-batches on every rank.
+        accumulation: Receives the position of each pass.
+        mover: Function that moves a batch to the device. None: batches are not moved.
+        rng_types: Generators that are synchronized over processes before each pass. Default: None.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AcceleratedLoader(SkippableLoader):
         self._last_place: Place | None = None  # of the newest pass, finished or not
 
     def __len__(self) -> int:
-        """Micro-batches of one pass, the same number on every rank unless `even_batches` is False."""
+        """Return the number of micro-batches of one pass, equal on every rank unless `even_batches` is False."""
         found = self.prepared.num_batches if self.even_batches else self._own_batches
         if found is None:
             raise TypeError(f"{type(self.prepared.raw).__name__} has no length")
@@ -60,7 +60,7 @@ class AcceleratedLoader(SkippableLoader):
 
     @property
     def even_batches(self) -> bool:
-        """True if all ranks get the same number of micro-batches; False: each rank gets only its own."""
+        """True if all ranks get the same number of micro-batches. False if ranks repeat no micro-batch."""
         return self.prepared.ends_together or self.prepared.options.in_lockstep
 
     @even_batches.setter
@@ -69,7 +69,7 @@ class AcceleratedLoader(SkippableLoader):
 
     @property
     def _own_batches(self) -> int | None:
-        """Micro-batches of this rank in one pass; None if unknown."""
+        """Number of this rank's micro-batches in one pass, or None if unknown."""
         counts, options = self.prepared.counts, self.prepared.options
         if counts is None:
             return None
@@ -87,7 +87,7 @@ class AcceleratedLoader(SkippableLoader):
 
     @property
     def remainder(self) -> int:
-        """Samples of the last micro-batch over all processes, 0 if it is full; -1 if unknown or dropped."""
+        """Total samples of the last micro-batch over all processes. 0 if it is full. -1 if unknown or dropped."""
         raw = self.prepared.raw
         if not isinstance(raw, DataLoader) or raw.drop_last or not isinstance(raw.dataset, Sized):
             return -1
@@ -103,9 +103,9 @@ class AcceleratedLoader(SkippableLoader):
         self._epoch = epoch
 
     def skip(self, num_batches: int) -> SkippedStart:
-        """Return this loader with passes that skip `num_batches` micro-batches.
+        """Return a loader that skips the first `num_batches` micro-batches of each pass.
 
-        Skipped micro-batches are not fetched. An iterable data set without seek is read up to the start.
+        Skipped micro-batches are not fetched. Exception: an iterable data set without seek is read from its beginning.
         """
         check_number("num_batches", num_batches)
         return SkippedStart(self, num_batches)
@@ -182,7 +182,7 @@ class AcceleratedLoader(SkippableLoader):
                 self._place = outer
 
     def _num_rows(self, batch: object, index: int) -> int | None:
-        """Return the samples of a batch of this rank, None if they are unknown or as many as in every other batch."""
+        """Return the number of samples of this rank's batch. None if unknown, or equal to that of all other batches."""
         prepared = self.prepared
         full, found = prepared.batch_size, prepared.samples_in_round(index)
         if full is None or found == full * prepared.real_ranks(index):
@@ -192,9 +192,9 @@ class AcceleratedLoader(SkippableLoader):
         return batch_size(batch) if next(iterate_tensors(batch), None) is not None else None
 
     def trim_rows(self, tree: object) -> Any:
-        """Return results for the present micro-batch without the rows by which they exceed its samples.
+        """Return results for the current micro-batch without rows beyond the number of its samples.
 
-        Only tensors and lists with one row for each sample of a full batch are trimmed, as `loss.repeat(batch_size)`.
+        Only tensors and lists with as many rows as a full batch, such as `loss.repeat(batch_size)`, are trimmed.
         """
         full, num_rows = self.prepared.batch_size, None if self._place is None else self._place.num_rows
         if full is None or num_rows is None or num_rows >= full:
@@ -207,7 +207,7 @@ class AcceleratedLoader(SkippableLoader):
         """Return this rank's position in the data, after the last micro-batch that the loop received.
 
         Raises:
-            ConfigurationError: the current group of micro-batches is not complete: its gradients are not saved.
+            ConfigurationError: The current group of micro-batches is not complete. Its gradients would not be saved.
         """
         place = self._place
         if place is not None and not place.ends_group:
@@ -223,7 +223,7 @@ class AcceleratedLoader(SkippableLoader):
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of `state_dict`: the next pass begins there.
+        """Load a position. The next pass begins at this position.
 
         Warns and restarts the epoch if the data set can neither seek nor restore its own position.
         """
@@ -258,7 +258,7 @@ def _generator_of(loader: object) -> torch.Generator | None:
 class SkippedStart(SkippableLoader):
     """A prepared loader that skips the first `num_batches` micro-batches of each epoch.
 
-    It has no epoch counter of its own: each pass advances the epoch of `loader`.
+    It has no separate epoch counter. Each pass advances the epoch of `loader`.
     """
 
     def __init__(self, loader: AcceleratedLoader, num_batches: int) -> None:
@@ -266,11 +266,11 @@ class SkippedStart(SkippableLoader):
         self._num_skipped = num_batches
 
     def __len__(self) -> int:
-        """Micro-batches of a pass."""
+        """Return the number of micro-batches of a pass."""
         return max(0, len(self.loader) - self._num_skipped)
 
     def skip(self, num_batches: int) -> SkippedStart:
-        """Return the loader with passes that skip `num_batches` micro-batches, counted from their beginning."""
+        """Return a loader that skips the first `num_batches` micro-batches of each pass of `loader`."""
         return self.loader.skip(num_batches)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators

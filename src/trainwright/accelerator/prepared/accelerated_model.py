@@ -20,15 +20,15 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 class AcceleratedModel(nn.Module):
-    """A model with the wrapper that joins the processes, or in mixed precision.
+    """Wrapper of a model that connects the processes, or computes in mixed precision.
 
-    Its state dict has the model's own names, and attributes that it lacks are the owner's.
+    The state dict has the names of the user's model. Missing attributes are read from `owner`.
 
     Args:
-        module: the user's model.
+        module: The user's model.
         engine: Trains the model: the model itself, a wrapper that holds it, or a function.
-        call: Called instead of the model: `engine`, or `torch.compile` of it.
-        make_context: creates the context of a forward, whose outputs are cast to float32. None: there is no context.
+        call: Function to call instead of the model: `engine`, or the compiled `engine`.
+        make_context: Function that creates the context of a forward. Outputs are cast to float32. None: no context.
         explain: See `Engine.explain_error`.
         no_sync: See `Engine.no_sync`.
         owner: See `Engine.owner_of_attributes`.
@@ -55,7 +55,7 @@ class AcceleratedModel(nn.Module):
             self._guard = module.register_forward_pre_hook(partial(_refuse_past, weakref.ref(self)))
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Run the model's forward; collective in training, under a strategy of several processes."""
+        """Run the model's forward. In training with several processes, collective."""
         self._num_forwards += 1
         try:
             if self.make_context is None:
@@ -86,31 +86,31 @@ class AcceleratedModel(nn.Module):
         return self._no_sync(self.engine)
 
     def train(self, mode: bool = True) -> AcceleratedModel:
-        """Choose between training and evaluation; returns this object."""
+        """Set training or evaluation mode. Return this object."""
         super().train(mode)
         if isinstance(self.engine, nn.Module):
             self.engine.training = mode
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's own state dict; within another module's, names are torch's usual ones."""
+        """Return the user's model's state dict. As a child of another module, names are those of torch's modules."""
         within = args or kwargs.get("destination") is not None or kwargs.get("prefix")
         return super().state_dict(*args, **kwargs) if within else self.module.state_dict(**kwargs)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the model's own names and parameters."""
+        """Yield the names and parameters of the user's model."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the model's own names and buffers."""
+        """Yield the names and buffers of the user's model."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict of the model's own names, on every rank."""
+        """Load a state dict with the names of the user's model, on every rank."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def megatron_generate(
@@ -125,14 +125,16 @@ class AcceleratedModel(nn.Module):
         add_BOS: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        """Continue prompts; the name and arguments are Accelerate's. See `trainwright.generate` for the others.
+        """Continue prompts. The name and arguments are Accelerate's. See `trainwright.generate` for other arguments.
 
         Args:
-            inputs, attention_mask: Prompts.
-            max_length: Length of a row with its prompt, without `max_new_tokens`. Default: None, which is 128.
-            top_p: Default: None, which is 1.
-            top_p_decay: 0 for none.
-            add_BOS: Put the token of the model's configuration that begins texts before each prompt.
+            inputs: Prompts.
+            attention_mask: Mask of the prompts.
+            max_length: Length of a row including the prompt. Used without `max_new_tokens`. Default: None, which is
+                128.
+            top_p: Probability mass of the tokens to sample from. Default: None, which is 1.
+            top_p_decay: See `trainwright.generate`. 0 means no decay.
+            add_BOS: Insert the BOS token of the model's configuration before each prompt.
         """
         bos_token = getattr(getattr(self.owner, "config", None), "bos_token_id", None) if add_BOS else None
         if add_BOS and bos_token is None:
@@ -154,7 +156,7 @@ class AcceleratedModel(nn.Module):
 def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
     """Return the user's model without its wrappers: prepared models, torch's replicas and compiled modules.
 
-    With `keep_torch_compile` it is a compiled module if one wraps the model. `model` is not changed.
+    With `keep_torch_compile`, a compiled module that wraps the model is returned. `model` is not changed.
     """
     inner: Any = model
     compiled: Any = None
@@ -176,7 +178,7 @@ def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
 
 
 def _refuse_past(prepared: weakref.ref[AcceleratedModel], module: nn.Module, args: object) -> None:
-    """Raise if a model that several processes train is called without the wrapper that joins them."""
+    """Raise an error if a model that several processes train is called without its wrapper."""
     if torch.compiler.is_compiling():
         return
     owner = prepared()

@@ -1,4 +1,4 @@
-"""Prepared optimizers, which step once per group of micro-batches, and schedules, which advance with them."""
+"""Prepared optimizers, which step once per group of micro-batches, and prepared schedules."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class AcceleratedOptimizer(Optimizer):
     """An optimizer that steps once per group of micro-batches, and skips steps whose fp16 gradients overflow.
 
     Attributes:
-        given: the user's.
-        optimizer: The one that is stepped, which the engine determines; its groups and state are this one's.
-        scaler: scaler of the loss; None: the loss is not scaled.
-        num_steps: completed steps.
-        step_was_skipped: the last step that was due was skipped because of non-finite fp16 gradients.
+        given: The user's optimizer.
+        optimizer: The optimizer that is stepped, which the engine determines. `param_groups` and `state` are read from
+            it.
+        scaler: Loss scaler. None: the loss is not scaled.
+        num_steps: Number of completed steps.
+        step_was_skipped: The last due step was skipped because of non-finite fp16 gradients.
     """
 
     step_was_skipped: bool = False
@@ -51,7 +52,7 @@ class AcceleratedOptimizer(Optimizer):
         return self.optimizer.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step if the current micro-batch is the last of its group; otherwise do nothing."""
+        """Step if the current micro-batch is the last of its group. Otherwise, do nothing."""
         if not self._accumulation.sync_gradients:
             return None
         if self.scaler is None:
@@ -62,7 +63,7 @@ class AcceleratedOptimizer(Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free the gradients if the current micro-batch is the last of its group; otherwise keep accumulating."""
+        """Free the gradients if the current micro-batch is the last of its group. Otherwise, do nothing."""
         if self._accumulation.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
             self._accumulation.discard_open_groups(lambda: parameters_of([self.optimizer]))
@@ -105,13 +106,13 @@ class AcceleratedOptimizer(Optimizer):
 
 
 class AcceleratedScheduler:
-    """A learning-rate schedule that advances with optimizer steps, whatever the accumulation.
+    """A learning-rate schedule that advances with optimizer steps, not with micro-batches.
 
     Args:
-        scheduler: the user's.
-        optimizers: prepared; a step that any of them skipped is not counted.
-        accumulation: knows when a step is due. None: every call counts, as in a schedule by epochs.
-        further: number of further advances at each step, not beyond the schedule's end (`total_steps`).
+        scheduler: The user's schedule.
+        optimizers: The prepared optimizers. A step that any of these optimizers skipped is not counted.
+        accumulation: Determines when a step is due. None: every call advances the schedule, as in a schedule by epochs.
+        further: Number of additional advances at each step, until the schedule's end (`total_steps`).
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class AcceleratedScheduler:
         self._accumulation, self._further = accumulation, further
 
     def step(self, *args: object, **kwargs: object) -> None:
-        """Advance the schedule, if an optimizer step is due at this micro-batch and was not skipped."""
+        """Advance the schedule if an optimizer step is due at this micro-batch and was not skipped."""
         if self._accumulation is not None:
             due = self._accumulation.sync_gradients
             if not due or any(optimizer.step_was_skipped for optimizer in self._optimizers):
@@ -136,7 +137,7 @@ class AcceleratedScheduler:
         return scheduler_state(self.scheduler)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         self.scheduler.load_state_dict(state_dict)
 
     def get_last_lr(self) -> list[float]:
@@ -159,4 +160,4 @@ def is_scheduler(value: object) -> bool:
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """A schedule that DeepSpeed advances and saves. There is none: `prepare` returns an `AcceleratedScheduler`."""
+    """Accelerate's class for schedules of DeepSpeed. Unused, because `prepare` returns an `AcceleratedScheduler`."""

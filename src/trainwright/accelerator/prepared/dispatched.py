@@ -1,4 +1,4 @@
-"""Loaders that only the first process reads: it sends each other process its share of every round."""
+"""Loaders that only the first process reads. It sends each other process its part of every round."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ SliceFunction = Callable[..., Any]
 
 
 class DispatchedLoader(PreparedLoader):
-    """Prepared loader that the first process reads. The batches of each round are those of a divided loader.
+    """Prepared loader that only the first process reads. A round has the batches of a step of a divided loader.
 
-    A process without a real share in a short last round receives the first share as padding.
+    In a short last round, a process without a batch receives the first process's batch as padding.
 
     Args:
-        raw: the user's loader; only the first process reads it.
-        options: as for `prepare_loader`; with `split_batches` the shares of a round are the parts of one batch.
-        processes: all processes of the script.
-        slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a share. Default: `slice_batch`.
+        raw: The user's loader. Only the first process reads it.
+        options: See `prepare_loader`. With `split_batches`, each process gets a part of one batch in a round.
+        processes: All processes of the script.
+        slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a process's part. Default:
+            `slice_batch`.
     """
 
     ends_together = True
@@ -145,7 +146,7 @@ class DispatchedLoader(PreparedLoader):
 
     @property
     def _per_round(self) -> int:
-        """The user's batches of a round."""
+        """Number of the user's batches in a round."""
         return 1 if self.options.split_batches else self.options.world
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
@@ -172,7 +173,7 @@ class DispatchedLoader(PreparedLoader):
 
     @property
     def _on_first(self) -> PreparedLoader:
-        """The loader of all data, which only the first process has."""
+        """The loader of all data. Only the first process has it."""
         assert self._inner is not None
         return self._inner
 
@@ -194,7 +195,7 @@ def _from_first(work: Callable[[], T], processes: Processes, options: LoaderOpti
 
 
 def slice_batch(batch: object, tensor_slice: slice, process_index: int, num_processes: int) -> Any:
-    """Return a part of a batch: tensors are sliced in their first dimension, and lists of other objects by entries."""
+    """Return a part of a batch. Tensors are sliced along the first dimension, and lists of other objects by entries."""
     del process_index, num_processes
     rows = batch_size(batch)
 

@@ -38,9 +38,9 @@ class _Loader(RoundLoader):
     """DataLoader that reports the end of a pass.
 
     Attributes:
-        iteration: the epoch (0-based) of the next pass. A complete pass increments it.
+        iteration: The epoch (0-based) of the next pass. A complete pass increments it.
         end_of_dataloader: True once the newest pass has returned its last batch.
-        remainder: samples of the last batch over all processes, 0 if it is full; -1 if unknown or dropped.
+        remainder: Total samples of the last batch over all processes. 0 if it is full. -1 if unknown or dropped.
     """
 
     def __init__(
@@ -100,19 +100,19 @@ class _Loader(RoundLoader):
 
 
 class DataLoaderShard(_Loader):
-    """DataLoader over the batches of one process, which a sampler or data set such as `BatchSamplerShard` divides.
+    """DataLoader over one process's batches. The data set, or a sampler such as `BatchSamplerShard`, divides data.
 
     Args:
-        device: batches are moved there. Default: None, which does not move them.
-        rng_types: generators that are synchronized over processes before each pass; see `synchronize_rng_states`.
-        synchronized_generator: what `"generator"` in `rng_types` names. Default: None.
-        skip_batches: first batches of each pass that are dropped. Default: 0.
-        use_stateful_dataloader: only False. Default: False.
-        _drop_last: an incomplete last round is dropped. Default: False.
-        _non_blocking: copy batches to the device without waiting. Default: False.
-        torch_device_mesh: accepted for Accelerate's sake.
-        iteration: the epoch (0-based) of the first pass. Default: 0.
-        dataset, **kwargs: arguments of `DataLoader`.
+        device: Device to which batches are moved. Default: None, which does not move batches.
+        rng_types: Generators that are synchronized over processes before each pass; see `synchronize_rng_states`.
+        synchronized_generator: The generator that `"generator"` in `rng_types` refers to. Default: None.
+        skip_batches: Number of batches that are skipped at the beginning of each pass. Default: 0.
+        use_stateful_dataloader: Must be False. Default: False.
+        _drop_last: Drop an incomplete last round. Default: False.
+        _non_blocking: Copy batches to the device asynchronously. Default: False.
+        torch_device_mesh: Accepted without effect.
+        iteration: The epoch (0-based) of the first pass. Default: 0.
+        dataset, **kwargs: Arguments of `DataLoader`.
     """
 
     def __init__(
@@ -156,16 +156,19 @@ class DataLoaderShard(_Loader):
 
 
 class DataLoaderDispatcher(_Loader):
-    """DataLoader that only the first process reads. It sends each other process its share of every round.
+    """DataLoader that only the first process reads. It sends each other process its part of every round.
 
-    A round is one batch with `split_batches`, else one for each process. The samples of an incomplete last round are
-    completed with those of the beginning. Batches are moved to the process's device. Iterating is collective.
+    With `split_batches`, a round is one batch. Otherwise, a round is one batch for each process. An incomplete last
+    round is filled up with samples of the first round. Batches are moved to the process's device. Iterating is
+    collective.
 
     Args:
-        split_batches: divide each batch over the processes. Default: False.
-        slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a share. Default: `slice_tensors`.
-        torch_device_mesh: processes that differ only in its dimensions `"tp"` and `"cp"` receive the same batches.
-        dataset, **kwargs: other arguments of `DataLoaderShard`.
+        split_batches: Divide each batch over the processes. Default: False.
+        slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a process's part. Default:
+            `slice_tensors`.
+        torch_device_mesh: A mesh. Processes that differ only in its dimensions `"tp"` and `"cp"` receive the same
+            batches.
+        dataset, **kwargs: Other arguments of `DataLoaderShard`.
     """
 
     def __init__(
@@ -192,7 +195,7 @@ class DataLoaderDispatcher(_Loader):
 
     @property
     def batches_per_round(self) -> int:
-        """Batches of the data set that one round consumes."""
+        """Number of batches of the data set that one round consumes."""
         return 1 if self.split_batches else self._world
 
     @property
@@ -202,7 +205,7 @@ class DataLoaderDispatcher(_Loader):
         return size if self.split_batches else size * self._world
 
     def __len__(self) -> int:
-        """Batches of one process in a pass."""
+        """Return the number of batches of one process in a pass."""
         if self.split_batches:
             return super().__len__()
         rounds, rest = divmod(super().__len__(), self._world)
@@ -261,25 +264,29 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: DeviceMesh | None = None,
 ) -> DataLoader[Any]:
-    """Return a loader of one process's share of the data, with the index lists of Accelerate.
+    """Return a loader of one process's part of the data, with the same batches as in Accelerate.
 
-    An `Accelerator` prepares loaders with an order that depends on a seed alone, and without repeated samples.
+    In contrast, loaders that an `Accelerator` prepares have an order that depends only on a seed, and do not repeat
+    samples.
 
     Args:
-        dataloader: a DataLoader. A random sampler without a generator gets one.
-        num_processes, process_index: Default: those of this script's processes.
-        split_batches: the batch size is that of all processes. Default: False.
-        device, put_on_device: with `put_on_device`, batches are moved to the device. Default: False.
-        rng_types: generators that are synchronized before each pass; `"generator"` is that of the sampler or the
-            iterable data set. Default: None.
-        dispatch_batches: only the first process reads the data; needs `put_on_device`. Default: None, which is True for
+        dataloader: A DataLoader. A random sampler without a generator receives a generator.
+        num_processes: Number of processes. Default: the number of the script's processes.
+        process_index: Index of the process. Default: the index of this process.
+        split_batches: The batch size is the total over all processes. Default: False.
+        device: Device for `put_on_device`.
+        put_on_device: Move batches to the device. Default: False.
+        rng_types: Generators that are synchronized before each pass. `"generator"` refers to the generator of the
+            sampler or the iterable data set. Default: None.
+        dispatch_batches: Only the first process reads the data. Needs `put_on_device`. Default: None, which is True for
             iterable data sets with `put_on_device`.
-        even_batches: all processes get the same number of batches. Default: True.
-        use_seedable_sampler, data_seed: shuffle by a `SeedableRandomSampler` with this seed. Default: False.
-        slice_fn_for_dispatch, non_blocking, use_stateful_dataloader, torch_device_mesh: see `DataLoaderDispatcher`.
+        even_batches: All processes get the same number of batches. Default: True.
+        use_seedable_sampler: Shuffle with a `SeedableRandomSampler`. Default: False.
+        data_seed: Seed of the sampler.
+        slice_fn_for_dispatch, non_blocking, use_stateful_dataloader, torch_device_mesh: See `DataLoaderDispatcher`.
 
     Raises:
-        ConfigurationError: the batch size is unknown or cannot be divided, or `dispatch_batches` without
+        ConfigurationError: The batch size is unknown or not divisible, or `dispatch_batches` is set without
             `put_on_device`.
     """
     dataset: Any = dataloader.dataset
@@ -327,7 +334,7 @@ def prepare_data_loader(
 
 
 def _batching(loader: DataLoader[Any], batches: object, size: int | None) -> dict[str, Any]:
-    """Return the arguments of a DataLoader that say which batches it reads."""
+    """Return the arguments of a DataLoader that determine its batches."""
     if isinstance(loader.dataset, IterableDataset):
         return {"batch_size": size, "drop_last": loader.drop_last}
     if batches is not None and not isinstance(loader.sampler, BatchSampler):
@@ -336,7 +343,7 @@ def _batching(loader: DataLoader[Any], batches: object, size: int | None) -> dic
 
 
 def _together(mesh: DeviceMesh | None) -> int:
-    """Return the number of neighboring processes that get the same batches."""
+    """Return the number of adjacent processes that get the same batches."""
     found = 1
     for name in ("tp", "cp"):
         if mesh is not None and name in (mesh.mesh_dim_names or ()):
@@ -350,7 +357,7 @@ def _has_hub_shards(dataset: object, world: int) -> bool:
 
 
 def _generator_of(sampler: object) -> torch.Generator | None:
-    """Return the generator of a sampler, which gets a seeded one if it has none."""
+    """Return the generator of a sampler. A sampler without a generator receives a seeded generator."""
     if not hasattr(sampler, "generator"):
         return None
     found: torch.Generator = sampler.generator or torch.Generator()

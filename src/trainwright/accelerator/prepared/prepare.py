@@ -1,4 +1,4 @@
-"""Prepare the objects of a user-written training loop: models, optimizers, schedulers and loaders."""
+"""Preparation of the objects of a user-written training loop: models, optimizers, schedulers and loaders."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ class PreparedObjects:
     """The objects of a loop that an Accelerator has prepared. Each object is prepared once.
 
     Args:
-        engine: Started.
-        scale: scaler of an fp16 loss; None: the loss is not scaled.
-        make_context: makes the context of a model's forward; None: it has none.
-        loaders: options of loaders. Without a `data_seed` it is torch's initial seed on the first process.
-        rng_types, schedule_steps: see `Accelerator`. Default: None.
-        megatron: What a Megatron-LM plugin changes. Default: None.
+        engine: The engine, after its start.
+        scale: Scale of an fp16 loss. None: the loss is not scaled.
+        make_context: Function that creates the context of a model's forward. None: no context.
+        loaders: Options of loaders. The default of `data_seed` is torch's initial seed on the first process.
+        rng_types, schedule_steps: See `Accelerator`. Default: None.
+        megatron: The loop under a Megatron-LM plugin. Default: None.
 
     Attributes:
-        models, optimizers, schedulers, dataloaders: what `prepare` returned, in the order of preparation.
-        seed: the seed of all processes, once a loader has been prepared.
+        models, optimizers, schedulers, dataloaders: The results of `prepare`, in the order of preparation.
+        seed: The seed of all processes, once a loader has been prepared.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PreparedObjects:
 
     @functools.cached_property
     def loader_options(self) -> LoaderOptions:
-        """Settings for dividing data over ranks. Collective at the first use, when a script has seeded torch."""
+        """Settings for dividing data over ranks. The first use is collective, and reads the seed of torch."""
         ranks = self._engine.data_ranks
         own = torch.initial_seed() if self.seed is None else self.seed
         self.seed = self._state.joined().broadcast_object(own)
@@ -126,10 +126,10 @@ class PreparedObjects:
         )
 
     def prepare(self, values: Sequence[object], placements: Sequence[bool], *, steps_with_optimizer: bool) -> list[Any]:
-        """Prepare objects; those of other kinds are returned as they are. Collective under several processes.
+        """Prepare objects. Objects of other kinds are returned unchanged. Collective with several processes.
 
-        A scheduler is prepared after its optimizer, in any order of `values`. `placements` says for each value whether
-        it is moved to the device. With `steps_with_optimizer=False` every call of a scheduler's `step` counts.
+        A scheduler is prepared after its optimizer for any order of `values`. `placements` contains True for each value
+        that is moved to the device. With `steps_with_optimizer=False`, every call of a scheduler's `step` advances it.
         """
         found = list(values)
         parts = itertools.count()
@@ -165,7 +165,7 @@ class PreparedObjects:
         schedules: Sequence[Any] = (),
         evaluation_mode: bool = False,
     ) -> list[nn.Module]:
-        """Return what the loop calls in place of each model; see `Accelerator.prepare_model`."""
+        """Return the callable that the loop calls instead of each model; see `Accelerator.prepare_model`."""
         found: list[nn.Module] = []
         new: list[tuple[int, nn.Module, bool]] = []
         for i, (model, placed) in enumerate(zip(models, placements, strict=True)):
@@ -204,7 +204,7 @@ class PreparedObjects:
         return found
 
     def _compare(self, models: Sequence[nn.Module]) -> None:
-        """Raise on every rank unless all prepare the same models. Collective."""
+        """Raise an error on every rank if the ranks prepare different models. Collective."""
         processes = self._state.joined()
         described = [
             [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
@@ -223,7 +223,7 @@ class PreparedObjects:
         )
 
     def _check_placement(self, model: nn.Module, placed: bool, evaluation_mode: bool) -> bool:
-        """Return whether `dispatch_model` has placed the model, which only one process may train then."""
+        """Return whether `dispatch_model` has placed the model. Several processes cannot train such a model."""
         dispatched = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         if self._state.num_processes > 1 and not evaluation_mode and (dispatched or not placed):
             raise ConfigurationError(
@@ -244,7 +244,7 @@ class PreparedObjects:
         return AcceleratedModel(model, engine, call, self._make_context, own.explain_error, own.no_sync, owner)
 
     def engine_of(self, model: object) -> Any:
-        """Return what the engine made of a model, prepared or not; of a prepared optimizer the user's."""
+        """Return the engine's result for a model, or the user's optimizer for a prepared optimizer."""
         prepared = self._known.get(id(model), model)
         if isinstance(prepared, AcceleratedOptimizer):
             return prepared.optimizer
@@ -268,7 +268,7 @@ class PreparedObjects:
         return self._once(own, self.optimizers, lambda: AcceleratedOptimizer(own, self._accumulation, self._scale))
 
     def scheduler(self, scheduler: object, *, steps_with_optimizer: bool) -> AcceleratedScheduler:
-        """Return a schedule that advances with the optimizer it was made for."""
+        """Return a schedule that advances with the steps of its optimizer."""
         own = self._own(scheduler)
         if isinstance(own, AcceleratedScheduler):
             return own
@@ -287,7 +287,7 @@ class PreparedObjects:
         return self._once(own, self.schedulers, make)
 
     def _per_step(self) -> int:
-        """Return how often a schedule advances per optimizer step."""
+        """Return the number of advances of a schedule per optimizer step."""
         world = 1 if self._config.split_batches else self._state.num_processes
         if world > 1 and self._schedule_steps is None and self._state.is_main_process and not self.schedulers:
             warnings.warn(
@@ -301,7 +301,7 @@ class PreparedObjects:
         return world if self._schedule_steps == "per_process" else 1
 
     def loader(self, loader: object, *, placed: bool, slice_fn: Callable[..., Any] | None = None) -> AcceleratedLoader:
-        """Return a loader of this process's share of the data; see `prepare_loader` and `DispatchedLoader`."""
+        """Return a loader of this process's part of the data; see `prepare_loader` and `DispatchedLoader`."""
         own = self._own(loader)
         if isinstance(own, AcceleratedLoader):
             return own
@@ -330,16 +330,16 @@ class PreparedObjects:
         return isinstance(data, IterableDataset) and not is_divided(data)
 
     def _once(self, value: object, kept: list[T], make: Callable[[], T]) -> T:
-        """Return what was made of an object before; else make it and keep it."""
+        """Return the earlier result for an object. Without an earlier result, create and store it."""
         if id(value) not in self._known:  # what is there holds its object: no other can have the address
             self._known[id(value)] = found = make()
             kept.append(found)
         return cast(T, self._known[id(value)])
 
     def _own(self, value: object) -> Any:
-        """Return what another Accelerator's object, or one from before `free_memory`, was prepared from.
+        """Return the user's object if another Accelerator, or this one before `free_memory`, has prepared it.
 
-        Any other object is returned as it is.
+        Any other object is returned unchanged.
         """
         if isinstance(value, SkippedStart):
             value = value.loader
@@ -356,7 +356,7 @@ def _text(entry: tuple[str, tuple[int, ...], str, bool] | None) -> str:
 
 
 def prepared_from(value: object) -> Any:
-    """Return the user's own object that was prepared; None for what was not."""
+    """Return the user's object from which an object was prepared, or None for an object that is not prepared."""
     if isinstance(value, AcceleratedModel):
         return value.module
     if isinstance(value, AcceleratedOptimizer):
@@ -375,7 +375,7 @@ def _without_end(loader: Iterable[Any]) -> Iterator[Any]:
 def _warn_of_other_parameters(
     prepared: Sequence[object], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> None:
-    """Warn of an optimizer without a parameter of a prepared model, beside a model that no optimizer trains."""
+    """Warn if an optimizer has no parameter of a prepared model, and a prepared model has no optimizer."""
     trained = set(map(id, parameters_of(optimizers)))
     ids = [{id(p) for p in model.parameters() if p.requires_grad} for model in models]
     if not any(of_model and trained.isdisjoint(of_model) for of_model in ids):

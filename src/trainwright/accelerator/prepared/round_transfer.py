@@ -1,4 +1,4 @@
-"""Transfer of batches from the first process to the others: each of them receives its share of a round."""
+"""Transfer of batches from the first process to the other processes. Each receives its part of a round."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Round = tuple[Sequence[Any], Any]
 
 
 class RoundTransfer:
-    """Sends rounds that the first process reads. It reads one round ahead, which the others receive in a thread.
+    """Transfer of rounds from the first process, which reads one round ahead. Other processes receive it in a thread.
 
-    A round is two messages to each process: the number of the pass with the lengths in the other one, and the process's
-    share. `places` are the data-parallel ranks of all processes.
+    A round consists of two messages to each process. The first one contains the number of the pass and the lengths in
+    the second one. The second one contains the process's part. `places` are the data-parallel ranks of all processes.
     """
 
     def __init__(self, processes: Processes, places: Sequence[int]) -> None:
@@ -41,10 +41,10 @@ class RoundTransfer:
         self._pending: list[tuple[Any, torch.Tensor]] = []
 
     def iterate(self, read: Callable[[], Iterator[Round]]) -> Iterator[tuple[Any, Any]]:
-        """Return an iterator over this process's share and the facts of each round of a pass.
+        """Return an iterator over this process's part and the properties of each round of a pass.
 
-        `read` is called on the first process only. Its error is raised there, and as a `WorkerError` on the others.
-        Every process must take the same number of rounds.
+        `read` is called on the first process only. An error of `read` is raised there, and as a `WorkerError` on other
+        processes. Every process must read the same number of rounds.
         """
         self._pass += 1
         return self._received() if self._processes.rank else self._sent(read)
@@ -66,7 +66,7 @@ class RoundTransfer:
             self._wait()
 
     def _wait(self) -> None:
-        """Wait until the others have received what was sent: a message ends with its buffer."""
+        """Wait until the other processes have received all messages."""
         pending, self._pending = self._pending, []
         for work, _ in pending:
             work.wait()
@@ -87,7 +87,7 @@ class RoundTransfer:
             wait([ahead])  # it has been sent
 
     def _send(self, error: Exception | None, found: Round | None) -> None:
-        """Start to send a round, or the end of the pass, once the others have received what was sent before."""
+        """Start to send a round, or the end of the pass, once the previous messages have been received."""
         self._wait()
         kind, facts = ("round", found[1]) if found else ("end", None)
         if error is not None:
@@ -135,7 +135,7 @@ class _Slot:
 
 
 def _encode(value: object) -> tuple[int, torch.Tensor]:
-    """Return the bytes of all tensors in `value`, followed by a pickle of the rest, and the length of that."""
+    """Return the bytes of all tensors in `value` followed by a pickle of the rest, and the pickle's length."""
     parts: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor | _Slot:
@@ -149,7 +149,7 @@ def _encode(value: object) -> tuple[int, torch.Tensor]:
 
 
 def _decode(content: torch.Tensor, described: int) -> Any:
-    """Return what `_encode` was given. Its tensors share the memory of `content` where they are aligned in it."""
+    """Return the argument of `_encode`. Tensors that are aligned in `content` share its memory."""
     end = 0
 
     def fill(slot: _Slot) -> torch.Tensor:

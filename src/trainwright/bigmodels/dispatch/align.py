@@ -1,4 +1,4 @@
-"""The hook that runs a module on its device: it moves the inputs there and loads offloaded weights."""
+"""The hook that runs a module on its device. It moves inputs to the device and loads offloaded weights."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _NO_PREFETCH = Prefetcher(0)  # for hooks without a prefetcher
 
 
 class AlignDevicesHook(ModelHook):
-    """Move a module's inputs to its device and, with `offload`, load its weights for each forward.
+    """Hook that moves a module's inputs to its device, and with `offload` loads its weights for each forward.
 
     Args:
         execution_device: The device that runs the forward. None: weights and inputs are not moved, and offloaded
-            weights are loaded to the device where they were.
-        offload: Store the weights in `weights_map` between forwards; the module then has meta tensors.
+            weights are loaded to their original device.
+        offload: Store the weights in `weights_map` between forwards. The module then has meta tensors.
         io_same_device: Move the output to the device of the first input tensor.
         weights_map: The weights by their names in the module. Default: a copy on the CPU.
-        offload_buffers: Offload persistent buffers too. Default: they stay on the execution device.
+        offload_buffers: Also offload persistent buffers. By default, buffers stay on the execution device.
         place_submodules: Include the tensors of submodules.
         skip_keys: Names of arguments, and keys of an output, that are not moved.
-        tied_params_map: Accepted for compatibility; has no effect.
+        tied_params_map: Accepted without effect.
         prefetcher: Loads weights before their use.
         tensor_names: The tensors to place or offload. Default: all.
     """
@@ -120,7 +120,7 @@ class AlignDevicesHook(ModelHook):
         """Move the module's tensors to the device, or replace them by meta tensors. Blocks if tensors are moved.
 
         Raises:
-            CheckpointError: A weight is not in the weights map, or has another shape there.
+            CheckpointError: A weight is not in the weights map, or has another shape in the weights map.
         """
         device = self.execution_device
         if not self.offload and (device is None or device == _META):
@@ -178,7 +178,7 @@ class AlignDevicesHook(ModelHook):
             self._number = self.prefetcher.add(self)
 
     def note_shared(self, present: Collection[int]) -> None:
-        """Receive the ids of the parameters of modules that are not offloaded."""
+        """Record which offloaded weights are shared with modules that are not offloaded, given their parameter ids."""
         for slot in self._slots:
             slot.is_shared = slot.former is not None and id(slot.former) in present
 
@@ -194,9 +194,9 @@ class AlignDevicesHook(ModelHook):
             yield slot.name, placeholder, self.weights_map[slot.name], self._spans.get(slot.name)
 
     def replace(self, module: nn.Module, name: str, value: torch.Tensor, span: FileSpan | None) -> None:
-        """Replace the value of an offloaded tensor, whose new placeholder is in the module already.
+        """Replace the value of an offloaded tensor. The module already contains the new placeholder.
 
-        `span` is the location of the value in a file, if it is in one.
+        `span` is the location of the value if the value is in a file.
         """
         weights = StoredWeights()
         for known, _, former, former_span in self.offloaded(module):
@@ -216,7 +216,7 @@ class AlignDevicesHook(ModelHook):
         self._locate_weights()
 
     def release(self, module: nn.Module) -> StoredWeights:
-        """Restore weights that are in memory, without a copy, and return those that are in files.
+        """Restore weights that are in memory, without a copy. Return the weights that are in files.
 
         The module keeps placeholders for weights in files. The hook is unchanged.
         """
@@ -233,7 +233,7 @@ class AlignDevicesHook(ModelHook):
         return in_files
 
     def places(self, module: nn.Module) -> set[tuple[int, str]]:
-        """Return the offloaded tensors, each as the id of its table of parameters or buffers and its name there."""
+        """Return (id of the module's dict of parameters or buffers, name in this dict) of each offloaded tensor."""
         return {(id(slot.table(module)), slot.leaf) for slot in self._slots}
 
     @property
@@ -279,9 +279,10 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def load(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Load the weights into the module until this thread has called `unload` equally often.
+        """Load the weights into the module. They stay loaded until this thread has called `unload` as many times.
 
-        If another use has loaded them, they stay on its device. `device` is that of a user outside of a forward.
+        If the weights are already loaded, they stay on the device of the earlier use. `device` is the device for a use
+        outside of a forward.
         """
         thread = threading.get_ident()
         users = self._users
@@ -337,7 +338,7 @@ class AlignDevicesHook(ModelHook):
         return True
 
     def _is_cached(self) -> bool:
-        """Return whether the files of kept weights stay in the page cache, and check that none was truncated."""
+        """Return whether the files of cached weights are in the page cache. Check that no file was truncated."""
         if self.prefetcher is not None and self.prefetcher.total_bytes > _STAYS_CACHED_BYTES:
             return False
         for file in self._files:
@@ -345,7 +346,7 @@ class AlignDevicesHook(ModelHook):
         return True
 
     def _fetched(self, device: torch.device) -> Fetched:
-        """Return the weights on a device, from the prefetcher if it loads to this device."""
+        """Return the weights on a device. Use the prefetcher if it loads to this device."""
         if self._number < 0 or self.prefetcher is None or device != self.execution_device:
             return self._fetch(device)
         fetched = self.prefetcher.acquire(self._number)
@@ -354,13 +355,13 @@ class AlignDevicesHook(ModelHook):
         return fetched
 
     def _is_lasting(self, slot: Slot, weight: torch.Tensor) -> bool:
-        """Return whether a weight on the host is a view of a file or of other memory that stays allocated."""
+        """Return whether a host weight is a view of a file, or of other memory that stays allocated."""
         assert self.weights_map is not None
         known = (slot.name in self._spans or slot.former is not None) and (weight is slot.former or not slot.is_shared)
         return known and weight.data_ptr() == self.weights_map[slot.name].data_ptr()
 
     def unload(self) -> None:
-        """End a use that `load` began. The last use unloads the weights."""
+        """Record the end of a use that began with `load`. The end of the last use unloads the weights."""
         thread = threading.get_ident()
         with self._lock:
             calls = self._users.get(thread, 0)
@@ -385,7 +386,7 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore the weights on their former device, with the dtype and `requires_grad` of the placeholders.
 
-        Tensors that were on the meta device stay there, and so do values that a user has assigned.
+        Tensors that were on the meta device stay on it. Values that a user has assigned are not changed.
         """
         self._end_use()
         for slot in self._slots:
@@ -396,7 +397,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def offloading_hooks(module: nn.Module) -> list[AlignDevicesHook]:
-    """Return the hooks that offload a module's own weights: one, or one for each tensor with its own map entry."""
+    """Return the hooks that offload a module's own weights. Tensors with own map entries have own hooks."""
     return [each for each in hooks_of(module) if isinstance(each, AlignDevicesHook) and each.offload]
 
 
@@ -416,12 +417,12 @@ def note_shared(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Load a module's own weights, without those of submodules, inside a `with` block.
+    """Return a context in which a module's own weights, without those of submodules, are loaded.
 
     Args:
-        module: Offloaded weights are loaded to the device and unloaded at the end; changes may be lost. Other weights
-            are moved there and back, with their changes.
-        execution_device: The device. Default: that of the hook; weights that are not offloaded stay where they are.
+        module: The module. Offloaded weights are loaded to the device and unloaded at the end, when changes may be
+            lost. Other weights are moved to the device and back, with their changes.
+        execution_device: The device. Default: the hook's device for offloaded weights. Other weights are not moved.
     """
     hooks = offloading_hooks(module)
     if hooks:

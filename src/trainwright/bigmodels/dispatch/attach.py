@@ -43,10 +43,10 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Run a module and all submodules that contain weights on a device. Modules that have a hook keep it.
+    """Make a module and its submodules with weights run on a device. Modules with a hook keep their hook.
 
     Args:
-        module: Modified in place. Its weights are moved to the device.
+        module: The module, which is changed in place. Its weights are moved to the device.
         execution_device: The device.
         skip_keys: See `AlignDevicesHook`.
         preload_module_classes: Names of classes whose submodules do not get hooks. They run on the device of the outer
@@ -80,9 +80,9 @@ def attach_align_device_hook(
     """Add an `AlignDevicesHook` to each module that has weights of its own. Existing hooks stay.
 
     Args:
-        module: Modified in place, with all its submodules.
-        execution_device: The device where they run.
-        offload: Offload their weights between forwards.
+        module: The module, which is changed in place with all its submodules.
+        execution_device: The device that runs the modules.
+        offload: Offload the modules' weights between forwards.
         weights_map: The weights by their names in the full model. Default: a copy of each on the CPU.
         module_name: The name of the module in the full model.
         preload_module_classes: Names of classes whose offloaded weights, including those of submodules, are loaded
@@ -106,7 +106,7 @@ def attach_align_device_hook_on_blocks(
     *,
     prefetcher: Prefetcher | None = None,
 ) -> None:
-    """Add hooks to the blocks of a model, each with its own device and with its weights offloaded or not.
+    """Add hooks to the blocks of a model. Device and offloading are set for each block.
 
     Args:
         module: Modified in place, with all its submodules.
@@ -139,8 +139,8 @@ def _attach(
 ) -> None:
     """Add a hook to each module that has weights, and to each tensor that has an entry of its own.
 
-    With `outer`, modules whose submodules have weights get one too, because any of them may be called with inputs on
-    another device, and the model returns its output to the device of its input.
+    With `outer`, modules whose submodules have weights get a hook, too. Any of these modules may be called with inputs
+    on another device, and the model returns its output on the device of its input.
     """
     entries = devices.keys() & offloads.keys()
     loaded_with_outer: tuple[str, ...] = ()  # prefixes of modules whose weights are loaded as one
@@ -182,8 +182,8 @@ def check_first_forward(model: nn.Module) -> None:
     """Check the weights of each part of an offloaded model before the part's first forward.
 
     The forward raises ConfigurationError if a weight of the part is on the meta device and no hook loads it. An adapter
-    that is added to an offloaded model gets such weights, and torch multiplies them on the CPU without an error. Each
-    part is checked, because wrappers such as peft's do not call the model itself.
+    that is added to an offloaded model gets meta weights, and torch multiplies meta weights on the CPU without an
+    error. Each part is checked separately, because wrappers such as peft's do not call the full model.
     """
     for module in model.modules():
         if module._modules:
@@ -211,7 +211,7 @@ def _check_initialized(module: nn.Module) -> None:
 
 
 def innermost(name: str, entries: Collection[str]) -> str | None:
-    """Return the entry of a device map for a module or tensor: its own, or that of the closest outer module."""
+    """Return the device map's entry for a module or tensor, or else for the closest module that contains it."""
     while name not in entries:
         if not name:
             return None

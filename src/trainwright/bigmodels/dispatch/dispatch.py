@@ -1,4 +1,4 @@
-"""Distribute a model over devices, host memory and the disk, so that it can be called like any other model."""
+"""Distribution of a model over devices, host memory and the disk. The model can be called like any other model."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def dispatch_model(
     strict: bool = False,
     prefetch_bytes: int | None = None,
 ) -> nn.Module:
-    """Move each part of a model to its place in a device map, and add the hooks that run it there.
+    """Move each part of a model to its device in a device map, and add hooks that run the part.
 
     Args:
         model: Modified in place. The previous placement of a dispatched or offloaded model is removed first. Values of
-            tensors on the meta device must be in `state_dict` or on the disk, in `offload_dir` or where a load left
-            them.
-        device_map: Module name → device, `"cpu"` or `"disk"`, such as `{"": "disk"}`. It covers the model, except for
-            the parameters in its `_no_placement_params`, which stay where they are. Or `"auto"`, `"balanced"`,
-            `"balanced_low_0"`, `"sequential"`: a map for the memory that is free now, which does not split the
-            classes in the model's `_no_split_modules`. Default: `"auto"`.
-        main_device: The device that runs parts on the CPU and the disk, and that gets an output if no input has a
-            device. Default: the first accelerator of the map, or the CPU.
-        state_dict: Values of offloaded weights and of tensors on the meta device. Default: the model's own.
-        offload_dir: Folder for parts on the disk that are not there yet. Not needed for a safetensors checkpoint that
-            was loaded to the disk, nor for weights that a previous call has written.
+            tensors on the meta device must be in `state_dict`, in `offload_dir`, or in files of an earlier load to the
+            disk.
+        device_map: Module name → device, `"cpu"` or `"disk"`, such as `{"": "disk"}`. The map must cover the model.
+            Parameters in the model's `_no_placement_params` are not moved. `"auto"`, `"balanced"`, `"balanced_low_0"`
+            and `"sequential"` compute a map for the free memory, without splitting the classes in the model's
+            `_no_split_modules`. Default: `"auto"`.
+        main_device: The device that runs parts on the CPU and the disk. If no input is a tensor, it also gets the
+            output. Default: the first accelerator of the map, or the CPU.
+        state_dict: Values of offloaded weights and of tensors on the meta device. Default: the model's values.
+        offload_dir: Folder to which weights on the disk are written. Not needed for weights of a safetensors checkpoint
+            that was loaded to the disk, and for weights that a previous call has written.
         offload_index: Replaces the `index.json` of the folder.
-        offload_buffers: Offload buffers too.
+        offload_buffers: Also offload buffers.
         skip_keys: Names of arguments that are not moved between devices, such as a cache.
         preload_module_classes: See `attach_align_device_hook`.
         force_hooks: Add hooks even if the full model is on one device.
@@ -69,7 +69,7 @@ def dispatch_model(
         prefetch_bytes: Bytes that may be loaded before their use; 0 disables prefetching. See `Prefetcher`.
 
     Returns:
-        The model, with `hf_device_map`. After an error weights and files are as before.
+        The model, with the attribute `hf_device_map`. After an error, weights and files are unchanged.
 
     Raises:
         ConfigurationError: The map does not cover the model, a device is unknown or not on this machine, or a folder
@@ -106,7 +106,7 @@ class _Source(NamedTuple):
         return self if state is None else self._replace(state_dict=with_tied_names(model, state))
 
     def stored(self, model: nn.Module) -> OffloadedWeightsLoader:
-        """Return the weights that are on disk: in files where they were left, or in the folder."""
+        """Return the weights that are on disk: in files of an earlier load, or in the folder."""
         return OffloadedWeightsLoader(left_on_disk(model), self.folder, self.offload_index)
 
 
@@ -120,7 +120,7 @@ def _place(
     preload_module_classes: list[str] | None,
     prefetch_bytes: int | None,
 ) -> None:
-    """Add hooks to a model, and offload the weights whose place is in `offloaded`. The other parts run on `main`.
+    """Add hooks to a model, and offload the weights whose map entry is in `offloaded`. Their modules run on `main`.
 
     Call this inside `restored_on_failure`.
     """
@@ -245,7 +245,7 @@ def choose_main_device(devices: list[Device], asked: Device | None = None) -> to
 
 
 def _separate_tied(model: nn.Module, device_map: Mapping[str, Device], runs_on: Mapping[str, torch.device]) -> None:
-    """Give modules on different devices a parameter each if they share one."""
+    """Untie parameters that are shared by modules on different devices."""
     places: dict[int, torch.device] = {}
     for path, module in model.named_modules():
         block = innermost(path, device_map)
@@ -259,7 +259,7 @@ def _separate_tied(model: nn.Module, device_map: Mapping[str, Device], runs_on: 
 def _in_places(
     tensors: Mapping[str, torch.Tensor], device_map: Mapping[str, Device], places: set[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that the map puts into one of the places."""
+    """Return the tensors whose map entry is one of `places`."""
     found = {}
     for name, tensor in tensors.items():
         entry = innermost(name, device_map)
@@ -284,12 +284,13 @@ def cpu_offload(
     *,
     prefetch_bytes: int | None = None,
 ) -> nn.Module:
-    """Offload a model's weights to host memory, and load those of each module to a device during its forward.
+    """Offload a model's weights to host memory. Each module's weights are loaded to a device for its forward.
 
     Args:
         model: Modified in place.
-        execution_device: The device that runs it. Default: the accelerator that it is on, or the current one.
-        state_dict: Weights on the CPU, and values of tensors on the meta device. Default: the model's own.
+        execution_device: The device that runs the model. Default: the accelerator that the model is on, or the current
+            accelerator.
+        state_dict: Weights on the CPU, and values of tensors on the meta device. Default: the model's values.
         offload_buffers, preload_module_classes, prefetch_bytes: See `dispatch_model`.
 
     Returns:
@@ -315,7 +316,7 @@ def disk_offload(
     *,
     prefetch_bytes: int | None = None,
 ) -> nn.Module:
-    """Offload a model's weights to the disk, and load those of each module to a device during its forward.
+    """Offload a model's weights to the disk. Each module's weights are loaded to a device for its forward.
 
     Args:
         model: Modified in place. Weights on the meta device must be in `offload_dir`. Others are written there.
@@ -343,15 +344,15 @@ def cpu_offload_with_hook(
     execution_device: Device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Store a model on the CPU, move it to a device when it is called, and keep it there until it is offloaded.
+    """Store a model on the CPU until it is called. The call moves it to a device, where it stays until offloaded.
 
     Faster than `cpu_offload` for a model that runs in a loop. The device must have enough memory for the full model.
 
     Args:
         model: Modified in place.
         execution_device: The device that runs it. Default: the current accelerator, or the CPU.
-        prev_module_hook: The hook that this function returned for the previous model of a pipeline. Calling this model
-            moves that one back to the CPU.
+        prev_module_hook: The hook that this function returned for the previous model of a pipeline. A call of this
+            model moves the previous model back to the CPU.
 
     Returns:
         The model, and its hook: `offload()` moves the model to the CPU, `remove()` removes the hook.

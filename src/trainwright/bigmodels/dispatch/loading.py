@@ -1,6 +1,6 @@
-"""Load a checkpoint into a model that may be on the meta device or larger than the memory.
+"""Loading of a checkpoint into a model that may be on the meta device or larger than the memory.
 
-The files are mapped, and everything is checked before the first weight changes.
+The files are mapped, and all checks precede the first change of a weight.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _SHOWN = 10  # names in a message
 
 
 class LoadedKeys(NamedTuple):
-    """Names that only a model or only a checkpoint has. Both lists are empty if all names match."""
+    """Names that exist only in the model or only in the checkpoint. Both lists are empty if all names match."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 class LoadOptions(NamedTuple):
-    """Arguments of `load_checkpoint_in_model`. With `needs_values`, raise if a weight has no values afterwards."""
+    """Arguments of `load_checkpoint_in_model`. With `needs_values`, a weight without values after it is an error."""
 
     device_map: Mapping[str, Device] | None
     folder: PathLike | None
@@ -72,33 +72,33 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> LoadedKeys:
-    """Load weights into a model, which may be on the meta device, and place them by a device map.
+    """Load weights into a model, which may be on the meta device, and move them to the devices of a device map.
 
-    Everything is checked before the first weight changes. Meta tensors that are loaded to the CPU from safetensors
-    become views of the file, which are read on first access. The file may be replaced but not modified; writes to a
-    weight do not change it. Files of `torch.save` are read into memory. Weights on the disk are used in their
-    safetensors file; those of other formats are written to `offload_folder` once.
+    All checks precede the first change of a weight. Meta tensors that are loaded to the CPU from safetensors become
+    views of the file, which are read on first access. The file may be replaced, but must not be modified. Writes to a
+    weight do not change the file. Files of `torch.save` are read into memory. Weights on the disk are read from their
+    safetensors file. Weights in other formats are first written to `offload_folder`.
 
     Args:
-        model: The model, which is changed. Weights that are on their device already are overwritten in place. Offloaded
-            weights are replaced and stay offloaded.
+        model: The model, which is changed. Weights that are already on their device are overwritten in place. Offloaded
+            weights are replaced, and stay offloaded.
         checkpoint: A file of weights, an index, or a folder. See `read_checkpoint`.
-        device_map: Module name → device, `"cpu"` or `"disk"`. Default: weights keep their device, and those on the meta
-            device are loaded to the CPU.
+        device_map: Module name → device, `"cpu"` or `"disk"`. Default: None. Weights on the meta device are then loaded
+            to the CPU, and other weights stay on their device.
         offload_folder: Folder for weights on the disk. Required if the checkpoint is not safetensors.
-        dtype: Dtype of floating-point weights and buffers. Default: the model's.
+        dtype: Dtype of floating-point weights and buffers. Default: the dtype in the model.
         offload_state_dict: Accepted for compatibility; has no effect, because the state dict is never in memory at
             once.
         offload_buffers: Offload buffers to the disk too.
         keep_in_fp32_modules: Names of modules (parts of dotted names) that are loaded in float32.
-        strict: Raise if the checkpoint and the model do not have the same names. By default, a warning lists the names,
-            and the weights that have no values yet.
-        full_state_dict: False if each rank reads its own shard for a model of DTensors. No effect for other models or
+        strict: Raise an error if names differ between checkpoint and model. By default, a warning lists the names, and
+            the weights that have no values yet.
+        full_state_dict: False if each rank reads its shard for a model with DTensors. No effect for other models and
             with a `device_map`.
-        broadcast_from_rank0: Read the file only on rank 0; call this on every rank. No effect with a `device_map`.
+        broadcast_from_rank0: Read the file only on rank 0. The call is then collective. No effect with a `device_map`.
 
     Returns:
-        The names that are missing in the checkpoint, and those that are not in the model.
+        The names that are missing in the checkpoint, and the names that are not in the model.
 
     Raises:
         CheckpointError: The checkpoint is missing, damaged or truncated; a shape or a kind of dtype differs; or, with
@@ -320,7 +320,7 @@ def _kind(tensor: torch.Tensor) -> str:
 def _offload_to_disk(
     targets: list[Target], stored: StoredWeights, options: LoadOptions, checkpoint: PathLike
 ) -> StoredWeights:
-    """Return the weights on the disk: those in safetensors files, and the others after writing them to files."""
+    """Return the weights on the disk. Weights that are not in safetensors files are written to files first."""
     left = StoredWeights()
     to_write: dict[str, torch.Tensor] = {}
     for target in targets:
@@ -390,8 +390,9 @@ def load_checkpoint_and_dispatch(
     Args:
         model: The model, which is changed.
         checkpoint: See `load_checkpoint_in_model`.
-        device_map: Module name → device, `"cpu"` or `"disk"`; or `"auto"`, `"balanced"`, `"balanced_low_0"` or
-            `"sequential"` to compute a map with `infer_auto_device_map`. None loads without dispatching.
+        device_map: Module name → device, `"cpu"` or `"disk"`. `"auto"`, `"balanced"`, `"balanced_low_0"` and
+            `"sequential"` compute a map with `infer_auto_device_map`. None loads the checkpoint without dispatching the
+            model.
         max_memory: Bytes per device for a computed map, as numbers or `"10GiB"`. Default: the free memory.
         no_split_module_classes: Names of classes that a computed map does not split.
         offload_folder: See `load_checkpoint_in_model`. Not needed for safetensors.

@@ -1,7 +1,7 @@
 """Hooks that run before and after a module's forward.
 
-They are registered as torch's own forward hooks and do not replace `forward`: its signature can be inspected, and a
-deep copy of the module runs with its own weights. Calling `module.forward(...)` bypasses them.
+They are registered as torch's forward hooks, and do not replace `forward`. The signature of `forward` can therefore be
+inspected, and a deep copy of a module uses the weights of the copy. `module.forward(...)` does not run hooks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HANDLES = "_hf_hook_handles"
 
 
 class ModelHook:
-    """Base class of hooks: override the methods to run around a module's forward.
+    """Base class of hooks. Override methods to run code before and after a module's forward.
 
     Attributes:
         no_grad: Run the forward without recording gradients. May be assigned at any time. Default: False.
@@ -40,7 +40,7 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the forward, given those of the call."""
+        """Return the arguments of the forward, given the arguments of the call."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: object) -> Any:
@@ -57,7 +57,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks, each of whose methods is called in order."""
+    """Several hooks whose methods are called in order."""
 
     runs_after_failure = True  # post_forward calls only the hooks that have it set
 
@@ -66,7 +66,7 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:
-        """True if one of the hooks disables gradients. Assigning sets it for all of them."""
+        """True if one of the hooks disables gradients. An assignment sets the value of all hooks."""
         return any(hook.no_grad for hook in self.hooks)
 
     @no_grad.setter
@@ -87,7 +87,7 @@ class SequentialHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: object) -> Any:
-        """Pass the output through each hook; after an error only through hooks with `runs_after_failure`."""
+        """Pass the output through each hook. After an error, only call hooks with `runs_after_failure`."""
         failed = output is None and sys.exc_info()[1] is not None
         for hook in self.hooks:
             if hook.runs_after_failure or not failed:
@@ -142,9 +142,9 @@ class _Once:
 
 
 def before_next_forward(module: nn.Module, act: Callable[[nn.Module], None]) -> None:
-    """Call a function with the module before each forward and before all hooks, until it returns without an error.
+    """Call a function with the module before the next forward and all hooks. After an error, call it again.
 
-    `remove_hook_from_module` removes it too.
+    `remove_hook_from_module` removes the function, too.
     """
     _forget_once(module)
     module.register_forward_pre_hook(_Once(act), prepend=True)
@@ -160,9 +160,9 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
     Args:
         module: Modified in place.
-        hook: Also stored as `module._hf_hook`.
-        append: Keep an existing hook, and run the new one after it. Default: the existing hook is removed, with its
-            `detach_hook`.
+        hook: The hook, which is also stored as `module._hf_hook`.
+        append: Keep an existing hook, and run the new hook after it. Default: False, which calls `detach_hook` of the
+            existing hook and removes it.
 
     Returns:
         The return value of the hook's `init_hook`, which is the module by default.
@@ -197,7 +197,7 @@ def _unregister(module: nn.Module) -> None:
 
 
 def hook_of(module: nn.Module) -> ModelHook | None:
-    """Return a module's hook. Several hooks are one `SequentialHook`."""
+    """Return a module's hook. For several hooks, this is a `SequentialHook`."""
     found: ModelHook | None = module.__dict__.get(_HOOK)
     return found
 
@@ -247,10 +247,10 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 class CpuOffload(ModelHook):
-    """Store a model on the CPU and move it to a device when it is called. It stays there afterwards.
+    """Hook that stores a model on the CPU, and moves it to a device when it is called. It then stays on the device.
 
     Args:
-        execution_device: The device that runs it. Default: the current accelerator, or the CPU.
+        execution_device: The device that runs the model. Default: the current accelerator, or the CPU.
         prev_module_hook: The hook of the previous model of a pipeline, which is moved to the CPU first.
     """
 
@@ -265,7 +265,7 @@ class CpuOffload(ModelHook):
         return _moved(module, torch.device("cpu"))
 
     def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Offload the previous model, and move this one and its arguments to the device."""
+        """Offload the previous model, and move this model and its arguments to the device."""
         if self.prev_module_hook is not None and self.prev_module_hook.offload():
             clear_device_cache()
         _moved(module, self.execution_device)
@@ -304,7 +304,7 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Co
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Store a module's weights in one dtype and compute in another.
+    """Hook that stores a module's weights in one dtype, and computes in another dtype.
 
     Args:
         storage_dtype: Dtype between forwards, such as a float8 type.
@@ -350,7 +350,7 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store the weights of linear and convolutional layers in one dtype and compute in another, for inference.
+    """Store weights of linear and convolutional layers in one dtype, and compute in another. For inference.
 
     Args:
         module: The module, which is changed.

@@ -1,4 +1,4 @@
-"""Record which weights of a model are only on disk, and refuse to move a model without its weights."""
+"""Record of a model's weights that are only on disk, and errors for moves of a model without its weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def left_on_disk(model: nn.Module) -> StoredWeights:
 
 
 def add_left_on_disk(model: nn.Module, weights: StoredWeights) -> None:
-    """Record weights, by name, that a model has only on disk, in addition to earlier ones, and refuse moves."""
+    """Add names to the record of weights that a model has only on disk, and make moves of the model raise an error."""
     both = StoredWeights()
     both.update(left_on_disk(model))
     both.update(weights)
@@ -46,7 +46,7 @@ def allow_moves(module: nn.Module) -> None:
 
 
 class _Move:
-    """Replace a method that moves a model."""
+    """Replacement of a method that moves a model."""
 
     def __init__(self, name: str, model: nn.Module | None) -> None:
         self._name = name

@@ -32,18 +32,18 @@ def set_module_tensor_to_device(
 ) -> None:
     """Move a parameter or buffer to a device, optionally with new values or another dtype.
 
-    Replaces the tensor by a new one with the same class and attributes. Other modules that share it keep the former
-    tensor; tie them with `retie_parameters`.
+    The new tensor has the same class and attributes. Other modules that share the tensor keep the old tensor. Tie them
+    again with `retie_parameters`.
 
     Args:
         module: The module, which is changed.
         tensor_name: Dotted name of a parameter or buffer.
         device: The target.
-        value: New values, with the tensor's shape. Default: its current values.
-        dtype: The new dtype. Default: the tensor's.
+        value: New values, with the tensor's shape. Default: the current values.
+        dtype: The new dtype. Default: the current dtype.
         fp16_statistics: Row scales of an int8 weight of bitsandbytes.
-        tied_params_map: Address of a weight's memory → its copies by device. An existing copy is used, and a new one
-            is added.
+        tied_params_map: Address of a weight's memory → copies of the weight by device. An existing copy is used. A new
+            copy is added.
         non_blocking: Do not wait for the copy.
         clear_cache: Release the accelerator's cached memory afterwards.
 
@@ -88,8 +88,9 @@ def load_state_dict(
 
     Args:
         checkpoint_file: A file of safetensors or `torch.save`. No code in it is executed.
-        device_map: Module name → device; `""` for all other tensors. Default: the CPU. Tensors on the CPU and the disk
-            are views of a safetensors file, which are read on first access. Other formats are read into memory.
+        device_map: Module name → device. `""` is the entry of all other tensors. Default: the CPU. Tensors on the CPU
+            and the disk are views of a safetensors file, which are read on first access. Other formats are read into
+            memory.
 
     Raises:
         CheckpointError: The file is missing, damaged or truncated.

@@ -1,4 +1,4 @@
-"""The parameters and buffers that a checkpoint is loaded into: in modules, or offloaded by hooks."""
+"""The parameters and buffers that a checkpoint is loaded into. They are in modules, or are offloaded by hooks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def new_value(target: Target, stored: StoredWeights) -> torch.Tensor | None:
 
 
 def _is_overwritten(target: Target) -> bool:
-    """Return whether a target has memory on its device and in its dtype already."""
+    """Return whether a target already has memory on its final device in its final dtype."""
     tensors = [each.value for each in target.offloaded] or [target.tensor]
     fits = all(each.device == target.device and each.dtype == target.dtype for each in tensors)
     return fits and not is_on_disk(target)
@@ -107,9 +107,9 @@ def fill(model: nn.Module, target: Target, stored: StoredWeights) -> None:
 
 
 def replace_offloaded(model: nn.Module, target: Target, value: torch.Tensor, span: FileSpan | None) -> None:
-    """Replace a target by placeholders under all its names, and its values in hooks by a new value.
+    """Replace a target by placeholders under all its names. Replace its value in hooks by a new value.
 
-    `span` is the location of the value in a file, if it is on the disk.
+    `span` is the location of the value if the value is in a file.
     """
     assign(model, target, torch.empty(target.tensor.shape, dtype=target.dtype, device="meta"))
     for each in target.offloaded:

@@ -1,4 +1,4 @@
-"""Undo the placement of a model: remove its hooks, or restore it after an error."""
+"""Removal of a model's hooks, and restoration of a model after an error."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trainwright.bigmodels.weights.stored_weights import StoredWeights
 
 @contextlib.contextmanager
 def restored_on_failure(model: nn.Module) -> Iterator[None]:
-    """Restore a model if the block raises: modules, tensors, devices, hooks and offloaded weights.
+    """Return a context that restores a model's modules, tensors, devices, hooks and offloaded weights after an error.
 
-    Values that were overwritten in place are not restored. Tensors stay allocated until the block ends.
+    Values that were overwritten in place are not restored. Tensors stay allocated until the context ends.
     """
     modules = list(model.modules())
     tables = [
@@ -47,8 +47,8 @@ def restored_on_failure(model: nn.Module) -> Iterator[None]:
 def remove_placement(model: nn.Module) -> None:
     """Remove the hooks that align devices from a model, without reading or copying weights. Other hooks stay.
 
-    Weights that hooks kept in memory are in the modules again. Weights in files stay on the meta device, and are
-    recorded as left on disk. Call this inside `restored_on_failure`.
+    Weights that hooks store in memory are put back into the modules. Weights in files stay on the meta device, and are
+    recorded with `add_left_on_disk`. Must be called in `restored_on_failure`.
     """
     left = StoredWeights()
     paths: dict[nn.Module, list[str]] = {}

@@ -51,22 +51,22 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, Device]:
-    """Assign a model's modules to devices, filling one device after the other in the order of registration.
+    """Assign a model's modules to devices. Devices are filled one after the other, with modules in registration order.
 
     The first accelerator in use also computes the layers on the host and on disk, and reserves memory for the largest
-    of them. Modules that share a tensor go to one device. Nothing is moved or allocated.
+    of these layers. Modules that share a tensor are assigned to one device. No tensor is moved or allocated.
 
     Args:
         model: A model on any device, the meta device included.
-        max_memory: See `get_max_memory`. Modules that fit no device go to `"disk"`.
+        max_memory: See `get_max_memory`. Modules that fit no device are assigned to `"disk"`.
         no_split_module_classes: Names of classes whose modules stay on one device, such as blocks with a residual
             connection.
         dtype: Dtype that the weights will be loaded in. See `compute_module_sizes`.
-        special_dtypes: Name of a tensor → its own dtype.
+        special_dtypes: Name of a tensor → dtype of this tensor.
         verbose: Print a report. See `explain_device_map`.
         clean_result: Name a module instead of its children if all of them are on one device.
-        offload_buffers: Offload the buffers of offloaded modules too. By default they stay on the device that computes
-            these modules, and a warning says if they do not fit.
+        offload_buffers: Also offload the buffers of offloaded modules. By default, these buffers stay on the device
+            that computes the modules. A warning is raised if they do not fit.
         fallback_allocation: If the next module does not fit an empty device, place the first later module that fits.
 
     Returns:
@@ -125,13 +125,14 @@ def resolve_device_map(
     special_dtypes: Mapping[str, DType] | None = None,
     offload_buffers: bool = False,
 ) -> dict[str, Device | torch.device]:
-    """Return the device map for a word such as `"auto"`, or check a given map and return it.
+    """Return the device map for a name such as `"auto"`, or return a map after checking it.
 
     Args:
         model: A model on any device.
-        device_map: `"auto"` or `"balanced"` (spread evenly over the accelerators), `"balanced_low_0"` (the same with as
-            little as possible on the first one), `"sequential"` (fill each device before the next), or a map.
-        max_memory: See `get_max_memory`. A map ignores this argument and those below.
+        device_map: `"auto"` or `"balanced"`: distribute evenly over the accelerators. `"balanced_low_0"`: distribute
+            evenly, with as little as possible on the first accelerator. `"sequential"`: fill each device before the
+            next one. Or a map.
+        max_memory: See `get_max_memory`. This argument and those below have no effect if `device_map` is a map.
         no_split_module_classes, dtype, special_dtypes, offload_buffers: See `infer_auto_device_map`.
 
     Raises:
@@ -175,13 +176,14 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Lower the accelerators' budgets so that filling them one after the other spreads a model evenly.
 
-    Each budget becomes an equal share of the model plus an allowance, because a module is not split at the exact end of
-    a share. The allowance is 1.25 times the largest block of `no_split_module_classes`, or 1.25 times the mean module
-    if that is more. The last accelerator keeps its budget.
+    Each budget becomes an equal fraction of the model plus an allowance, because modules are not split at the exact
+    boundary. The allowance is the larger of 1.25 times the largest block of `no_split_module_classes` and 1.25 times
+    the mean module. The last accelerator keeps its budget.
 
     Args:
         model: A model on any device.
-        max_memory: See `get_max_memory`. If it is None and there is one accelerator, 10 % of its memory stay free.
+        max_memory: See `get_max_memory`. If `max_memory` is None and there is one accelerator, 10 % of its memory stay
+            free.
         no_split_module_classes, dtype, special_dtypes: See `infer_auto_device_map`.
         low_zero: Place on the first accelerator only the modules that do not fit the others.
 
@@ -207,7 +209,7 @@ def get_balanced_memory(
 
 
 def _allowance(model: nn.Module, outline: Outline, no_split_module_classes: Sequence[str] | str | None) -> int:
-    """Return the bytes by which a device may exceed its share. See `get_balanced_memory`."""
+    """Return the bytes by which a budget exceeds the equal fraction. See `get_balanced_memory`."""
     no_split = class_names(no_split_module_classes)
     sizes = dict(zip(outline.names, outline.sizes_bytes, strict=True))
     layers, blocks = list[int](), list[int]()
@@ -233,8 +235,8 @@ def check_device_map(
         strict: Raise for names that the model does not have. By default a warning names them.
 
     Raises:
-        ConfigurationError: The map does not cover a parameter or persistent buffer (the message lists all of them), a
-            device is invalid, or, with `strict`, the model does not have a name.
+        ConfigurationError: The map does not cover all parameters and persistent buffers (the message lists missing
+            ones), a device is invalid, or, with `strict`, the model does not have a name of the map.
     """
     _check(model, device_map, strict)
 
@@ -288,7 +290,7 @@ def check_devices(device_map: Mapping[str, Device | torch.device]) -> None:
 
 
 def _saved_names(model: nn.Module) -> list[str]:
-    """Return the names of all parameters and persistent buffers, tied ones under each of their names."""
+    """Return the names of all parameters and persistent buffers. Tied tensors have several names."""
     names = list[str]()
     for prefix, module in model.named_modules(remove_duplicate=False):
         dotted = f"{prefix}." if prefix else ""
@@ -303,8 +305,8 @@ def clean_device_map(
 ) -> MutableMapping[str, Device | torch.device]:
     """Replace the entries of a module's children by one entry for the module, if all are on one device.
 
-    The map is changed in place, keeps its order, and is returned. No name may be inside another one. Only entries in
-    `module_name` are changed.
+    The map is changed in place and returned, without a change of order. No entry may be inside the module of another
+    entry. Only entries in `module_name` are changed.
     """
     inner = f"{module_name}." if module_name else ""
     modules = {
@@ -324,7 +326,7 @@ def clean_device_map(
 
 
 def _with_disk(max_memory: Mapping[Device, int]) -> dict[Device, int | None]:
-    """Add the disk to the budgets, as the last device. Default: unlimited."""
+    """Add the disk to the budgets as the last device, with an unlimited budget by default."""
     budgets: dict[Device, int | None] = dict(max_memory)
     budgets.setdefault("disk", None)
     return budgets
@@ -414,9 +416,9 @@ def get_max_memory(
 
     Args:
         max_memory: Device → bytes (rounded down), or text such as `"10GiB"`. Other devices are not used, except the
-            disk for modules that fit no other device. None uses the free memory of every accelerator and of the host;
-            measuring it initializes the accelerators and waits for them. As in Accelerate, text in a dict is replaced
-            by its number of bytes, because transformers reads the dict afterwards.
+            disk for modules that fit no other device. None uses the free memory of every accelerator and of the host.
+            Measuring the free memory initializes the accelerators and waits for them. As in Accelerate, text in the
+            dict is replaced by the number of bytes in place, because transformers reads the dict afterwards.
 
     Raises:
         ConfigurationError: A device is unknown or named twice, or an amount of memory is invalid.
@@ -430,7 +432,7 @@ def get_max_memory(
 
 
 def memory_budgets(max_memory: Mapping[Device, float | str] | None) -> dict[Device, int]:
-    """Return what `get_max_memory` returns, without changing `max_memory`."""
+    """Return the result of `get_max_memory` without changing `max_memory`."""
     if max_memory is None:
         return _free_memory()
     budgets: dict[Device, int] = {}

@@ -33,8 +33,8 @@ class WeightCount:
         elements: Floating-point elements of parameters and buffers. Shared tensors count once.
         fixed_bytes: Bytes of counters and masks, which are never converted to another dtype.
         largest_layer: Name of the largest layer.
-        largest_elements: Floating-point elements of that layer.
-        largest_fixed_bytes: Bytes of the counters and masks in that layer.
+        largest_elements: Floating-point elements of the largest layer.
+        largest_fixed_bytes: Bytes of the counters and masks in the largest layer.
     """
 
     elements: int
@@ -113,11 +113,12 @@ def count_stored_weights(path: Path) -> WeightCount:
 def count_stage_bytes(
     forward: Callable[[], Any], model: nn.Module, stages: Sequence[Sequence[nn.Module]]
 ) -> tuple[list[int], list[int]]:
-    """Return the bytes that autograd saves in each stage of a pipeline, and the bytes that each sends to the next.
+    """Return the bytes that autograd saves in each pipeline stage, and the bytes that each stage sends on.
 
     `forward` calls the model, with gradients enabled. Fake tensors (`torch._subclasses.FakeTensorMode`) take no memory.
-    A stage ends with the call of its last module. Tensors that two stages save are counted in both, and the model's
-    parameters and buffers in none. Without stages, the model is one. Activation checkpointing reduces the result.
+    A stage ends with the call of its last module. Tensors that two stages save count in both stages. The model's
+    parameters and buffers do not count. Without `stages`, the model is one stage. Activation checkpointing reduces the
+    result.
     """
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     kept: list[dict[int, torch.UntypedStorage]] = [{}]
@@ -145,7 +146,7 @@ def count_stage_bytes(
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """A replacement of `torch._grouped_mm` that returns the right shape and saves the same tensors for the backward."""
+    """Replacement of `torch._grouped_mm` with the same output shape and the same saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -155,7 +156,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class FakeGroupedProducts(TorchFunctionMode):
-    """Let `torch._grouped_mm` accept fake tensors of any dtype; torch 2.13 accepts only bfloat16 on the CPU."""
+    """Mode in which `torch._grouped_mm` accepts fake tensors of any dtype. torch 2.13 needs bfloat16 on the CPU."""
 
     def __torch_function__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call `func`, or its replacement."""
@@ -167,11 +168,11 @@ class FakeGroupedProducts(TorchFunctionMode):
 def kv_cache_bytes(config: Mapping[str, Any], *, batch_size: int, sequence_length: int, dtype: DType) -> int | None:
     """Return the bytes of a model's KV cache in text generation, or None if the model has no such cache.
 
-    Layers with sliding windows cache the tokens in the window. A decoder is assumed to cache as many tokens of the
-    encoder as of its own. Latent attention caches the compressed vectors.
+    Layers with sliding windows cache the tokens in the window. A decoder is assumed to cache equal numbers of encoder
+    and decoder tokens. Latent attention caches compressed vectors.
 
-    `config` is a configuration of transformers, with the names of any model family; for models of text and images,
-    `text_config` is used. `sequence_length` includes the prompt.
+    `config` is a transformers configuration of any model family. For models of text and images, its `text_config` is
+    used. `sequence_length` includes the prompt.
     """
     text = config.get("text_config")
     config = text if isinstance(text, Mapping) else config

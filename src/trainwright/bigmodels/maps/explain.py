@@ -22,7 +22,7 @@ from trainwright.core.host.byte_sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """The modules on one device, and its budget (None: unlimited).
+    """The modules on one device, and the device's budget (None: unlimited).
 
     A module that is completely on the device is named instead of its children.
     """
@@ -40,10 +40,10 @@ class DeviceMapReport:
     Attributes:
         total_bytes: Bytes of the model. Shared tensors count once.
         shares: The devices in the order in which they were filled.
-        reasons: Sentences that say which device computes offloaded layers, which layer did not fit each full device,
-            and which modules follow a module that they share a tensor with.
-        missing_bytes: The bytes that the last accelerator's budget lacks to keep the model on accelerators. 0 if
-            nothing is offloaded, None without an accelerator.
+        reasons: Sentences on the device that computes offloaded layers, the layer that did not fit each full device,
+            and the modules that were assigned to the device of a shared tensor.
+        missing_bytes: The smallest increase of the last accelerator's budget with which nothing is offloaded. 0 if
+            nothing is offloaded. None without an accelerator.
     """
 
     total_bytes: int

@@ -1,9 +1,9 @@
-"""Placement of a model's parts on devices, computed from sizes and budgets alone, without torch.
+"""Placement of a model's parts on devices, computed only from sizes and budgets, without torch.
 
 An `Outline` lists the model's modules in the order of their registration, which for most models is the order in which
-they run. Devices are filled one after the other in that order, so that data moves from one to the next once per
+they run. Devices are filled one after the other in this order, so that data moves from one device to the next once per
 forward. The first accelerator in use also computes the layers on the host and on disk. It reserves memory for the
-largest of them, and the host for the largest one on disk.
+largest of these layers. The host reserves memory for the largest layer on disk.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Outline(NamedTuple):
 
     Attributes:
         names: Dotted names. The first is `""`, the model itself.
-        sizes_bytes: Bytes of each part. A tensor that several parts share counts in the first one.
+        sizes_bytes: Bytes of each part. A tensor that several parts share counts in the first of these parts.
         ends: Index after the last part of each part: `range(i + 1, ends[i])` are the parts of part `i`.
-        is_layer: True for layers. They have no parts.
+        is_layer: True for layers. Layers have no parts.
         tied: Groups of indices of layers that share a tensor and must be on one device.
     """
 
@@ -44,7 +44,7 @@ class Outline(NamedTuple):
 
 
 class FullDevice(NamedTuple):
-    """A device that had no room for layer `part`. `needed_bytes` includes the parts tied to it."""
+    """A device without enough memory for layer `part`. `needed_bytes` includes the parts that are tied to the layer."""
 
     device: Device
     part: int
@@ -60,13 +60,12 @@ class Placement:
     Attributes:
         device_of: Index of a part → device. The entry of a module also covers its parts.
         used_bytes: Device → bytes of the parts on it.
-        runs_on: The accelerator that computes the layers on the host and on disk, and reserves memory for them. None
-            without an accelerator.
-        skipped: Accelerators that are not used because they cannot hold the largest layer. The first accelerator in
-            use must be able to compute it.
+        runs_on: The accelerator that computes the layers on the host and on disk. None without an accelerator.
+        skipped: Accelerators that are not used because they cannot hold the largest layer. The first accelerator in use
+            must be able to compute the largest layer.
         full: The devices that were filled up, in order.
-        pulled: Parts that were placed on the device of an earlier part because they share a tensor with it.
-        visited: Number of visited parts, a measure of the work.
+        pulled: Parts that were placed on the device of an earlier part because of a shared tensor.
+        visited: Number of visited parts, which measures the computation.
     """
 
     device_of: dict[int, Device]
@@ -86,9 +85,10 @@ def is_accelerator(device: Device) -> bool:
 def place(outline: Outline, budgets: dict[Device, int | None], *, fallback: bool = False) -> Placement:
     """Assign a device to every part of a model, filling the devices in the order of `budgets` (None: unlimited).
 
-    Parts that share a tensor are on one device, layers are not split, and no budget is exceeded. A later part is on the
-    same device or a later one, unless it shares a tensor with an earlier part. With `fallback`, if the next part does
-    not fit an empty device, the first later part that fits is placed there; modules are tried before their children.
+    Parts that share a tensor are on one device, layers are not split, and no budget is exceeded. A part is never on an
+    earlier device than the part before it, unless it shares a tensor with an earlier part. With `fallback`, if the next
+    part does not fit an empty device, the first later part that fits is placed there; modules are tried before their
+    children.
 
     Raises:
         ConfigurationError: Only the disk can hold the largest layer, or the budgets are too small for the model.
@@ -157,7 +157,7 @@ def largest_layer(outline: Outline) -> tuple[int, str]:
 
 
 def _largest_from(outline: Outline) -> list[int]:
-    """Return for each index the bytes of the largest layer from there on. The last entry, after all parts, is 0."""
+    """Return for each index the bytes of the largest layer at or after this index. A last entry of 0 is added."""
     parts = zip(reversed(outline.is_layer), reversed(outline.sizes_bytes), strict=True)
     largest = itertools.accumulate((size if is_layer else 0 for is_layer, size in parts), max, initial=0)
     return [*largest][::-1]
@@ -180,7 +180,7 @@ class _Ties:
         return sorted(part for group in groups.values() for part in group if not index <= part < self._ends[index])
 
     def inside(self, index: int) -> list[int]:
-        """Return the parts in part `index`, itself included, that share a tensor with any other part."""
+        """Return the parts in part `index`, including `index`, that share a tensor with any other part."""
         first = bisect.bisect_left(self._parts, index)
         return self._parts[first : bisect.bisect_left(self._parts, self._ends[index])]
 
@@ -206,7 +206,7 @@ class _Filling:
             self._reserve(0)
 
     def _reserve(self, start: int) -> None:
-        """Choose the first accelerator that can hold the largest layer, and disable those before it."""
+        """Choose the first accelerator that can hold the largest layer. Disable earlier accelerators."""
         self.reserving = {device for device in self.devices if device == "cpu"}
         self.result.runs_on = None
         for device in self.devices[start:]:

@@ -57,7 +57,8 @@ class TrainingShape:
         sizes: Elements of each parameter, in the model's order. Shared parameters count once.
         unit: Elements of the largest numbered block. Strategies gather or move one block at a time.
         outside: Elements outside the blocks: embeddings, heads and norms.
-        uses: Number of names of the largest parameter. Each use makes a gradient, which is held until the last one.
+        uses: Number of names of the largest parameter. Each use creates a gradient. All are in memory until the last
+            use.
         together: Elements of all blocks that use the same input tensor, such as a decoder's blocks that use the
             encoder's output. The backward finishes all of them at the same time.
     """
@@ -226,8 +227,8 @@ def _gathered(sizes: Sequence[int], buckets: ZeroBuckets) -> int:
 def split_peak(share: TrainingShape, *, world_size: int, activation_bytes: int, logits_bytes: int) -> int:
     """Return the peak bytes on one rank's device in a step under `tp`, for the shape of one rank's shards.
 
-    The loss's backward makes two gradients of the size of the full logits. Collectives may still hold the rank's own
-    logits and the gathered ones at that time.
+    The loss's backward makes two gradients of the size of the full logits. At that time, the rank's logits and the
+    gathered logits may also be in memory.
     """
     alone = rank_peaks(share, world_size=1, activation_bytes=activation_bytes)["single"]  # Adam without foreach
     loss = activation_bytes + 3 * logits_bytes + logits_bytes // world_size
@@ -278,8 +279,8 @@ def stage_shapes(model: nn.Module, pp: int) -> list[TrainingShape] | None:
 def _streaming(shape: TrainingShape, activation_bytes: int) -> int:
     """Return the peak bytes of streamed units, gradients and activations under `offload`.
 
-    The backward reaches the peak between two units: the previous one is still on the device, and the next one is
-    prefetched. The activations of the previous unit are already freed.
+    The peak of the backward is between two units. The previous unit is still on the device without its activations, and
+    the next unit is prefetched.
     """
     inside = shape.elements - shape.outside
     largest = _BYTES * shape.tensor
@@ -292,7 +293,7 @@ def _streaming(shape: TrainingShape, activation_bytes: int) -> int:
 
 
 def ranks_that_fit(shape: TrainingShape, device_bytes: int, **load: Any) -> dict[str, int | None]:
-    """Return the smallest number of devices on which each strategy can train a model, or None above 4,096.
+    """Return the smallest number of devices with which each strategy can train a model. None means more than 4,096.
 
     `load` are the other arguments of `rank_peaks`.
     """

@@ -18,7 +18,7 @@ from trainwright.core.errors import ConfigurationError, nearest
 
 
 class CustomDtype(enum.Enum):
-    """Dtypes of weights for which torch has no dtype, or one without an element size."""
+    """Dtypes of weights for which torch has no dtype, or a dtype without an element size."""
 
     FP8 = "fp8"
     INT8 = "int8"
@@ -69,7 +69,7 @@ def dtype_byte_size(dtype: DType) -> float:
 
 
 def _measure(dtype: DType | None, special_dtypes: Mapping[str, DType] | None) -> Callable[[str, torch.Tensor], int]:
-    """Return a function that returns the bytes of a tensor, converted to `dtype` where that is smaller."""
+    """Return a function that returns the bytes of a tensor, after conversion to `dtype` if that is smaller."""
     target = None if dtype is None else dtype_byte_size(dtype)
     special = {name: dtype_byte_size(own) for name, own in (special_dtypes or {}).items()}
 
@@ -85,7 +85,7 @@ def _measure(dtype: DType | None, special_dtypes: Mapping[str, DType] | None) ->
 
 
 def is_floating(tensor: torch.Tensor) -> bool:
-    """Return whether a model in another dtype converts this tensor. Counters and masks keep their dtype."""
+    """Return whether a conversion of a model to another dtype converts this tensor. False for counters and masks."""
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
@@ -120,7 +120,7 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Return the bytes of every module, parameter and buffer by dotted name. `""` is the model.
 
-    A tensor with several names counts at the first one. Modules without tensors are not listed; the dict returns 0 for
+    A tensor with several names counts at the first name. Modules without tensors are not listed. The dict returns 0 for
     them.
 
     Args:
@@ -215,8 +215,9 @@ def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
     """Tie parameters again after loading has replaced some of them.
 
-    Each group of names from `find_tied_parameters` shares its first parameter that is not on the meta device, or the
-    first one if all are. An unknown name raises AttributeError before any change.
+    Each group of names from `find_tied_parameters` then shares the first parameter that is not on the meta device. If
+    all are on the meta device, the group shares the first parameter. An unknown name raises AttributeError before any
+    change.
     """
     groups = []
     for names in tied_params:

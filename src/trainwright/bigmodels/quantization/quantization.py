@@ -1,4 +1,4 @@
-"""Load a model and quantize its linear layers to 8 or 4 bits with bitsandbytes or torchao."""
+"""Loading of a model, and quantization of its linear layers to 8 or 4 bits with bitsandbytes or torchao."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ class BnbQuantizationConfig:
 
     Attributes:
         load_in_8bit: Use int8 weights with a scale per row.
-        llm_int8_threshold: Activations above this threshold are computed in `torch_dtype`, for 8 bits.
+        llm_int8_threshold: With 8 bits, activations above this threshold are computed in `torch_dtype`.
         load_in_4bit: Use 4-bit weights with a scale per block of 64.
         bnb_4bit_quant_type: `"fp4"`, or `"nf4"` (NormalFloat), which is better for normally distributed weights.
-        bnb_4bit_use_double_quant: Quantize the scales too.
+        bnb_4bit_use_double_quant: Also quantize the scales.
         bnb_4bit_compute_dtype: Dtype of the multiplication: `"fp16"`, `"bf16"`, `"fp32"`, or a torch dtype.
-        torch_dtype: Dtype of tensors that are not quantized, in the same form. Default: float16 for 8 bits, the compute
-            dtype for 4 bits.
-        skip_modules: Names of modules (parts of dotted names) that are not quantized. Default: the last module and
-            those with tied weights. `[]` skips none.
+        torch_dtype: Dtype of tensors that are not quantized, in the same form as `bnb_4bit_compute_dtype`. Default:
+            float16 for 8 bits, and the compute dtype for 4 bits.
+        skip_modules: Names of modules (parts of dotted names) that are not quantized. `[]` skips no module. Default:
+            the last module, and modules with tied weights.
         keep_in_fp32_modules: Names of modules that are not quantized and stay float32.
 
     Raises:
-        ConfigurationError: Both or neither of the two are True, or a type or dtype is unknown.
+        ConfigurationError: Both or neither of `load_in_8bit` and `load_in_4bit` are True, or a type or dtype is
+            unknown.
     """
 
     load_in_8bit: bool = False
@@ -97,9 +98,10 @@ class TorchaoQuantizationConfig:
     Attributes:
         quant_type: `"int8_weight_only"`, `"int8_dynamic"` (also quantizes the activations of each row in the forward),
             `"float8_weight_only"`, or `"int4_weight_only"` (on accelerators for which torchao has kernels).
-        group_size: Number of int4 weights that share a scale. The input width of a layer must be a multiple of it.
-        torch_dtype: Dtype of tensors that are not quantized and of computations: a torch dtype, or a name such as
-            `"bf16"`. Default: the model's.
+        group_size: Number of int4 weights that share a scale. The input width of a layer must be a multiple of
+            `group_size`.
+        torch_dtype: Dtype of computations, and of tensors that are not quantized: a torch dtype, or a name such as
+            `"bf16"`. Default: the dtype of the model.
         skip_modules, keep_in_fp32_modules: See `BnbQuantizationConfig`.
 
     Raises:
@@ -168,15 +170,15 @@ def load_and_quantize_model(
 ) -> nn.Module:
     """Load a model's weights and quantize its linear layers one at a time.
 
-    Layers that are offloaded to the CPU or the disk are int8 with a scale per row if the configuration is 8-bit
-    bitsandbytes. Otherwise they are not quantized and have `torch_dtype`.
+    With 8-bit bitsandbytes, layers that are offloaded to the CPU or the disk have int8 weights with a scale per row.
+    With other configurations, offloaded layers are not quantized and have `torch_dtype`.
 
     Args:
-        model: The model, which is changed. With `weights_location`, it may be on the meta device or quantized by an
-            earlier call. Otherwise its own weights are quantized.
+        model: The model, which is changed. With `weights_location`, the model may be on the meta device, or quantized
+            by an earlier call. Without `weights_location`, the weights of the model are quantized.
         bnb_quantization_config: A `BnbQuantizationConfig` or `TorchaoQuantizationConfig`.
         weights_location: See `load_checkpoint_in_model`. May be a quantized model that `save_model` wrote with the same
-            configuration; its layers are not quantized again.
+            configuration. Its layers are not quantized again.
         device_map: See `load_checkpoint_and_dispatch`. Default: the model's accelerator, or the current device.
         no_split_module_classes, max_memory: See `load_checkpoint_and_dispatch`.
         offload_folder: See `load_checkpoint_and_dispatch`. Also required for int8 layers on the disk.
@@ -264,7 +266,7 @@ def _linears_to_quantize(
 
 
 def default_skip_modules(model: nn.Module) -> list[str]:
-    """Return the modules that are most sensitive to quantization: the last one (the output) and tied ones."""
+    """Return the modules that are most sensitive to quantization: the last (output) module, and tied modules."""
     tied = {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
     last = [name for name, _ in model.named_children()][-1:]
     return sorted(tied | set(last))
@@ -343,8 +345,8 @@ def _swap(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 def quantized_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a quantized model with plain tensors, which can be saved in any format.
 
-    The tensors of a torchao weight get names of their own (`"weight.qdata"`, `"weight.scale"`, …), as bitsandbytes does
-    for its weights.
+    The tensors of a torchao weight get separate names (`"weight.qdata"`, `"weight.scale"`, …), like those of a
+    bitsandbytes weight.
     """
     unpack_4bit_weights(model)
     return flatten_quantized(model.state_dict())

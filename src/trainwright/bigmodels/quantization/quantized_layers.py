@@ -46,7 +46,7 @@ class QuantizedLayers(ABC):
         """Return a quantized copy of `linear` on `device`. Blocks."""
 
     def make_offloaded(self, linear: nn.Linear, parts: Parts) -> nn.Module | None:
-        """Return a quantized copy of `linear` that supports offloading, or None if there is none."""
+        """Return a quantized copy of `linear` that supports offloading, or None if the backend has no such layer."""
         return None
 
 
@@ -111,7 +111,7 @@ class Bnb8Bit(QuantizedLayers):
 class Int8Linear(nn.Module):
     """A linear layer with int8 weights and a scale per row: row `i` of the weight is `weight[i] * scale[i]`.
 
-    Its size is that of `linear`. The output has the dtype of the input.
+    The size is that of `linear`. The output has the dtype of the input.
     """
 
     def __init__(self, linear: nn.Linear, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -128,7 +128,7 @@ class Int8Linear(nn.Module):
 
 
 def to_absmax(scale: torch.Tensor) -> torch.Tensor:
-    """Convert the scale of an `Int8Linear` to that of bitsandbytes, which divides it by 127. Exact."""
+    """Convert the scale of an `Int8Linear` exactly to that of bitsandbytes, which is 127 times larger."""
     return scale * 127
 
 
@@ -138,7 +138,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def plain_linear(module: Any) -> nn.Linear:
-    """Return a linear layer on the meta device with the size of a quantized one."""
+    """Return a linear layer on the meta device with the size of a quantized layer."""
     return nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
 
 
@@ -224,7 +224,7 @@ def _unpack(weight: Any, state: Any) -> None:
 
 
 def _unpack_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Unpack a layer's weight before bitsandbytes does it for a state dict."""
+    """Unpack a layer's weight before bitsandbytes unpacks it for a state dict."""
     unpack_4bit_weights(module)
 
 
@@ -238,7 +238,7 @@ class Torchao(QuantizedLayers):
         self.torchao: Any = load_torchao(f"quant_type={quant_type!r}")
 
     def check(self, device: torch.device) -> None:
-        """Raise for int4 without CUDA or XPU, the only devices that torchao has int4 kernels for."""
+        """Raise an error for int4 on devices other than CUDA and XPU, for which torchao has no int4 kernels."""
         if self.quant_type == "int4_weight_only" and device.type not in ("cuda", "xpu"):
             raise ConfigurationError(
                 f"torchao has no int4 kernels for {device.type}. Use quant_type='int8_weight_only', or bitsandbytes: "

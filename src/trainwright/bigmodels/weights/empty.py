@@ -1,9 +1,9 @@
-"""Build a model on the meta device, without memory for its weights, or directly on another device.
+"""Construction of a model on the meta device, without memory for its weights, or directly on another device.
 
 Initializing weights that a checkpoint replaces costs memory and time. Inside the contexts, and only in their thread,
 torch's registration hooks move each parameter to the device when it is assigned to a module, before the module
-initializes it. A parameter that is on the device already remains the same object, so that tied weights stay tied.
-Parameters with values of their own, such as those of `torch.randn`, are first created where torch creates them.
+initializes it. A parameter that is already on the device remains the same object, so that tied weights stay tied. The
+values of a parameter such as `nn.Parameter(torch.randn(3))` are created on torch's default device before the move.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _entered = _Entered()
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Create modules inside a `with` block on the meta device, without memory for parameters or their initialization.
+    """Return a context in which modules are created on the meta device, without memory for parameters.
 
     Tied parameters stay tied, and buffers keep their values. Load weights into the model before using it.
 
     Args:
-        include_buffers: Move persistent buffers to the meta device too, at the end of the block. Buffers that are not
-            in a checkpoint (`persistent=False`) always keep their values. Default: False.
+        include_buffers: Also move persistent buffers to the meta device, at the end of the context. Buffers that are
+            not in a checkpoint (`persistent=False`) always keep their values. Default: False.
 
     Yields:
         None. Other threads are not affected. In nested contexts, also of `init_on_device`, the innermost one applies.
@@ -54,12 +54,12 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Create modules inside a `with` block with their parameters on `device`, where they are initialized.
+    """Return a context in which parameters of new modules are created and initialized on `device`.
 
     Args:
         device: A device of torch. For the meta device, see `init_empty_weights`.
-        include_buffers: Create buffers and all other tensors there too. By default only parameters are moved, when they
-            are assigned to a module.
+        include_buffers: Also create buffers and all other tensors on the device. By default, only parameters are moved,
+            when they are assigned to a module.
 
     Yields:
         None. Other threads are not affected. In nested contexts, the innermost one applies.

@@ -1,4 +1,4 @@
-"""Parse and check devices, and move the inputs and outputs of a forward."""
+"""Parsing and checks of devices, and moves of the inputs and outputs of a forward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def to_device(device: Device) -> torch.device:
 
 
 def checked_device(device: Device) -> torch.device:
-    """Convert to a `torch.device`. Raise ConfigurationError if this machine does not have it. Initializes it."""
+    """Convert to a `torch.device` and initialize the device. Raise ConfigurationError if it does not exist."""
     found = to_device(device)
     try:
         torch.empty(0, device=found)
@@ -48,7 +48,7 @@ def checked_device(device: Device) -> torch.device:
 
 
 def check_available(device_map: Mapping[str, Device]) -> None:
-    """Raise ConfigurationError, with the entry, if this machine does not have a device of a device map."""
+    """Raise a ConfigurationError that names the entry if this machine lacks a device of a device map."""
     checked: set[Device] = {"disk"}
     for name, device in device_map.items():
         if device not in checked:
@@ -68,7 +68,7 @@ def default_device() -> torch.device:
 
 
 def move_inputs(values: object, device: torch.device, skip_keys: Collection[str] = ()) -> Any:
-    """Return `values` with their tensors on `device`, or the same object if they are on it already.
+    """Move the tensors in `values` to `device`. Return `values` itself if all tensors are already on the device.
 
     Values of `skip_keys`, at every depth, are not moved. Blocks if a tensor is copied to the host.
     """

@@ -1,7 +1,8 @@
 """Offloaded tensors: the placeholder between two forwards, the tensor during one, and the original afterwards.
 
-The placeholder in the module defines the dtype and `requires_grad` of the weight that replaces it. A tensor with values
-that a user assigns instead is used. Gradients of offloaded weights are dropped as soon as they are computed.
+The placeholder in the module defines the dtype and `requires_grad` of the weight that replaces it. If a user assigns a
+tensor with values, this tensor is used instead. Gradients of offloaded weights are discarded as soon as they are
+computed.
 
 A placeholder raises an error if it is used in a computation. A module may use a weight of another module without
 calling it, such as a head that multiplies by an embedding's weight. The weight is then a meta tensor, because hooks
@@ -33,7 +34,7 @@ _ALLOWED = frozenset(
 def _call_checked(
     function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Call a torch function on placeholders; its results are placeholders too. Raise if an argument has values."""
+    """Call a torch function on placeholders. The results are placeholders. Raise an error if an argument has values."""
     kwargs = kwargs or {}
     name = getattr(function, "__name__", "")
     with torch._C.DisableTorchFunctionSubclass():
@@ -148,11 +149,11 @@ class Slot:
     """A parameter or buffer that is offloaded between two forwards.
 
     Attributes:
-        name: Within the hook's module: `path`, a dot, and `leaf`. The path is empty for the module's own tensors.
-        placeholder: The meta tensor that replaced it.
-        origin: The tensor that it replaced, and the tensor's device.
-        former: The tensor that it replaced, if the weights map returns the same memory.
-        is_shared: True if a module that is not offloaded has `former` too. Its gradients are then kept.
+        name: Name in the hook's module: `path`, a dot, and `leaf`. `path` is empty for the module's own tensors.
+        placeholder: The meta tensor that replaced the original tensor.
+        origin: The original tensor, and its device.
+        former: The original tensor, if the weights map returns the same memory.
+        is_shared: True if a module that is not offloaded also contains `former`. Gradients are then not discarded.
     """
 
     name: str
@@ -185,9 +186,9 @@ class Slot:
         return owner._buffers if self.is_buffer else owner._parameters
 
     def replaced(self, module: nn.Module, value: torch.Tensor, span: object) -> Slot:
-        """Return the slot for another value, whose placeholder is in the module already.
+        """Return the slot for another value. The module must already contain the new placeholder.
 
-        `span` is the location of the value in a file. None: the value is in memory, and is restored there.
+        `span` is the location of the value in a file. None means that the value is in memory.
         """
         device = self.origin.device if span is not None else value.device
         origin = _Origin(device, self.origin.tensor)
@@ -196,10 +197,10 @@ class Slot:
         return replace(self, placeholder=shown, origin=origin, former=None, is_shared=False)
 
     def weight(self, shown: torch.Tensor, value: torch.Tensor, *, records: bool, for_user: bool) -> torch.Tensor:
-        """Return the tensor for the module. Call it outside of inference mode and with gradients disabled.
+        """Return the tensor for the module. Must be called outside of inference mode, with gradients disabled.
 
-        `value` is on the device of the forward. With `records`, autograd may record the use for a backward; the
-        gradient is dropped unless it is `for_user`, outside of a forward.
+        `value` is on the device of the forward. With `records`, autograd may record the use for a backward. The
+        gradient is discarded, unless `for_user` is True for a use outside of a forward.
         """
         former = self.former
         if (
@@ -216,10 +217,10 @@ class Slot:
         return weight
 
     def restore(self, module: nn.Module, stored: torch.Tensor, *, copies: bool = True) -> None:
-        """Put the tensor back into the module. A value that a user has assigned stays.
+        """Put the tensor back into the module, unless a user has assigned a value.
 
-        With `copies`, values are copied to the device where the tensor was, and a tensor that was on the meta device
-        stays there. Otherwise the tensor uses the memory of `stored`.
+        With `copies`, values are copied to the original device, unless this is the meta device. Otherwise, the tensor
+        uses the memory of `stored`.
         """
         table = self.table(module)
         shown = table.get(self.leaf)
@@ -242,9 +243,9 @@ class Slot:
 
 
 def restored(placeholder: torch.Tensor, value: torch.Tensor, shown: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the tensor that a placeholder replaces, or a new one if it was deleted, with the memory of `value`.
+    """Return the tensor that a placeholder replaces, or a new tensor if it was deleted. It uses `value`'s memory.
 
-    It is like `shown`, which is the placeholder unless a user has converted it.
+    Dtype and `requires_grad` are those of `shown`: the placeholder, or the user's conversion of it.
     """
     origin, shown = _ORIGINS.get(placeholder), placeholder if shown is None else shown
     original: torch.Tensor | None = None if origin is None or origin.tensor is None else origin.tensor()
@@ -276,7 +277,7 @@ def _placeholder_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _follow(tensor: torch.Tensor, shown: torch.Tensor) -> None:
-    """Set a tensor's dtype and `requires_grad` to those of another one, in place."""
+    """Set a tensor's dtype and `requires_grad` to those of another tensor, in place."""
     if tensor.dtype != shown.dtype:
         if tensor.grad is not None:
             tensor.grad = None if not shown.is_floating_point() else tensor.grad.to(shown.dtype)
@@ -286,7 +287,7 @@ def _follow(tensor: torch.Tensor, shown: torch.Tensor) -> None:
 
 
 def like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Convert `value` to a parameter with the class and attributes of `tensor`, or return it if that is a buffer."""
+    """Convert `value` to a parameter with the class and attributes of `tensor`. For a buffer, return `value`."""
     if value.is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode():  # inference tensors can become parameters only in this mode
             return like(tensor, value)
@@ -316,7 +317,7 @@ def tensors_of(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, torch
 
 
 def place(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a parameter in place, so that other references follow, or replace a buffer by a copy on the device."""
+    """Move a parameter in place, so that other references remain valid. Replace a buffer by a copy on the device."""
     if tensor.device == device:
         return
     if isinstance(tensor, nn.Parameter):
@@ -340,7 +341,7 @@ _SHOWN = 5  # names in a message
 
 
 def with_tied_names(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Add the values of tied parameters under all of their names, because safetensors files store them under one."""
+    """Add the values of tied parameters under all their names. Safetensors files store only one of the names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -353,9 +354,9 @@ def with_tied_names(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Map
 
 
 def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, torch.Tensor]) -> None:
-    """Replace meta tensors of a model by tensors on the CPU that share the memory of the first source with the name.
+    """Replace meta tensors of a model by CPU tensors. Each shares the memory of the first source with its name.
 
-    Tied parameters stay tied. Tensors that have values keep them.
+    Tied parameters stay tied. Tensors with values are not changed.
 
     Raises:
         CheckpointError: No source has a tensor, or its shape differs. Other tensors may have been replaced.

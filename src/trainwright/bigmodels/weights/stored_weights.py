@@ -1,4 +1,4 @@
-"""The weights of a checkpoint by name, mapped from its files: their tensors are views of the page cache.
+"""The weights of a checkpoint by name, mapped from its files. Tensors are views of the page cache.
 
 A checkpoint is one or more files of safetensors or `torch.save`. The index of several files has the layout of
 transformers (`weight_map`), or is an object of names and files. A mapping is private: a write to a tensor stays in this
@@ -43,7 +43,7 @@ class FileSpan(NamedTuple):
 
 
 class MappedFile:
-    """A file that is mapped completely. Nothing is read here. A file that cannot be mapped raises CheckpointError."""
+    """A file that is mapped completely but not read. A file that cannot be mapped raises CheckpointError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +68,7 @@ class MappedFile:
         return twin
 
     def counterpart(self, tensor: torch.Tensor, other: MappedFile) -> torch.Tensor | None:
-        """Return the part of this file that `tensor` is of `other`, of which this is a copy. None if it is not one."""
+        """Return the tensor of this copy that corresponds to a tensor of the original `other`, or None."""
         start = tensor.data_ptr() - other._bytes.data_ptr()
         if not 0 <= start < other.num_bytes or not tensor.is_contiguous():
             return None
@@ -78,7 +78,7 @@ class MappedFile:
         """Return the tensor that begins at byte `start`: a view, or a copy if it is not aligned.
 
         Raises:
-            CheckpointError: It ends beyond the file.
+            CheckpointError: The tensor ends beyond the file.
         """
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if start < 0 or start + num_bytes > self.num_bytes:
@@ -92,7 +92,7 @@ class MappedFile:
         return content.view(dtype).view(tuple(shape))
 
     def check(self) -> None:
-        """Raise CheckpointError if the file is shorter than before; one system call."""
+        """Raise CheckpointError if the file is shorter than before. Takes one system call."""
         size = os.fstat(self._descriptor).st_size
         if size < self.num_bytes:
             raise CheckpointError(
@@ -120,7 +120,7 @@ class MappedFile:
             done += count
 
     def load(self, start: int, num_bytes: int) -> None:
-        """Read a part of the file into memory. Blocks; returns quickly if it is in memory.
+        """Read a part of the file into memory. Blocks, but returns quickly if the part is in memory.
 
         Releases the GIL. Raises CheckpointError if the file has shrunk.
         """
@@ -152,7 +152,7 @@ class MappedFile:
 
 
 def load_spans(spans: Iterable[FileSpan]) -> None:
-    """Read parts of files into memory, adjacent ones together. See `MappedFile.load`."""
+    """Read parts of files into memory. Adjacent parts are read together. See `MappedFile.load`."""
     runs: list[FileSpan] = []
     for span in sorted(spans, key=lambda span: (str(span.file.path), span.start)):
         run = runs[-1] if runs else None
@@ -187,7 +187,7 @@ _DTYPES = DTYPES | {name: dtype for dtype, name in NATIVE_NAMES.items()}
 class StoredWeights(Mapping[str, torch.Tensor]):
     """Name → tensor on the CPU, mapped from a file. Created by `read_checkpoint`.
 
-    Names that the checkpoint's index ties have the same tensor. Writes to a tensor never reach the file.
+    Names that are tied in the checkpoint's index have the same tensor. Writes to a tensor do not change the file.
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             self._spans[name] = span
 
     def update(self, others: StoredWeights, prefix: str = "") -> None:
-        """Add the tensors and locations of others, with `prefix` before their names."""
+        """Add the tensors and locations of other stored weights, with `prefix` before the names."""
         self._tensors |= {prefix + name: tensor for name, tensor in others._tensors.items()}
         self._spans |= {prefix + name: span for name, span in others._spans.items()}
 
@@ -273,7 +273,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 def copy_stored(
     tensor: torch.Tensor, span: FileSpan | None, memo: dict[int, Any]
 ) -> tuple[torch.Tensor, FileSpan | None]:
-    """Return a deep copy of a tensor and of its location. A mapped tensor is mapped again, not read."""
+    """Return deep copies of a tensor and its location. A mapped tensor is mapped again, not read."""
     if span is None:
         return copy.deepcopy(tensor, memo), None
     twin = copy.deepcopy(span, memo)

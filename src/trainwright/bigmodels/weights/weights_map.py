@@ -37,10 +37,10 @@ def offload_weight(
     """Write one tensor to `NAME.dat` in an existing folder, under a temporary name first. Blocks.
 
     Returns:
-        `index`, or a new dict, to which the tensor's entry has been added. Write it with `save_offload_index`.
+        `index`, or a new dict, with the added entry of the tensor. Write the result with `save_offload_index`.
 
     Raises:
-        CheckpointError: The tensor is on the meta device or cannot be written. The folder is as before.
+        CheckpointError: The tensor is on the meta device or cannot be written. The folder is unchanged.
     """
     partial, target = _write_beside(weight, weight_name, Path(offload_folder))
     os.replace(partial, target)  # existing mappings keep the former file
@@ -50,7 +50,7 @@ def offload_weight(
 
 
 def _write_beside(weight: torch.Tensor, name: str, folder: Path) -> tuple[Path, Path]:
-    """Write a tensor to a temporary file. Return its path and the final one."""
+    """Write a tensor to a temporary file. Return the temporary and the final path."""
     if weight.is_meta:
         raise CheckpointError(f"{name!r} is on the meta device: it has no values that could be written.")
     target = folder / (check_relative(name, "the model") + _SUFFIX)
@@ -64,7 +64,7 @@ def _write_beside(weight: torch.Tensor, name: str, folder: Path) -> tuple[Path, 
 
 
 def _write_bytes(target: Path, content: bytes | memoryview) -> Path:
-    """Write a file under a temporary name and return it. No file is left after an error."""
+    """Write a file under a temporary name. Return its path. After an error, the file is deleted."""
     partial = target.with_name(target.name + ".partial")
     try:
         partial.write_bytes(content)
@@ -75,7 +75,7 @@ def _write_bytes(target: Path, content: bytes | memoryview) -> Path:
 
 
 def _write_index_beside(index: Index, folder: Path) -> tuple[Path, Path]:
-    """Write an index to a temporary file. Return its path and the final one."""
+    """Write an index to a temporary file. Return the temporary and the final path."""
     return _write_bytes(folder / INDEX, json.dumps(index, indent=2).encode()), folder / INDEX
 
 
@@ -88,7 +88,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Return a tensor that `offload_weight` wrote, mapped into memory, given its file and its entry in the index.
+    """Map a tensor of `offload_weight` into memory, given its file and its entry in the index.
 
     Raises:
         CheckpointError: The file is missing or too short, or the entry has no dtype or shape.
@@ -120,16 +120,17 @@ def offload_state_dict(
 ) -> None:
     """Write tensors into a folder, one file each, and add them to its index.
 
-    Existing files of these names are replaced after all new ones are complete, so that both need disk space.
+    Existing files with these names are replaced once all new files are complete. Old and new files both need disk
+    space.
 
     Args:
         save_dir: A folder; created if it does not exist.
-        state_dict: On any device except meta. Tensors that share memory are each written.
+        state_dict: Tensors on any device except meta. Tensors that share memory are written separately.
         origin: The source of the tensors, stored in the index.
 
     Raises:
-        CheckpointError: They do not fit on the disk, which is checked first, or cannot be written. Files and folders
-            are as before.
+        CheckpointError: The tensors do not fit on the disk, which is checked first, or cannot be written. Files and
+            folders are unchanged.
     """
     folder = Path(save_dir).absolute()
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -170,7 +171,7 @@ def _remove(files: list[Path], folders: list[Path]) -> None:
 
 
 def read_offload_index(folder: PathLike) -> Index:
-    """Return the index of a folder of offloaded weights; an empty one if there is none."""
+    """Return the index of a folder of offloaded weights. Empty if the folder has no index."""
     path = Path(folder) / INDEX
     if not path.is_file():
         return {}
@@ -183,17 +184,17 @@ def read_offload_index(folder: PathLike) -> Index:
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """Tensors by name, from a state dict or else from the disk. Tensors on the disk are mapped, not read.
+    """Mapping of names to tensors, from a state dict or else from the disk. Tensors on the disk are mapped, not read.
 
     Args:
         state_dict: Tensors in memory.
         save_folder: A folder that `offload_state_dict` wrote.
-        index: Replaces the folder's own index.
+        index: Index to use instead of the folder's index.
         device: The device of returned tensors. Default: they are not moved.
 
     Raises:
-        ConfigurationError: None of the first three is given.
-        CheckpointError: On access, a file is missing or too short. An unknown name is a KeyError.
+        ConfigurationError: `state_dict`, `save_folder` and `index` are all missing.
+        CheckpointError: On access, a file is missing or too short. An unknown name raises a KeyError.
     """
 
     def __init__(
@@ -245,10 +246,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return self.on_disk(name)[1]
 
     def on_disk(self, name: str) -> tuple[torch.Tensor, FileSpan | None]:
-        """Return a tensor of the index, mapped, and its location in a file. Ignores the state dict.
+        """Return a mapped tensor of the index, and its location in a file. Ignores the state dict.
 
         Raises:
-            KeyError: It is not in the index.
+            KeyError: The name is not in the index.
         """
         found = self._mapped.get(name)
         if found is None:

@@ -55,7 +55,7 @@ def fault_point(event: str, path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add `path` to system errors, since those of an open file do not name it."""
+    """Return a context that adds `path` to system errors, because errors of an open file do not name the file."""
     try:
         yield
     except OSError as error:
@@ -186,9 +186,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, *, sync: bool = True) -> None:
-    """Create `folder` and its missing parents, and sync the parent of each; `sync=False` leaves that to
-    `sync_new_folders`.
-    """
+    """Create `folder` and missing parents, and sync their parents. With `sync=False`, call `sync_new_folders` later."""
     if folder.is_dir():
         return
     make_folder(folder.parent, sync=sync)
@@ -228,7 +226,7 @@ def hidden(path: Path, role: str) -> Path:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace the content of the file `path` atomically: after a crash it has either the old bytes or the new ones."""
+    """Replace a file's content atomically. After a crash, the file has either the old or the new content."""
     temporary = hidden(path, "tmp")
     try:
         write_file(temporary, data)

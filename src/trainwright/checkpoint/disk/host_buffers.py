@@ -34,7 +34,7 @@ _LATER_FROM_BYTES = 2**16  # smaller tensors are counters and learning rates, wh
 class HostBuffers:
     """Blocks of host memory for one copy of a state, allocated when first needed and then reused.
 
-    They are pinned if a tensor is on an accelerator.
+    The memory is pinned if a tensor is on an accelerator.
 
     Args:
         num_threads: threads that copy host tensors while training waits. Default: one per core, at most 4.
@@ -68,8 +68,8 @@ class HostBuffers:
         tensors may change. Devices copy at the same time.
 
         Returns:
-            The remaining copies: large host tensors of files that are `at_rest`. Call its `finish` before these files
-                are read or these tensors change. None: no copy remains.
+            The remaining copies of large host tensors in files that are `at_rest`, or None. Call `finish` of the result
+            before these files are read or these tensors change.
         """
         starts: dict[int, int] = {}
         end = 0
@@ -97,7 +97,7 @@ class HostBuffers:
         return LaterCopy(later, resting) if later else None
 
     def _place(self, file: PlannedFile, position: int, now: list[Copy], later: list[Copy]) -> list[torch.Tensor]:
-        """Add the copies of a file's tensors to `now` or `later`; return the tensors that are copied later.
+        """Add the copies of a file's tensors to `now` or `later`. Return the tensors that are copied later.
 
         Tensors that are not contiguous host memory are copied here.
         """
@@ -131,7 +131,7 @@ class HostBuffers:
     def fillings(self) -> Iterator[Callable[[], Any]]:
         """Yield functions that each write to a part of the memory, so that the system maps its pages.
 
-        On a virtual machine that can take seconds for a gigabyte. Staged copies are overwritten.
+        On a virtual machine, mapping can take seconds for a gigabyte. Staged copies are overwritten.
         """
         for block in self._blocks:
             for done in range(0, block.numel(), _CHUNK_BYTES):
@@ -148,7 +148,7 @@ class HostBuffers:
             start, count, number = start + length, count - length, number + 1
 
     def _ranges(self, start: int, count: int) -> list[torch.Tensor]:
-        """Return `count` bytes from `start` on, as one view of each block that has some of them."""
+        """Return `count` bytes from `start` on, as one view for each block that contains some of these bytes."""
         return [block[offset : offset + length] for block, offset, length in self._spans(start, count)]
 
     def _add_copies(self, source: int, position: int, size: int, copies: list[Copy]) -> None:

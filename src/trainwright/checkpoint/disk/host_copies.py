@@ -1,4 +1,4 @@
-"""Copies within host memory: by several threads at once, or later by every thread that needs them."""
+"""Copies within host memory, either immediately by several threads, or later by every thread that needs them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LaterCopy:
     def finish(self) -> bool:
         """Run the remaining copies, wait for other threads, and return whether the tensors were unchanged.
 
-        Several threads may call it, and repeatedly. A change through `tensor.data` or another library is not detected.
+        Several threads may call this, repeatedly. Changes through `tensor.data` or another library are not detected.
         """
         if self._unchanged is not None:
             return self._unchanged

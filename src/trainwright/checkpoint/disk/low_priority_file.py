@@ -25,8 +25,8 @@ from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
 class LowPriorityFile(HashingFile):
     """A `HashingFile` that uses little processor time. Written data must stay in memory until the file is closed.
 
-    The thread `quiet` hashes the data. Large files are written with `O_DIRECT`, which takes about a tenth of the
-    processor time of the page cache, if the system supports it. It needs addresses, offsets and lengths that are
+    The thread `quiet` hashes the data. If the system supports `O_DIRECT`, large files are written with it, which takes
+    about a tenth of the processor time of the page cache. `O_DIRECT` needs addresses, offsets and lengths that are
     multiples of a disk block. `quiet` writes other data through the page cache.
     """
 
@@ -59,7 +59,7 @@ class LowPriorityFile(HashingFile):
                 rest()  # the header, or the incomplete block at the end
 
     def _write_direct(self, chunk: memoryview, position: int) -> int:
-        """Write complete disk blocks with O_DIRECT; return the number of bytes, which is 0 if that is impossible."""
+        """Write complete disk blocks with O_DIRECT. Return the number of bytes, 0 if O_DIRECT is not possible."""
         count = len(chunk) - len(chunk) % DISK_BLOCK_BYTES
         aligned = position % DISK_BLOCK_BYTES == 0 and _address(chunk) % DISK_BLOCK_BYTES == 0
         if self._direct is None or not count or not aligned:

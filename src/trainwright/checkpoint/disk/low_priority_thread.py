@@ -68,7 +68,7 @@ class LowPriorityThread:
         self._thread.start()
 
     def put(self, work: Work) -> None:
-        """Add `work` to the queue. The call runs it if the owner does the work itself."""
+        """Add `work` to the queue. After `hurry`, the call runs `work` immediately."""
         self._queue.append(work)
         if self._must_hurry():
             self._do_all()
@@ -89,7 +89,7 @@ class LowPriorityThread:
                 self._changed.wait(_LOOK_S)
 
     def finish(self) -> None:
-        """Block until all work is done. Raise the first error; work after it is not run."""
+        """Block until all work is done. Raise the first error. Work after an error is not run."""
         self.rest()
         self._do_all()
         error, self._error = self._error, None
@@ -155,7 +155,7 @@ class Preparation:
         self._thread.start()
 
     def end(self) -> None:
-        """Wait for the running function; the rest is skipped."""
+        """Wait for the running function, and skip all other functions."""
         self._ended = True
         self._thread.join()
 

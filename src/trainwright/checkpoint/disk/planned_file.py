@@ -42,7 +42,7 @@ class Weight:
         return cls(like, lambda: _chunks_of(tensor), tensor)
 
     def chunks(self) -> Iterator[memoryview]:
-        """Yield its bytes in order. The next chunk may overwrite the previous one."""
+        """Yield the weight's bytes in order. Each chunk may overwrite the previous chunk."""
         for part in self.read():
             data: Any = flat_bytes(part).numpy()
             yield memoryview(data)
@@ -110,8 +110,8 @@ def write_files(
 ) -> dict[str, FileEntry]:
     """Write files below `folder`, into existing folders, and block until they are on the disk.
 
-    With `quiet`, that low-priority thread writes and hashes `staged` files. By default they are written at full speed,
-    and large ones are hashed in a second thread.
+    With `quiet`, this low-priority thread writes and hashes `staged` files. By default, files are written at full
+    speed, and large files are hashed in a second thread.
 
     Returns:
         Size and hash of each file by its path.

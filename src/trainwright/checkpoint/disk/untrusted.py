@@ -26,7 +26,7 @@ def dump_json(value: object, *, indent: int | None = None) -> str:
 
 
 def load_json(data: bytes, origin: str) -> Any:
-    """Parse strict UTF-8 JSON. A duplicate key raises `CheckpointError`, since readers treat it differently."""
+    """Parse strict UTF-8 JSON. A duplicate key raises `CheckpointError`, because JSON parsers differ in its meaning."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def load_json(data: bytes, origin: str) -> Any:
 
 
 def check_json_size(data: bytes, origin: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Return `data` if readers accept its length and number of values; otherwise raise a `CheckpointError`.
+    """Return `data`. Raise a `CheckpointError` if its length or number of values exceeds the limits of reading.
 
     The number of values is estimated without parsing: commas and brackets are counted, including those in text.
     """
@@ -125,10 +125,10 @@ _SHOWN = 300  # characters of another error's message, which may quote a file
 
 @contextlib.contextmanager
 def reading(what: object, problem: str = "cannot be read") -> Iterator[None]:
-    """Turn every error of reading a file, except `torch.OutOfMemoryError`, into a `CheckpointError` that names `what`.
+    """Return a context that converts read errors, except `torch.OutOfMemoryError`, to `CheckpointError`s about `what`.
 
-    Untrusted values raise many kinds of exceptions (overflowing sizes, invalid names, links to themselves), so that a
-    list of them would be incomplete.
+    All exceptions are converted, because untrusted values raise many kinds (overflowing sizes, invalid names, links to
+    themselves).
     """
     try:
         yield
@@ -139,7 +139,7 @@ def reading(what: object, problem: str = "cannot be read") -> Iterator[None]:
 
 
 def check_regular(path: os.PathLike[str] | str) -> None:
-    """Raise a `CheckpointError` for a pipe, a device, a socket or a folder: opening a pipe would block.
+    """Raise a `CheckpointError` for a pipe, a device, a socket or a folder, because opening a pipe would block.
 
     A missing file passes; opening it raises an error.
     """

@@ -72,7 +72,7 @@ FindShards = Callable[[str, tuple[int, ...], str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The sources of a tree's tensors: full ones by name, sharded ones by name, shape and dtype (None: no shards)."""
+    """The sources of a tree's tensors: full tensors by name, and a function that finds sharded tensors, or None."""
 
     tensors: Mapping[str, torch.Tensor]
     shards: FindShards | None = None
@@ -93,7 +93,7 @@ def encode(
 
     Returns:
         The JSON value, and the tensors by their path in the tree: detached, not copied. A tensor object that occurs
-            twice has one entry.
+        twice has only one entry.
 
     Raises:
         CheckpointError: the tree has a value of another type, contains itself, or is nested more than 150 levels deep.
@@ -106,10 +106,10 @@ def encode(
 def decode(value: object, tensors: Mapping[str, torch.Tensor], shards: FindShards | None = None) -> Any:
     """Rebuild the tree that `encode` split.
 
-    Its tensors are the objects in `tensors`.
+    The tensors of the tree are the objects in `tensors`.
 
     Raises:
-        CheckpointError: a tensor is missing or the value is not what `encode` writes.
+        CheckpointError: a tensor is missing, or the value is not a result of `encode`.
     """
     try:
         return _decode(value, Stores(tensors, shards))
@@ -420,9 +420,9 @@ _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
 def plan_tree(
     stem: str, tree: object, *, root: str = "", shards: dict[str, TensorShards] | None = None
 ) -> list[PlannedFile]:
-    """Encode `tree` as `stem.json` and, if it holds tensors, `stem.safetensors`; other arguments as in `encode`.
+    """Encode `tree` as `stem.json` and, for tensors, `stem.safetensors`. Other arguments are those of `encode`.
 
-    Everything except the tensors is encoded when this returns. Tensors are not copied.
+    All values except tensors are encoded immediately. Tensors are not copied.
     """
     value, tensors = encode(tree, root, shards=shards)
     return plan_pair(stem, value, tensors)

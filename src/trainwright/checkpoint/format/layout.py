@@ -85,8 +85,8 @@ def check_format_version(version: object, origin: str) -> int:
     """Check the version that the file `origin` states, and return it.
 
     Raises:
-        NewerFormatError: it is newer than `FORMAT_VERSION`.
-        CheckpointError: it is not a version number.
+        NewerFormatError: the version is newer than `FORMAT_VERSION`.
+        CheckpointError: the value is not a version number.
     """
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise CheckpointError(f"{origin}: format_version={version!r}, expected an integer of at least 1.")
@@ -114,11 +114,12 @@ class Manifest:
         step: completed optimizer steps.
         epoch: finished epochs.
         created: UTC time in ISO 8601 with microseconds; sorts as text.
-        kind: `"full"` can be resumed, `"weights"` holds the model and the hyper-parameters only.
+        kind: `"full"` checkpoints can be resumed. `"weights"` checkpoints contain only the model and the
+            hyper-parameters.
         parts: `"trainer"`, `"model"`, `"optimizer"`, `"rng"`.
-        topology: the world sizes of the run that wrote it, `{"world_size": 4}`.
+        topology: sizes of the run that wrote the checkpoint, `{"world_size": 4}`.
         versions: versions of trainwright, torch and python.
-        metrics: the latest metrics when it was written; may hold NaN and infinities.
+        metrics: the latest metrics when the checkpoint was written. May contain NaN and infinities.
         format_version: format of the files on the disk. The other attributes have been converted to the newest format.
     """
 
@@ -145,7 +146,7 @@ class Manifest:
         """Parse the bytes that `to_bytes` wrote; `origin` names the file in messages.
 
         Raises:
-            CheckpointError: it was changed, has a newer format, or names a file outside its folder.
+            CheckpointError: the manifest was changed, has a newer format, or names a file outside its folder.
         """
         if not seal_fits(data):
             check_not_newer(data, origin)
@@ -244,7 +245,7 @@ _newest = ""  # time of writing of the newest checkpoint that this process knows
 
 
 def order_after(created: str) -> None:
-    """Order new checkpoints of this process after one written at `created`, even if the clock is behind."""
+    """Order new checkpoints of this process after a checkpoint written at `created`, even if the clock is behind."""
     global _newest
     _newest = max(_newest, created)
 
@@ -274,7 +275,7 @@ class Snapshot:
         world_size: number of processes in the run.
         kind: `"weights"` has no optimizers and no RNG states.
         missing: set by reading: the requested parts that are absent and were allowed to be.
-        in_shards: for writing: tensors are `TensorShards`, and all ranks write the checkpoint together (see
+        in_shards: for writing: tensors are `TensorShards`, and all ranks write parts of the checkpoint (see
             `plan_share`).
         overlaps: for writing: only `torch.optim.Optimizer.step` changes the optimizers' tensors, so that
             `AsyncWriter` may copy them until the next step.

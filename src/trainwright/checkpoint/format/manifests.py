@@ -56,7 +56,7 @@ def read_manifest(path: Path | str) -> Manifest:
 
 
 def open_checkpoint(path: Path | str | FoundCheckpoint) -> FoundCheckpoint:
-    """Parse the manifest of the checkpoint at `path`; return a `FoundCheckpoint` unchanged."""
+    """Open the checkpoint at `path`. If `path` is a `FoundCheckpoint`, return it unchanged."""
     if isinstance(path, FoundCheckpoint):
         return path
     folder = _locate(Path(path))
@@ -68,7 +68,7 @@ def open_checkpoint(path: Path | str | FoundCheckpoint) -> FoundCheckpoint:
 
 
 def _locate(path: Path) -> Path:
-    """Return the folder to read for `path`; after a crash the checkpoint may still have a hidden name."""
+    """Return the folder to read for `path`. After a crash, this may be a folder with a hidden name."""
     with reading(path):  # the name may be invalid
         if path.is_dir():
             return path
@@ -180,7 +180,7 @@ def scan(folder: Path) -> Iterator[OpenResult]:
 
 
 def open_or_error(path: Path) -> OpenResult:
-    """Open a checkpoint; return the error if that fails."""
+    """Open a checkpoint. Return the error if that fails."""
     try:
         return path, open_checkpoint(path)
     except (CheckpointError, OSError) as error:

@@ -43,7 +43,7 @@ def load_plain_state(
         The module's names that are not in `state`, and those of `state` that are not in the module.
 
     Raises:
-        CheckpointError: shapes differ; or names differ, with `strict`.
+        CheckpointError: shapes differ, or with `strict`, names differ.
     """
     own = {plain_name(name): name for name in module.state_dict()}
     renamed = {own.get(plain_name(name), name): value for name, value in state.items()}
@@ -110,7 +110,7 @@ def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHAR
 def write_model(
     folder: Path, state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> dict[str, FileEntry]:
-    """Write the files of `plan_model` into the empty folder `folder`; return size and hash of each by its name.
+    """Write the files of `plan_model` into the empty `folder`. Return the size and hash of each file by name.
 
     Blocks until the files are synced. The extra memory is one tensor.
     """
@@ -125,7 +125,7 @@ def memory_key(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
 
 
 def deal_out(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
-    """Divide tensors into shards; return the names in each. There is at least one shard, which may be empty.
+    """Divide tensors into shards. Return the names in each shard. There is at least one shard, which may be empty.
 
     A tensor larger than `max_shard_bytes` gets a shard of its own, and the current shard stays open, as in
     huggingface_hub's `split_torch_state_dict_into_shards`: a shard of the same number holds the same tensors.
@@ -208,9 +208,9 @@ def read_model(
 
     Args:
         folder: holds `model.safetensors.index.json` and its shards, or one `model.safetensors`.
-        device: where the tensors go.
+        device: device of the tensors.
         copy: see `read_safetensors`.
-        files: the files that may be read besides the index: those that a manifest lists. None: any.
+        files: the files of the manifest, which may be read in addition to the index. None: all files may be read.
 
     Returns:
         Name → tensor; tied names hold the same tensor.

@@ -32,7 +32,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
             `flatten_quantized`).
 
     Raises:
-        CheckpointError: a parameter has no name, or two have the same.
+        CheckpointError: a parameter has no name, or two parameters have the same name.
     """
     packed = optimizer.state_dict()
     names_of = _names_by_index(optimizer, packed, names)
@@ -221,7 +221,7 @@ def _check_names(
 
 
 def _match_groups(own: list[list[str]], saved: list[list[str]]) -> list[int]:
-    """Return the index of the saved group for each own group: one with the same members, else the next unused one."""
+    """Return each group's saved group, by index: a group with the same members, or else the next unused group."""
     free = dict.fromkeys(range(len(saved)))
     matches: list[int | None] = []
     for group in own:

@@ -54,12 +54,12 @@ def read_checkpoint(
     Args:
         path: the checkpoint folder, or an open checkpoint.
         verify: hash the files of the parts first. Missing files and wrong sizes are always detected.
-        parts: any of `"trainer"`, `"model"`, `"optimizer"`, `"rng"`. Default: all that its kind has.
-        allow_missing: parts that may be absent, besides those that the manifest marks as not required. They are named
-            in `Snapshot.missing` and in a warning. A damaged part is still an error.
-        device: device of the model's tensors; all others are on the CPU.
-        copy_model: False leaves the model's and the optimizers' tensors mapped to the files (see `read_model`), and
-            sharded ones as `SavedTensor`, for a caller that copies them.
+        parts: any of `"trainer"`, `"model"`, `"optimizer"`, `"rng"`. Default: all parts of the checkpoint's kind.
+        allow_missing: parts that may be absent, in addition to parts that the manifest marks as not required. Absent
+            parts are named in `Snapshot.missing` and in a warning. A damaged part is still an error.
+        device: device of the model's tensors. All other tensors are on the CPU.
+        copy_model: False returns the model's and the optimizers' tensors mapped to the files (see `read_model`), and
+            sharded tensors as `SavedTensor`. The caller must copy them.
 
     Raises:
         FileNotFoundError: `path` does not exist.
@@ -133,7 +133,7 @@ def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: 
 def _examine(
     found: FoundCheckpoint, wanted: Sequence[str], allow_missing: Sequence[str], hash_files: HashFiles | None
 ) -> list[str]:
-    """Return the requested parts that are absent and may be. Other absent parts and changed files are errors."""
+    """Return the requested parts that are absent and may be absent. Other absent parts and damage are errors."""
     folder, manifest = found.path, found.manifest
     missing = [name for name in wanted if _is_absent(folder, manifest, name)]
     lost = [
@@ -150,7 +150,7 @@ def _examine(
 
 
 def _is_absent(folder: Path, manifest: Manifest, name: str) -> bool:
-    """Return whether a part is not listed, or all of its files are missing. Some missing files are damage instead."""
+    """Return whether a part is not listed, or all its files are missing. If only some are missing, it is damaged."""
     part = manifest.parts.get(name)
     if part is None:
         return True
@@ -205,7 +205,8 @@ def _read_sharded_model(folder: Path, shards: FindShards | None, device: torch.d
 def find_shards(found: FoundCheckpoint, part: str, *, copy: bool) -> FindShards | None:
     """Return a function that finds the sharded tensors of the part `"model"` or `"optimizer"` by name.
 
-    Returns None if the part has none. With `copy`, tensors are assembled in memory; otherwise each is a `SavedTensor`.
+    Returns None if the part has no shards. With `copy`, the function assembles a tensor in memory. Otherwise, it
+    returns a `SavedTensor`.
     """
     files, folder = found.manifest.parts[part].files, {"model": MODEL_FOLDER, "optimizer": OPTIMIZER_FOLDER}[part]
     if f"{folder}/{RANK_STEM}-00000.json" not in files:

@@ -39,13 +39,14 @@ Region = Box | Span
 class TensorShards:
     """The shards of a tensor that this rank saves; a leaf of the state of a `Snapshot`.
 
-    Every rank has one at the same path of its tree. The regions of all ranks cover the tensor and do not overlap: only
-    one rank holds replicated values.
+    Every rank has a `TensorShards` at the same path of its tree. The regions of all ranks cover the tensor without
+    overlaps. Of replicated values, only one rank saves a copy.
 
     Attributes:
         shape: shape of the full tensor.
         dtype: type of its elements.
-        held: this rank's regions, each with its values on any device: of the box's shape, or 1-D for a span.
+        held: this rank's regions, each with its values on any device. Values have the shape of the box, or are 1-D for
+            a span.
     """
 
     shape: tuple[int, ...]
@@ -83,8 +84,8 @@ def copy_common(
 ) -> None:
     """Copy the elements that two regions of a tensor of `shape` share.
 
-    They are copied from `source`, the values of the region `held`, into `target`, the values of the region `wanted`.
-    Both may have additional trailing dimensions.
+    `source` contains the values of the region `held`. `target` receives the values of the region `wanted`. Both may
+    have additional trailing dimensions.
     """
     for to_box, to_values in _blocks(target, wanted, shape):
         for from_box, from_values in _blocks(source, held, shape):

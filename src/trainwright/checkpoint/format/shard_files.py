@@ -167,7 +167,7 @@ def _integers(values: object) -> tuple[int, ...]:
 
 
 class SavedTensor(torch.Tensor):
-    """A sharded tensor in a checkpoint. Each operation on it reads its values from the files.
+    """A sharded tensor in a checkpoint. Each operation on the tensor reads the values from the files.
 
     It has the full shape, and its device is the CPU. Operations return plain tensors. Created by `ShardFiles`.
     """
@@ -227,5 +227,5 @@ class SavedTensor(torch.Tensor):
 
 
 def loaded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor in memory; a tensor that is not a `SavedTensor` is returned as it is."""
+    """Return the full tensor in memory. A tensor that is not a `SavedTensor` is returned unchanged."""
     return tensor.load() if isinstance(tensor, SavedTensor) else tensor

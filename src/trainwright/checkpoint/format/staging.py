@@ -41,9 +41,9 @@ def replaced_checkpoint(path: Path) -> Path | None:
 def clean_stale(folder: Path | str) -> list[Path]:
     """Remove the hidden folders of crashed writers and deletions in `folder`.
 
-    A checkpoint whose replacement did not finish gets its own name back. A hidden folder is deleted only if its name
-    has the form above, it contains only entries of a checkpoint, no running process holds it, and it is not a link.
-    Call it on one process, before writing. Returns the removed hidden paths.
+    A checkpoint whose replacement did not finish is renamed back. A hidden folder is deleted only if its name has the
+    form above, it contains only entries of a checkpoint, no running process has locked it, and it is not a link. Call
+    this function on one process, before writing. Returns the removed hidden paths.
     """
     folder = Path(folder)
     gone: list[Path] = []

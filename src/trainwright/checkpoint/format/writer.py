@@ -98,9 +98,9 @@ def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTE
 
 
 def plan_share(snapshot: Snapshot, rank: int) -> Contents:
-    """Plan the files that one rank writes of a sharded checkpoint; rank 0 also writes everything that is not sharded.
+    """Plan one rank's files of a sharded checkpoint. Rank 0 also writes all values that are not sharded.
 
-    Every rank calls it with its own snapshot. Not collective. See `plan_checkpoint`.
+    Called on every rank with the rank's snapshot. Not collective. See `plan_checkpoint`.
     """
     _check_snapshot(snapshot)
     parts = _plan_small(snapshot) if rank == 0 else {}
@@ -152,7 +152,7 @@ def write_checkpoint(
     """Write `snapshot` as the checkpoint folder `path`. Blocks until it is on the disk.
 
     Even after a kill or a power failure, `path` holds its previous content or all of the new checkpoint. After an error
-    no temporary folder remains. Call it on one process only; it waits for the devices and runs no collectives. The
+    no temporary folder remains. Call this function on one process only. Waits for the devices. Not collective. The
     snapshot's tensors must not change before it returns.
 
     Args:
@@ -184,11 +184,11 @@ def write_contents(
 class Draft:
     """A checkpoint that is being written: a hidden folder beside its final path, locked by this process.
 
-    It is deleted at the end of its `with` block unless it was published.
+    The folder is deleted at the end of the `with` block unless it was published.
 
     Args:
         path: the final folder. Anything there that is not a checkpoint is an error.
-        fresh: the name was unused when it was chosen. Publishing then fails if a checkpoint has it now.
+        fresh: the name was unused when it was chosen. `publish` then fails if a checkpoint has this name now.
     """
 
     def __init__(self, path: Path | str, *, fresh: bool = False) -> None:

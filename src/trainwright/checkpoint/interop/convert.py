@@ -59,7 +59,8 @@ class ConvertOptions:
 
     Attributes:
         trust_pickle: unpickle with `torch.load(weights_only=False)`, which runs any code that the file names.
-        drop_unknown: skip and report values that are neither tensors nor plain data. Default: False, which raises.
+        drop_unknown: skip and report values that are neither tensors nor plain data. Default: False, which raises an
+            error for such values.
         param_names: for each optimizer, the names of its parameters in its order, if the file does not store them.
         optimizer_classes: for each optimizer, the name of its class, if the file does not store it.
         step, epoch: completed optimizer steps and finished epochs, used instead of the file's. Default: the file's.
@@ -80,7 +81,7 @@ class Converted:
     Attributes:
         path: the new checkpoint.
         source: the kind of file that was read.
-        kind: `"full"` can be resumed, `"weights"` can only be loaded.
+        kind: `"full"` checkpoints can be resumed. `"weights"` checkpoints can only be loaded.
         step, epoch: completed optimizer steps and finished epochs.
         num_tensors: number of tensors of the model.
         notes: sentences that say what was skipped or assumed, and why.

@@ -1,1 +1,1 @@
-"""Configurations: read, overridden, built into objects, saved."""
+"""Reading, overriding, building and saving of configurations."""

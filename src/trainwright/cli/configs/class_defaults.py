@@ -1,8 +1,8 @@
-"""Fill in the own defaults of classes that a configuration names inside others.
+"""Defaults of classes that a configuration names in arguments of other classes.
 
-A task's argument may have a default such as `lambda params: AdamW(params, lr=0.5)`. When a configuration replaces it by
-SGD, jsonargparse 4.53 passes that 0.5 to SGD as well, as it does with every argument whose name and type match.
-Arguments that are written out are not replaced, so the defaults of the named class are written out.
+A task's argument may have a default such as `lambda params: AdamW(params, lr=0.5)`. If a configuration replaces AdamW
+by SGD, jsonargparse 4.53 also passes `lr=0.5` to SGD, because name and type of the argument match. Explicit arguments
+are not replaced, so the defaults of the named class are written into the configuration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMESPACES = ("torch.optim", "torch.optim.lr_scheduler")
 
 
 def fill_nested_defaults(config: dict[str, Any], keys: Sequence[str]) -> None:
-    """Write out, in place, the defaults of the classes named inside the arguments of those at `keys`.
+    """Write the defaults of classes named in arguments of the classes at `keys` into the configuration, in place.
 
     Classes that cannot be found, and defaults that YAML cannot represent, are left to the parser.
     """
@@ -42,7 +42,7 @@ def place_classes(
 
 
 def name_torch_classes(config: dict[str, Any], keys: Sequence[str]) -> None:
-    """Replace bare names of torch's optimizers and schedules by their paths, in place: other packages have some too."""
+    """Replace bare names of torch's optimizers and schedules by paths, because other packages use some names, too."""
     for key in keys:
         spec = config.get(key)
         name = spec.get("class_path") if isinstance(spec, dict) else spec

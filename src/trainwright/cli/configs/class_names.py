@@ -23,7 +23,7 @@ _PACKAGES = {
 
 
 def public_names(module: str) -> Iterable[str]:
-    """Return the public names of one of our packages; none if there is no such package."""
+    """Return the public names of a package of Trainwright. Empty if there is no such package."""
     try:
         found: Iterable[str] = import_module(module).__all__
     except ImportError:
@@ -32,7 +32,7 @@ def public_names(module: str) -> Iterable[str]:
 
 
 def own_name(path: str) -> str | None:
-    """Return the full name of the counterpart of a dotted `path` in Lightning or Accelerate; None without one."""
+    """Return the full name of the counterpart of a `path` in Lightning or Accelerate, or None without one."""
     module, _, name = path.rpartition(".")
     library = LIBRARIES[path.partition(".")[0]]
     if name in RENAMED[library]:
@@ -91,7 +91,7 @@ def expand_config(config: dict[str, Any]) -> None:
 
 
 def expand_assignments(assignments: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the assignments with short names replaced likewise: `trainer.callbacks+=EarlyStopping`."""
+    """Replace short names in assignments, such as `trainer.callbacks+=EarlyStopping`, in the same way."""
     expanded = []
     for key, text in assignments:
         match = re.fullmatch(r"trainer\.(\w+)\+?(\.class_path)?", key)
@@ -101,7 +101,7 @@ def expand_assignments(assignments: Sequence[tuple[str, str]]) -> list[tuple[str
 
 
 def class_path(key: str, name: str) -> str | None:
-    """Return the full path of the class that `name` means under `trainer.<key>`; None for an unknown name."""
+    """Return the path of the class that `name` selects under `trainer.<key>`, or None for an unknown name."""
     module, registry_name = _PACKAGES[key]
     package = import_module(module)
     registry = getattr(package, registry_name)
@@ -115,7 +115,7 @@ def class_path(key: str, name: str) -> str | None:
 
 
 def short_names(key: str) -> list[str]:
-    """Return the names that may be written at a key: those of `trainer.callbacks` or `trainer.logger`, else none."""
+    """Return the short names for the key `trainer.callbacks` or `trainer.logger`. Empty for other keys."""
     _, _, name = key.rpartition("trainer.")
     if name not in _PACKAGES:
         return []

@@ -35,7 +35,7 @@ class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
 
 
 def class_of(cls: Callable[..., Any]) -> Any:
-    """Return a class; for a function that makes one, a class with the function's arguments."""
+    """Return a class unchanged. For a function that returns an instance, return a class with its arguments."""
     if isinstance(cls, type):
         return cls
     from jsonargparse import class_from_function  # type: ignore[attr-defined]  # public, but not re-exported by name
@@ -58,7 +58,7 @@ class ComponentArguments:
         Args:
             lightning_class: a class or a function that returns its instance.
             nested_key: prefix of its arguments: `early_stopping.patience`.
-            subclass_mode: a sub-class may be named, as `class_path` with `init_args`. Default: False.
+            subclass_mode: the configuration may name a subclass, as `class_path` with `init_args`. Default: False.
             required: with `subclass_mode`: a class must be named. Default: True.
         """
         parser: Any = self
@@ -77,8 +77,8 @@ class ComponentArguments:
         """Add the arguments of an optimizer.
 
         Args:
-            optimizer_class: one class, whose arguments are directly below the key; or a tuple of bases, of which a
-                configuration names a sub-class. Default: `(Optimizer,)`.
+            optimizer_class: one class, whose arguments are directly below the key, or a tuple of base classes. With a
+                tuple, the configuration names a subclass. Default: `(Optimizer,)`.
             nested_key: prefix of the arguments. Default: `"optimizer"`.
             link_to: an argument that gets the settings, such as `model.optimizer_init`; `"AUTOMATIC"`: `CLI` creates
                 the task's `configure_optimizers` from them. Default: `AUTOMATIC`.
@@ -94,7 +94,7 @@ class ComponentArguments:
     ) -> None:
         """Add the arguments of a learning-rate schedule; see `add_optimizer_args`.
 
-        A schedule that monitors a metric is `trainwright.cli.ReduceLROnPlateau`, whose argument sets it.
+        For a schedule that monitors a metric, use `trainwright.cli.ReduceLROnPlateau` with `monitor`.
         """
         self._add_settings(lr_scheduler_class, nested_key, {"optimizer"})
         self.schedules = (*self.schedules, (nested_key, lr_scheduler_class, link_to))

@@ -1,7 +1,7 @@
-"""Describe an error in a setting in one line: the key, the nearest key, the accepted type.
+"""One-line messages for errors in a setting, with the key, the most similar key, and the accepted type.
 
-jsonargparse 4.53 reports every alternative of a type that a value does not fit, nested by indentation. The one that was
-parsed furthest is what the user meant. An unknown message is passed on unchanged.
+jsonargparse 4.53 reports every alternative of a type that a value does not fit, nested by indentation. The message is
+about the alternative that was parsed furthest. An unknown message is not changed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Line:
 
 
 def explain(message: str, known_names: Callable[[str], Sequence[str]] = lambda key: ()) -> str:
-    """Return one line for the parser's message about a value; the message itself if it is not recognized."""
+    """Convert the parser's message about a value to one line. An unknown message is returned unchanged."""
     reasons = [reason for reason in _reasons(_tree(message).below, _Reason()) if reason.keys]
     if not reasons:
         return message

@@ -68,7 +68,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
 
 
 def _value_of(option: str, words: list[str]) -> str:
-    """Take the next word as an option's value; a negative number is a value, another option is not."""
+    """Return the next word as an option's value. A negative number is a value, but another option is not."""
     if not words or words[0].startswith("--"):
         raise ConfigurationError(f"{option} has no value. Write {option} VALUE.")
     return words.pop(0)

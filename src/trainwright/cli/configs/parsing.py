@@ -1,4 +1,4 @@
-"""From configuration files and a command line to typed settings, for `trainwright fit` and for `CLI`."""
+"""Conversion of configuration files and a command line to typed settings, for `trainwright fit` and `CLI`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse(
     Args:
         parser: jsonargparse's.
         config: settings of the files; changed in place.
-        line: overrides; its files are not read here.
+        line: overrides. Files in the command line are not read here.
         known: the allowed top-level keys.
         classes: key → the class whose arguments are written directly below that key (`model.lr`). Default: None.
     """

@@ -108,4 +108,4 @@ class SaveConfigCallback(Callback):
         self.save_config(trainer, task, stage)
 
     def save_config(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
-        """Save the configuration elsewhere, such as in a logger; called on the main process. Default: nothing."""
+        """Save the configuration elsewhere, such as in a logger. Called on the main process. Empty by default."""

@@ -1,1 +1,1 @@
-"""`trainwright migrate`: programs of Lightning and Accelerate, rewritten."""
+"""`trainwright migrate`: conversion of programs for Lightning and Accelerate."""

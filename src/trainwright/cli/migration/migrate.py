@@ -19,7 +19,7 @@ _UNSETTLED = 1  # exit code: manual changes are needed
 
 
 def migrate(argv: Sequence[str]) -> int:
-    """Rewrite files in place, or show what would change with `--diff`; print what is left to do, with file and line.
+    """Rewrite files in place, or show changes with `--diff`. Print the remaining manual changes with file and line.
 
     Returns:
         0; 1 if manual changes are needed.
@@ -98,7 +98,7 @@ def _print_diff(path: Path, before: bytes, after: bytes) -> None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Replace a file by one rename, with its permissions; a link stays a link."""
+    """Replace a file by one rename, with the same permissions. For a link, replace its target."""
     target = path.resolve()
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:

@@ -47,7 +47,7 @@ def rewrite(code: bytes) -> Rewritten:
     """Rewrite one program.
 
     Raises:
-        SyntaxError: It is not Python.
+        SyntaxError: The program is not valid Python.
     """
     encoding = tokenize.detect_encoding(io.BytesIO(code).readline)[0]
     try:
@@ -63,7 +63,7 @@ def rewrite(code: bytes) -> Rewritten:
 
 @dataclass(eq=False)
 class _Scope:
-    """Names bound in a module, class, function or comprehension, each with the nodes that bind it."""
+    """Names that are bound in a module, class, function or comprehension, with the nodes that bind each name."""
 
     parent: _Scope | None
     is_class: bool = False
@@ -164,7 +164,7 @@ class _Program:
                 self._visit(child, inner)
 
     def _as_import(self, node: ast.Import | ast.ImportFrom, alias: ast.alias) -> _Import | None:
-        """Return the import of another library; None for any other one."""
+        """Return the import of Lightning or Accelerate, or None for any other import."""
         if node in self.kept or not _roots(node) & set(LIBRARIES) or alias.name == "*":
             return None
         if isinstance(node, ast.ImportFrom):
@@ -210,7 +210,7 @@ class _Program:
         return chain
 
     def _new_names(self, own: dict[_Import, str | None]) -> dict[str, str]:
-        """Return local name → new local name; the old one if it is used in a string or with a second meaning."""
+        """Return local name → new name. A name is kept if it occurs in a string or has a second meaning."""
         words = {word for _, text in self.strings for word in re.findall(r"\w+", text)}
         words |= set(re.findall(r"\w+", " ".join(re.findall(r"#\s*type:(.*)", self.source.decode()))))
         words |= {name for scope in self.scopes if scope.is_class for name in scope.bound}
@@ -397,7 +397,7 @@ class _Program:
 
 
 def counterpart(path: str) -> str | None:
-    """Return the full name of the counterpart of a foreign path; a library's top package is this one."""
+    """Return the full name of the counterpart of a foreign path. For a library's top package, return `trainwright`."""
     return FACE if canonical(path) in _TOP else own_name(path)
 
 

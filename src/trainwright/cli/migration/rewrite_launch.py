@@ -26,10 +26,10 @@ _CONFIG_KEYS = ("compute_environment", "distributed_type")
 
 
 def rewrite_launch(code: bytes) -> Rewritten:
-    """Rewrite the commands of a file; comments stay as they are.
+    """Rewrite the commands of a file. Comments are not changed.
 
     Raises:
-        UnicodeDecodeError: It is not text.
+        UnicodeDecodeError: The file is not text.
     """
     unsettled: list[Unsettled] = []
     lines = code.decode().split("\n")
@@ -60,7 +60,7 @@ def is_command_file(path: Path, code: bytes) -> bool:
 
 
 def check_config(code: bytes, path: Path) -> list[Unsettled] | None:
-    """Return what `trainwright launch` does not support in a configuration file of Accelerate.
+    """Return the options of an Accelerate configuration file that `trainwright launch` does not support.
 
     Returns:
         None for another file.

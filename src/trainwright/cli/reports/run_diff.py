@@ -1,4 +1,4 @@
-"""`trainwright diff RUN_A RUN_B`: what differs between two runs, and the first step at which their curves part."""
+"""`trainwright diff RUN_A RUN_B`: differences between two runs, and the first step at which their curves differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODEL = ("task", "parameters", "strategy", "options", "mesh", "precision", "cal
 
 
 def diff(argv: Sequence[str]) -> int:
-    """Print what differs. Returns 0 if nothing but times and folders differs, else 1."""
+    """Print the differences. Return 0 if only times and folders differ, else 1."""
     parser = argparse.ArgumentParser(prog="trainwright diff", description="Show what differs between two runs.")
     parser.add_argument("first", help="folder of a run, or a folder above it: its newest run")
     parser.add_argument("second", help="folder of the other run")

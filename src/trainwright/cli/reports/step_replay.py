@@ -1,4 +1,4 @@
-"""`trainwright replay CHECKPOINT --step N`: rerun a step on one device, and compare it with what was logged."""
+"""`trainwright replay CHECKPOINT --step N`: rerun a step on one device, and compare it with the logged values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Replay:
 
 
 class _Recorder(Callback):
-    """Records losses and gradients of the steps."""
+    """Callback that records losses and gradients of the steps."""
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
@@ -155,7 +155,7 @@ def replay(argv: Sequence[str]) -> int:
     """Replay a step of a configuration; see `trainwright replay --help`.
 
     Returns:
-        0 if everything that was logged for the replayed steps is within the tolerance; 1 if something is not.
+        0 if all logged values of the replayed steps are within the tolerance, else 1.
     """
     wanted, rest = _parser().parse_known_args(argv)
     checkpoint = Path(wanted.checkpoint)
@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_of(checkpoint: Path, named: str | None) -> RunFiles | None:
-    """Return the run that wrote a checkpoint, or None if no record near it names its folder."""
+    """Return the run that wrote a checkpoint, or None if no record nearby names the checkpoint's folder."""
     if named is not None:
         return read_run(named)
     above = checkpoint.absolute().parent.parent
@@ -257,7 +257,7 @@ def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: 
 
 
 def _compared(found: Replay, run: RunFiles | None) -> list[list[Any]]:
-    """Return step, name, logged and replayed value of what was logged for the replayed steps."""
+    """Return step, name, logged value and replayed value for each logged value of the replayed steps."""
     rows: list[list[Any]] = []
     for line in [] if run is None else run.progress:
         step = line["step"]
