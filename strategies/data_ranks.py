@@ -119,7 +119,7 @@ class DataRanks:
         if self.alone or self.size == 1:
             return torch.stack([tensor if sync_grads else tensor.detach()] * self.size)
         if sync_grads:
-            gathered: torch.Tensor = _Gather.apply(tensor, self)  # type: ignore[no-untyped-call]  # torch has no types here
+            gathered: torch.Tensor = _DifferentiableGather.apply(tensor, self)  # type: ignore[no-untyped-call]  # torch has no types here
             return gathered
         return self._gather(tensor)
 
@@ -129,7 +129,7 @@ class DataRanks:
         return torch.stack(found)
 
 
-class _Gather(torch.autograd.Function):
+class _DifferentiableGather(torch.autograd.Function):
     """Gather a tensor over ranks. The gradient of each rank's tensor is the sum of those from all ranks."""
 
     @staticmethod
