@@ -260,6 +260,7 @@ def test_a_configuration_that_cannot_train_is_an_error(folder: Path, capsys: pyt
     assert not (folder / "config.tuned.yaml").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_workers_are_found_for_samples_that_wait(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer
+from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.strategies.torchft.replica_run import Task, train
 from trainwright import Accelerator
@@ -133,7 +134,7 @@ def test_replicas_that_stay_alive_train_like_ddp(sharded: bool, start: Any) -> N
 
 @_NEEDS
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", mostly_exhaustive([False, True], keep=[True]))
 def test_a_killed_replica_rejoins_at_the_step_of_the_others(sharded: bool, start: Any, tmp_path: Path) -> None:
     replicas = start(num=3, num_steps=150, step_s=0.05, sharded=sharded)
     replicas.wait_for_step(1, 10)
