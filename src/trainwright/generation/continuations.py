@@ -50,8 +50,7 @@ def generate(
 
     Args:
         model: A model of transformers, a task that contains one, or another causal language model; prepared or not.
-        input_ids: Prompts, of shape (batch, length). In rows that are shorter, padding is at the beginning or at the
-            end.
+        input_ids: Prompts, of shape (batch, length). Shorter rows are padded at the beginning or at the end.
         attention_mask: 0 at padding, of the same shape. Default: None, for prompts of equal length.
         max_new_tokens: Number of tokens to add to each row. Default: 32.
         temperature: Divisor of the logits before sampling. Default: None.

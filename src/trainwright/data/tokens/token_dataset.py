@@ -38,16 +38,14 @@ class TokenDataset(Dataset[Any]):
         files: The path of a file (see `TokenFile`), a list of paths, or a dict from paths to weights.
         length: Tokens of a sample.
         num_samples: Number of samples. With weights, it should be the number for the entire training: each file
-            contributes samples in proportion to its weight, in random order and repeated if it has fewer. Default:
-            None, the number of samples in all files.
+            contributes samples by its weight, in random order, repeated if it has fewer. Default: None, all samples.
         documents: With `"joined"`, a sample may contain parts of several documents, which attend to each other. With
             `"separate"`, `position_ids` restart at each document, by which models of transformers separate the
             attention (with `use_cache=False` and no attention mask), and no token is predicted from another document.
             `"packed"` is like `"separate"`, but samples consist of complete documents and padding. Only documents
             longer than a sample are divided.
         split: The part of each file to use, such as `(0, 0.98)` for training and `(0.98, 1)` for validation. Parts
-            begin and end at the nearest document boundary. A file with a single document is divided within the
-            document.
+            begin and end at the nearest document boundary. A single document is divided.
         transform: Function that returns a sample. Its arguments are an int64 array of up to `length` + 1 tokens, and a
             NumPy generator seeded for the sample. See `MaskedTokens` and `MaskedSpans`. Default: None.
         vocab_size: Vocabulary size of the model, to check files. Default: None.

@@ -47,8 +47,7 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
 
     Args:
         name: `"bytes"` (bytes of UTF-8, and 256 after each document), a file `tokenizer.json`, a folder with such a
-            file, a name on Hugging Face's hub, or `"package.module:function"`, a function from a text to a list of
-            integers.
+            file, a name on Hugging Face's hub, or `"package.module:function"`, which returns a list of integers.
         vocab_size: Vocabulary size of a function. Default: None, for other tokenizers.
         eod: The token that ends documents, as a number or a text. Default: None, which is `<|endoftext|>`,
             `<|end_of_text|>`, `</s>` or `<eos>`, if the tokenizer has one.
