@@ -154,6 +154,29 @@ def test_under_torchrun_a_signal_to_one_process_ends_all_with_code_0(tmp_path: P
     assert (tmp_path / "state" / "manifest.json").is_file()
 
 
+@pytest.mark.slow
+def test_a_loop_that_hangs_outside_of_python_ends_after_a_signal(tmp_path: Path) -> None:
+    # A collective that another rank does not reach hangs so, too: Python runs no handler until it returns.
+    hang = "import ctypes\nmutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock\n"
+    fast = "from trainwright.processes import signals\nsignals._HUNG_S = 1.0\n"
+    script = tmp_path / "script.py"
+    script.write_text(
+        hang + fast + _SCRIPT.replace("        if stopped:", "        lock(mutex), lock(mutex)\n        if stopped:")
+    )
+    command = [sys.executable, str(script), str(tmp_path / "state")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("pid 0")
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 143
+    assert "received SIGTERM, and the main thread has not returned to Python for 1 s" in errors
+
+
 def _stops(accelerator: Accelerator) -> bool:
     return accelerator.should_stop
 

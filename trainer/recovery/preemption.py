@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -23,24 +22,13 @@ from trainwright.core.errors import Preempted
 from trainwright.core.process import slurm_job
 from trainwright.processes.agreement import Agreement
 from trainwright.processes.process_group import Processes
-from trainwright.processes.signals import SIGNALS, ReceivedSignal, SignalHandler, is_users
+from trainwright.processes.signals import SIGNALS, ReceivedSignal, SignalHandler, ending_hung_process, is_users
 from trainwright.trainer.data import EvaluationData
 from trainwright.trainer.loop_state import LoopState
 
 MARGIN_S = 1.0  # reserved for ending the process, in addition to the time of a save
 _ROUNDS = 1000  # maximum number of evaluation batches between two exchanges
 _MORE_S = 10.0  # after the grace, until a process that hangs is ended
-
-_open_sockets: list[socket.socket] = []  # which the system writes the numbers of signals to
-
-
-def _forget_sockets() -> None:
-    if _open_sockets:  # a signal to a forked loader worker is not one to the process that trains
-        signal.set_wakeup_fd(-1)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_sockets)
 
 
 class _Requeue(SignalHandler):
@@ -152,7 +140,8 @@ class Preemption(ReceivedSignal):
             if is_users(before[signal.SIGTERM]):
                 yield
             else:
-                with _ending_hung_process(self.grace_s):
+                text = f"no step ended within preemption_grace={self.grace_s:g} s"
+                with ending_hung_process(self.grace_s + _MORE_S, lambda: text):
                     yield
         except BaseException as error:
             failure = error
@@ -176,49 +165,6 @@ class Preemption(ReceivedSignal):
     def write_deadline_s(self) -> float | None:
         """Return the `time.monotonic()` value by which checkpoints must be written; None without a signal."""
         return self._deadline - MARGIN_S if self.signal else None
-
-
-@contextlib.contextmanager
-def _ending_hung_process(grace_s: float) -> Iterator[None]:
-    """End the process some time after SIGTERM if the context has not ended.
-
-    The main thread may wait in a collective that another rank does not call. Python then runs no signal handler.
-    """
-
-    def end_late() -> None:
-        deadline: float | None = None
-        while True:
-            receiver.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
-            try:
-                number = receiver.recv(1)[0]
-            except TimeoutError:
-                break
-            if not number:
-                return
-            if before != -1:  # of an event loop, for example that of a notebook
-                with contextlib.suppress(OSError):
-                    os.write(before, bytes([number]))
-            if number == signal.SIGTERM and deadline is None:
-                deadline = time.monotonic() + grace_s + _MORE_S
-        text = f"received SIGTERM, and no step ended within preemption_grace={grace_s:g} s; the process ends."
-        os.write(2, f"trainwright: {text}\n".encode())
-        os._exit(128 + signal.SIGTERM)
-
-    receiver, sender = socket.socketpair()
-    sender.setblocking(False)
-    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    _open_sockets.append(sender)
-    thread = threading.Thread(target=end_late, name="preemption", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        _open_sockets.remove(sender)
-        sender.send(b"\0")
-        thread.join()
-        receiver.close()
-        sender.close()
 
 
 class EvaluationWatch:

@@ -856,7 +856,8 @@ class Accelerator:
         about a second (or one step) after the signal, and does not change within `join_uneven_inputs`. The first read
         sets the signal handlers of this process. From then on, ranks exchange signals in `backward`: read the value in
         each step, on every rank. A read does not communicate. The user's signal handlers are called, too.
-        `end_training` restores the earlier handlers.
+        `end_training` restores the earlier handlers. If the main thread waits in a collective for 30 seconds after
+        SIGTERM, the process ends with exit code 143.
 
         Warns:
             TrainwrightWarning: The first read is outside of the main thread. Python can set handlers only in the main

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -16,6 +19,18 @@ from trainwright.processes.process_group import Processes
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _EXCHANGE_EVERY_N_STEPS = 10  # at least
+_HUNG_S = 30.0  # until a user-written loop that has not handled SIGTERM is ended: Kubernetes' and Slurm's default
+
+_open_sockets: list[socket.socket] = []  # to which the system writes the numbers of signals
+
+
+def _forget_sockets() -> None:
+    if _open_sockets:  # a signal to a forked loader worker is not one to the process that trains
+        signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_sockets)
 
 
 class SignalHandler:
@@ -41,6 +56,54 @@ class SignalHandler:
 def is_users(handler: object) -> bool:
     """Return whether a signal handler was set by the user."""
     return callable(handler) and not isinstance(handler, SignalHandler)
+
+
+@contextlib.contextmanager
+def ending_hung_process(seconds: float, reason: Callable[[], str]) -> Iterator[None]:
+    """Return a context that ends the process some time after SIGTERM, with exit code 143.
+
+    The main thread may wait in a collective that another rank does not call. Python then runs no signal handler.
+
+    Args:
+        seconds: Time from the first SIGTERM until the end of the process. Leaving the context prevents the end.
+        reason: Function that returns the message at that time. An empty message means that the process does not hang.
+    """
+
+    def end_late() -> None:
+        deadline: float | None = None
+        while True:
+            receiver.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
+            try:
+                number = receiver.recv(1)[0]
+            except TimeoutError:
+                if text := reason():
+                    os.write(2, f"trainwright: received SIGTERM, and {text}; the process ends.\n".encode())
+                    os._exit(128 + signal.SIGTERM)
+                deadline = None
+                continue
+            if not number:
+                return
+            if before != -1:  # of an event loop, for example that of a notebook
+                with contextlib.suppress(OSError):
+                    os.write(before, bytes([number]))
+            if number == signal.SIGTERM and deadline is None:
+                deadline = time.monotonic() + seconds
+
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    _open_sockets.append(sender)
+    thread = threading.Thread(target=end_late, name="preemption", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        _open_sockets.remove(sender)
+        sender.send(b"\0")
+        thread.join()
+        receiver.close()
+        sender.close()
 
 
 class ReceivedSignal:
@@ -88,7 +151,8 @@ class ReceivedSignal:
 class LoopSignal(ReceivedSignal):
     """Handler of SIGTERM and SIGUSR1 in a user-written loop, until `close`. It also calls the user's own handlers.
 
-    Outside of the main thread, where Python allows no handlers, only the signals of other ranks are received.
+    Outside of the main thread, where Python allows no handlers, only the signals of other ranks are received. If the
+    main thread does not return to Python within 30 seconds after SIGTERM, the process ends with exit code 143.
 
     Args:
         processes: the processes of the run.
@@ -100,8 +164,12 @@ class LoopSignal(ReceivedSignal):
         self._agreement = Agreement(processes, _EXCHANGE_EVERY_N_STEPS)
         self._num_steps = 0
         self._handlers: list[_LoopHandler] = []
+        self._watch = contextlib.ExitStack()
         if threading.current_thread() is threading.main_thread():
             self._handlers = [_LoopHandler(self, number) for number in SIGNALS]
+            text = f"the main thread has not returned to Python for {_HUNG_S:g} s"
+            if not _open_sockets:  # a fit, or another loop, already ends this process
+                self._watch.enter_context(ending_hung_process(_HUNG_S, lambda: "" if self.signal else text))
         else:
             warnings.warn(
                 "accelerator.should_stop was read outside of the main thread: signals to this process are not handled, "
@@ -130,6 +198,8 @@ class LoopSignal(ReceivedSignal):
         """Restore the earlier handlers."""
         for handler in self._handlers:
             handler.close()
+        if threading.current_thread() is threading.main_thread():
+            self._watch.close()
 
 
 class _LoopHandler(SignalHandler):
