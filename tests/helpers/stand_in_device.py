@@ -9,6 +9,7 @@ are counted instead, so that a test can say how many reads there are. Streams, s
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -96,8 +97,14 @@ class _Generators:
 @contextmanager
 def stand_in_device() -> Iterator[Reads]:
     """Rehearse an accelerator within the block, and count what is fetched from it."""
-    reads = Reads()
+    reads, lock, dispatch = Reads(), threading.RLock(), FakeTensorMode.dispatch
+
+    def one_thread_at_a_time(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+        with lock:  # the mode belongs to all tensors, also to those that another thread brings to the device
+            return dispatch(mode, *args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeTensorMode, "dispatch", one_thread_at_a_time)
         patch.setattr(FakeTensor, "item", lambda tensor: reads.item(tensor), raising=False)
         patch.setattr(FakeTensor, "tolist", lambda tensor: reads.tolist(tensor))
         for name in ("__float__", "__int__", "__bool__"):
