@@ -104,7 +104,9 @@ class Callback:
     def _logging_task(self, method: str) -> TaskModule:
         task: TaskModule | None = vars(self).get(_TASK)
         if task is None:
-            raise TaskError(f"{type(self).__name__}.{method} works in its hooks while a Trainer runs a stage.")
+            raise TaskError(
+                f"{type(self).__name__}.{method} can be called only in hooks, while a Trainer runs a stage."
+            )
         return task
 
     # Once per run

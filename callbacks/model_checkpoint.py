@@ -149,8 +149,8 @@ class ModelCheckpoint(Callback):
             raise ConfigurationError(f"ModelCheckpoint(save_last={self.save_last!r}): write True, False or 'link'.")
         if self.save_last == "link" and self.remote is not None:
             raise ConfigurationError(
-                f"ModelCheckpoint(dirpath={self.remote!r}, save_last='link'): links are not supported there. Use "
-                "save_last=True, or omit it: ckpt_path='last' finds the newest checkpoint without it."
+                f"ModelCheckpoint(dirpath={self.remote!r}, save_last='link'): a remote folder does not support links. "
+                "Use save_last=True, or remove save_last: ckpt_path='last' finds the newest checkpoint without it."
             )
         check_template(self.filename if self.filename is not None else DEFAULT_TEMPLATE, "ModelCheckpoint")
 

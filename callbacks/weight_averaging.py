@@ -215,8 +215,8 @@ class EMAWeightAveraging(WeightAveraging):
     ) -> None:
         if kwargs:
             raise ConfigurationError(
-                f"EMAWeightAveraging({', '.join(kwargs)}): its own average is the exponential one, and it takes no "
-                "further arguments. Use WeightAveraging for another average."
+                f"EMAWeightAveraging({', '.join(kwargs)}): unknown argument(s). EMAWeightAveraging always computes an "
+                "exponential moving average. Use WeightAveraging for another average."
             )
         if not 0 <= decay <= 1:
             raise ConfigurationError(f"EMAWeightAveraging(decay={decay}): write a number from 0 to 1, such as 0.999.")

@@ -242,9 +242,9 @@ class MetricBuffer:
             raise ConfigurationError(f"log got the name {name!r}, which no file can hold; remove its lone surrogates.")
         if self._closed:
             raise TaskError(
-                f"log({name!r}) in {self._closed}: values are not read there. Call it in a *_step or in a hook of an "
-                "epoch up to its on_*_epoch_end; trainer.log_now({name: number}) sends numbers to the loggers "
-                "immediately."
+                f"log({name!r}) in {self._closed}: values logged there are not aggregated. Call it in a *_step or in "
+                "a hook of an epoch up to its on_*_epoch_end; trainer.log_now({name: number}) sends numbers to the "
+                "loggers immediately."
             )
         if self._stage is None:
             raise TaskError(f"log({name!r}): no epoch has begun. Call it in a *_step or in a hook of an epoch.")
@@ -277,7 +277,7 @@ class MetricBuffer:
             ]
             raise ConfigurationError(
                 f"log({name!r}) was called with other options in the same {self._stage} epoch: {'; '.join(changed)} "
-                "(unset options follow from where it is called). Use the same options, or another name."
+                "(defaults depend on the hook that calls log). Use the same options, or another name."
             )
         elif slot.loader is not None and index is not None and index != slot.loader:
             if not is_metric_object(value):

@@ -136,8 +136,8 @@ class WandbLogger(RemoteLogger):
             return wandb.init(**options, settings=wandb.Settings(init_timeout=_PATIENCE))
         except wandb.errors.CommError as error:
             self.warn_once(
-                f"WandbLogger: the server opened no run within {_PATIENCE:g} s: {error}. The run is recorded offline; "
-                "send it with `wandb sync`."
+                f"WandbLogger: the server did not open a run within {_PATIENCE:g} s: {error}. The run is recorded "
+                "offline; send it with `wandb sync`."
             )
             return wandb.init(**{**options, "mode": "offline"})
 

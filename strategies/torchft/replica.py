@@ -147,8 +147,8 @@ class TorchFTStep(AutomaticStep):
             return False
         if here > there:
             raise TrainwrightError(
-                f"replica {self._replica.number} has consumed {here} batches, but a replica with more steps "
-                f"only {there}. Start this replica again without a checkpoint."
+                f"replica {self._replica.number} has consumed {here} batches, but a replica with more steps has "
+                f"consumed only {there}. Start this replica again without a checkpoint."
             )
         with torch.no_grad():
             for name, tensor in _tensors_of(self.task):

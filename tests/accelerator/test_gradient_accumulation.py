@@ -175,7 +175,7 @@ def test_misuse_of_num_items_is_an_error_before_backward() -> None:
     model = accelerator.prepare(net)
     with accelerator.accumulate(model):
         accelerator.backward(loss(), num_items=3)
-        with pytest.raises(TaskError, match="add the losses"):
+        with pytest.raises(TaskError, match="Add the losses"):
             accelerator.backward(loss(), num_items=3)
     with accelerator.accumulate(model), pytest.raises(TaskError, match="every micro-batch"):
         accelerator.backward(loss())
@@ -184,7 +184,7 @@ def test_misuse_of_num_items_is_an_error_before_backward() -> None:
 def test_invalid_arguments_of_the_plugin_are_errors() -> None:
     with pytest.raises(ConfigurationError, match="short_group"):
         GradientAccumulationPlugin(num_steps=2, short_group="men")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="none is short"):
+    with pytest.raises(ConfigurationError, match="completes a short group"):
         GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False, short_group="mean")
     with pytest.raises(ConfigurationError, match="num_steps=0"):
         GradientAccumulationPlugin(num_steps=0)

@@ -483,7 +483,8 @@ class Accelerator:
             placements = [device_placement] * len(args)
         if len(placements) != len(args):
             raise ConfigurationError(
-                f"device_placement has {len(placements)} entries for {len(args)} objects. Give as many, or one."
+                f"device_placement has {len(placements)} entries for {len(args)} objects. Pass one entry for each "
+                "object, or one bool for all."
             )
         self._use_selected_plugin([one for one in args if isinstance(one, nn.Module)])
         placed = [self._is_placed(placement) for placement in placements]
@@ -699,7 +700,8 @@ class Accelerator:
         block = self.engine.join([self._prepared.engine_of(one) for one in joinables])
         if block is None:
             warnings.warn(
-                "join_uneven_inputs() has no effect: it joins models that several processes train with strategy='ddp'.",
+                "join_uneven_inputs() has no effect here: it is for models that several processes train with "
+                "strategy='ddp'.",
                 TrainwrightWarning,
                 stacklevel=3,
             )
