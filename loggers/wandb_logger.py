@@ -100,8 +100,8 @@ class WandbLogger(RemoteLogger):
         return self._experiment
 
     def start(self, run: RunInfo) -> None:
-        """Open the W&B run. Blocks until its service has started, and online until the server has answered. A server
-        that does not answer within 10 s is a warning, and the run is recorded offline.
+        """Open the W&B run. Blocks until W&B's service has started and, online, the server has answered. If the server
+        does not answer within 10 s, a warning is issued and the run is recorded offline.
         """
         if self._run is not None:
             return
@@ -201,7 +201,7 @@ class WandbLogger(RemoteLogger):
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     def watch(self, model: object, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Record histograms of gradients or parameters in W&B, which reads them during the step. This takes time."""
+        """Record histograms of gradients or parameters in W&B. W&B reads them during the step, which takes time."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def finish(self, status: Status) -> None:

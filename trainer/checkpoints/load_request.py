@@ -146,8 +146,8 @@ def check_early(request: LoadRequest, stage: Stage) -> LoadRequest:
 def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> FoundCheckpoint | None:
     """Return the requested checkpoint after verifying its files. Called on one process.
 
-    `hash_files` reads the parts that the stage needs. These parts are not verified again later. Remote checkpoints are
-    downloaded into `default_root_dir/downloaded` first.
+    The parts that the stage needs are hashed by `hash_files`, and are not verified again when they are read. Remote
+    checkpoints are downloaded into `default_root_dir/downloaded` first.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
