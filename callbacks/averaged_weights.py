@@ -187,7 +187,7 @@ class AveragedWeights:
             self._whole = True
 
     def _as_held(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's values, as sharded tensors if the task's weights are sharded. They share memory."""
+        """Return this rank's values, as sharded tensors if the task's weights are sharded. Nothing is copied."""
         if not self.in_shards:
             return values
         from torch.distributed.tensor import DTensor

@@ -93,7 +93,7 @@ class ModelPruning(Callback):
         self._first: dict[nn.Module, nn.Module] = {}  # module → a copy with its first weights
 
     def filter_parameters_to_prune(self, parameters_to_prune: list[Target]) -> list[Target]:
-        """Return the pairs to prune. Override it to exclude some."""
+        """Return the pairs to prune. Override it to exclude pairs."""
         return parameters_to_prune
 
     def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:

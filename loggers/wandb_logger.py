@@ -24,8 +24,8 @@ class WandbLogger(RemoteLogger):
     """Logger for Weights & Biases, online or offline.
 
     W&B never deletes a run's history. An online run that is resumed from an earlier step skips values at steps that the
-    history already contains, so that the steps of curves always increase. Offline, W&B cannot
-    resume: each session writes a separate file with the same run id, and `wandb sync --append` joins them.
+    history already contains, so that the steps of curves always increase. Offline, W&B cannot resume. Each session
+    writes a separate file with the same run id, and `wandb sync --append` joins them.
 
     Args:
         name: the run's display name. Default: None, the name of the Trainer's run.

@@ -58,7 +58,7 @@ MakeLoop = Callable[[StageRun], Loop]
 
 
 class Trainer(Planner, LightningNames):
-    """Trains, evaluates and predicts with a task.
+    """Trainer that fits, evaluates and predicts with a task.
 
     `trainwright launch` sets the defaults of `strategy`, `precision`, `accumulate_grad_batches` and `compile`.
 
@@ -402,7 +402,9 @@ class Trainer(Planner, LightningNames):
 
     @property
     def logger(self) -> Any | None:
-        """The first logger, or None. Can be set to a logger, several, a name, True or False between two stages."""
+        """The first logger, or None. Between two stages, set it to a logger, a list of loggers, a name, True or
+        False.
+        """
         return self.loggers[0] if self.loggers else None
 
     @logger.setter

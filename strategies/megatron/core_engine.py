@@ -101,7 +101,7 @@ class MegatronCoreEngine(ParallelEngine):
         return value
 
     def to_gpt(self, value: Callable[[nn.Parameter], torch.Tensor]) -> None:
-        """Copy the values of transformers' parameters to the GPTModel. Collective only if `value` is."""
+        """Copy the values of transformers' parameters to the GPTModel. Collective only if `value` is collective."""
         for own, part in self._weights.divide(value):
             own.data.copy_(part)
             shard = None if self.trained is None else self.trained.shard(own)
@@ -177,7 +177,8 @@ class DistributedAdamW(Gradients):
     The gradients are stored in megatron-core's buffers.
 
     Args:
-        optimizer: The task's optimizer of transformers' parameters. These have no gradients, so AdamW changes nothing.
+        optimizer: The task's optimizer of transformers' parameters. The parameters have no gradients, so AdamW changes
+            nothing.
         gpt: The GPTModel.
         weights: Mapping between the weights of the GPTModel and those of transformers' model.
         device: Device of the gradients.

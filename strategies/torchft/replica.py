@@ -132,7 +132,7 @@ class TorchFTStep(AutomaticStep):
         }
 
     def catch_up(self) -> bool:
-        """Load a received state once this replica is at the same position in the data. Return False before.
+        """Load a received state if this replica is at the same position in the data. Return False at earlier positions.
 
         Raises:
             TrainwrightError: This replica is at a later position than the state.

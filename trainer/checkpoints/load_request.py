@@ -347,7 +347,7 @@ def _hash_share(paths: Sequence[Path]) -> list[str] | str:
 
 
 def open_for(run: StageRun, stage: Stage, load: LoadRequest) -> Opened | None:
-    """Find and read the checkpoint that a stage starts from, on every rank. None if there is none. Collective.
+    """Find and read the checkpoint that a stage starts from, on every rank. Return None without one. Collective.
 
     Raises:
         FileNotFoundError, ConfigurationError, CheckpointError: see `find_checkpoint`, `check_fits` and `Opened.at`.

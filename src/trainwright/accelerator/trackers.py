@@ -315,8 +315,8 @@ class LoopTrackers:
                 )
 
     def get(self, name: str, *, unwrap: bool) -> Any:
-        """Return a tracker. On other processes than the first, and for one that failed at its start (with a warning),
-        return an object that does nothing.
+        """Return a tracker. On other processes than the first, and for a tracker that failed at its start (with a
+        warning), return an object that does nothing.
 
         Raises:
             ConfigurationError: No tracker has this name.

@@ -124,7 +124,7 @@ def _check_secrets(values: Mapping[str, Any], origin: str) -> None:
 
 
 def _option(group: str, help: str, read: Callable[[str], Any] = str, variable: str | None = None, **more: Any) -> Any:
-    """Return the field of an option. `{}` in `variable` is its name in capitals."""
+    """Return the field of an option. `{}` in `variable` is replaced by the option's name in capitals."""
     return field(default=None, metadata={"option": Option("", group, help, read, variable, **more)})
 
 
