@@ -480,9 +480,7 @@ class ModelCheckpoint(Callback):
         )
 
     def _complain_or_wait(self, run: Run, moment: Moment) -> None:
-        """Raise an error if the monitored metric should have been logged by now. Otherwise record that the ranking
-        waits for validation.
-        """
+        """Raise an error if the monitored metric should have been logged by now. Otherwise wait for validation."""
         message = missing_metric(f"ModelCheckpoint(monitor={self.monitor!r})", str(self.monitor), moment.metrics, run)
         if self._validated or (self._epoch_ended and not run.has_validation):
             raise ConfigurationError(

@@ -86,7 +86,7 @@ class Trainer(Planner, LightningNames):
         enable_checkpointing, enable_progress_bar, enable_model_summary: enable or disable a default callback.
         accumulate_grad_batches: micro-batches in one optimizer step.
         gradient_clip_val, gradient_clip_algorithm: clip by total `"norm"` (default) or by `"value"`.
-        deterministic: True uses only deterministic kernels. `"warn"` warns about other kernels.
+        deterministic: True uses only deterministic kernels. `"warn"` warns about nondeterministic kernels.
         benchmark: choose kernels by timing them (`torch.backends.cudnn.benchmark`).
         inference_mode: evaluate under `torch.inference_mode` rather than `torch.no_grad`.
         use_distributed_sampler: distribute the data over ranks. Set False if your loaders distribute it.
@@ -223,8 +223,7 @@ class Trainer(Planner, LightningNames):
             strict: raise an error for missing or unexpected weights. Default: the task's `strict_loading`.
             allow_missing: parts that may be missing and then start from scratch with a warning: `"optimizer"`,
                 `"rng"`, `"schedulers"`, `"scaler"`, `"datamodule"`, `"callbacks"`, `"loggers"`.
-            on_damaged: `"error"` (default), or `"fall_back"` (default for `"last"`) to the newest valid earlier
-                checkpoint.
+            on_damaged: `"error"` (default), or `"fall_back"` (default for `"last"`) to the newest valid checkpoint.
 
         Raises:
             ConfigurationError, FileNotFoundError, CheckpointError: an argument or the checkpoint is invalid.
@@ -402,9 +401,7 @@ class Trainer(Planner, LightningNames):
 
     @property
     def logger(self) -> Any | None:
-        """The first logger, or None. Between two stages, set it to a logger, a list of loggers, a name, True or
-        False.
-        """
+        """The first logger, or None. Between stages, set it to a logger, a list of loggers, a name, True or False."""
         return self.loggers[0] if self.loggers else None
 
     @logger.setter

@@ -204,7 +204,7 @@ def test_strategies_that_cannot_train_it_refuse_it(strategy: str, contexts: list
     ("handlers", "expected"),
     [
         ([TERecipeKwargs(fp8_format="E4M4")], "expected 'HYBRID', 'E4M3' or 'E5M2'"),
-        ([TERecipeKwargs(use_mxfp8_block_scaling=True, interval=2)], "has no interval"),
+        ([TERecipeKwargs(use_mxfp8_block_scaling=True, interval=2)], "does not support the options interval"),
         ([TERecipeKwargs(), AORecipeKwargs()], "two backends"),
     ],
 )

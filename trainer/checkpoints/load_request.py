@@ -347,7 +347,8 @@ def _hash_share(paths: Sequence[Path]) -> list[str] | str:
 
 
 def open_for(run: StageRun, stage: Stage, load: LoadRequest) -> Opened | None:
-    """Find and read the checkpoint that a stage starts from, on every rank. Return None without one. Collective.
+    """Find and read the checkpoint that a stage starts from, on every rank. Return None without a checkpoint.
+    Collective.
 
     Raises:
         FileNotFoundError, ConfigurationError, CheckpointError: see `find_checkpoint`, `check_fits` and `Opened.at`.
