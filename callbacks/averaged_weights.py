@@ -162,16 +162,17 @@ class AveragedWeights:
             strange = sorted(set(values) ^ set(self._places))
             if strange:
                 raise CheckpointError(
-                    f"the checkpoint's averaged weights and this task's differ in {', '.join(strange[:5])}. Give the "
-                    "callback the same use_buffers as before, and the Trainer the same model."
+                    "the averaged weights of the checkpoint and the weights of this task have different names: "
+                    f"{', '.join(strange[:5])}. Use the model and the use_buffers of the run that saved the "
+                    "checkpoint."
                 )
             held = self._held
             for name, value in values.items():
                 place = self._places[name]
                 if value.shape != held[place].shape:
                     raise CheckpointError(
-                        f"the checkpoint's averaged {name} is of shape {tuple(value.shape)}, this task's of "
-                        f"{tuple(held[place].shape)}."
+                        f"the averaged {name} has the shape {tuple(value.shape)} in the checkpoint and "
+                        f"{tuple(held[place].shape)} in this task. Use the model of the run that saved the checkpoint."
                     )
                 piece = value if self._run is None else self._run.cut_like(value, held[place])
                 targets[place].copy_(_local(piece))
@@ -186,7 +187,7 @@ class AveragedWeights:
             self._whole = True
 
     def _as_held(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's values, as sharded tensors if the task's weights are sharded. They share memory."""
+        """Return this rank's values, as sharded tensors if the task's weights are sharded. Nothing is copied."""
         if not self.in_shards:
             return values
         from torch.distributed.tensor import DTensor

@@ -77,7 +77,7 @@ class BatchSizeFinder(Callback):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"BatchSizeFinder({argument}={value!r}): write a whole number of at least 1.")
         if not 0.0 <= margin < 1.0:
-            raise ConfigurationError(f"BatchSizeFinder(margin={margin!r}): write a share of at least 0 and below 1.")
+            raise ConfigurationError(f"BatchSizeFinder(margin={margin!r}): write a fraction of at least 0 and below 1.")
         self.optimal_batch_size: int | None = init_val
         self._mode = name
         self._steps_per_trial = steps_per_trial
@@ -190,7 +190,8 @@ class _Tries:
             if trial.batch_size is not None and trial.batch_size != size:
                 raise ConfigurationError(
                     f"BatchSizeFinder: {self._attribute.name} was set to {size}, but the loader makes batches of "
-                    f"{trial.batch_size}. Create it from self.{self._attribute.name} in each call of the method."
+                    f"{trial.batch_size}. Create the loader with batch_size=self.{self._attribute.name} in each call "
+                    "of the method that returns it."
                 )
             self._known[size] = trial.fits
             self.reason = trial.reason or self.reason

@@ -104,7 +104,9 @@ class Callback:
     def _logging_task(self, method: str) -> TaskModule:
         task: TaskModule | None = vars(self).get(_TASK)
         if task is None:
-            raise TaskError(f"{type(self).__name__}.{method} works in its hooks while a Trainer runs a stage.")
+            raise TaskError(
+                f"{type(self).__name__}.{method} can be called only in hooks, while a Trainer runs a stage."
+            )
         return task
 
     # Once per run
@@ -254,7 +256,7 @@ _TASK = "_task_of_stage"  # the attribute of a callback that holds the task it l
 
 
 def log_through(task: TaskModule | None, callbacks: Iterable[Callback]) -> None:
-    """Let callbacks log through a task during a stage. None ends it."""
+    """Let callbacks log through a task during a stage. None ends the logging."""
     for callback in callbacks:
         if task is not None:
             object.__setattr__(callback, _TASK, task)  # also on a frozen dataclass

@@ -93,7 +93,8 @@ class BaseFinetuning(Callback):
         if len(found) < len(params):
             warnings.warn(
                 f"{len(params) - len(found)} parameters to be unfrozen are in the optimizer already, and keep their "
-                "group. Give the optimizer only those with requires_grad in configure_optimizers.",
+                "parameter group. In configure_optimizers, pass only parameters with requires_grad=True to the "
+                "optimizer.",
                 TrainwrightWarning,
                 stacklevel=3,
             )

@@ -157,7 +157,7 @@ class LearningRateFinder(Callback):
     """Callback that tests a range of learning rates before training and sets the best one.
 
     The test runs training steps, which are not logged or saved, and undoes all their changes. There is no test in a fit
-    that resumes from a checkpoint or continues an earlier fit: it keeps its learning rates.
+    that resumes from a checkpoint or continues an earlier fit: the fit keeps its learning rates.
 
     Args:
         min_lr: the smallest learning rate. Default: 1e-8.

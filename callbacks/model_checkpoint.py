@@ -149,8 +149,8 @@ class ModelCheckpoint(Callback):
             raise ConfigurationError(f"ModelCheckpoint(save_last={self.save_last!r}): write True, False or 'link'.")
         if self.save_last == "link" and self.remote is not None:
             raise ConfigurationError(
-                f"ModelCheckpoint(dirpath={self.remote!r}, save_last='link'): links are not supported there. Use "
-                "save_last=True, or omit it: ckpt_path='last' finds the newest checkpoint without it."
+                f"ModelCheckpoint(dirpath={self.remote!r}, save_last='link'): a remote folder does not support links. "
+                "Use save_last=True, or remove save_last: ckpt_path='last' finds the newest checkpoint without it."
             )
         check_template(self.filename if self.filename is not None else DEFAULT_TEMPLATE, "ModelCheckpoint")
 
@@ -480,7 +480,7 @@ class ModelCheckpoint(Callback):
         )
 
     def _complain_or_wait(self, run: Run, moment: Moment) -> None:
-        """Raise an error if the monitored metric should have been logged by now. Otherwise wait for it."""
+        """Raise an error if the monitored metric should have been logged by now. Otherwise wait for validation."""
         message = missing_metric(f"ModelCheckpoint(monitor={self.monitor!r})", str(self.monitor), moment.metrics, run)
         if self._validated or (self._epoch_ended and not run.has_validation):
             raise ConfigurationError(

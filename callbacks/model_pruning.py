@@ -81,7 +81,7 @@ class ModelPruning(Callback):
     ) -> None:
         if not callable(amount) and not (amount >= 0 and (isinstance(amount, int) or amount <= 1)):
             raise ConfigurationError(
-                f"ModelPruning(amount={amount!r}): expected a share from 0.0 to 1.0, a number, or a function."
+                f"ModelPruning(amount={amount!r}): expected a fraction from 0.0 to 1.0, a number, or a function."
             )
         self._given, self._names = parameters_to_prune, tuple(parameter_names or ("weight", "bias"))
         self._method = _method(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
@@ -93,7 +93,7 @@ class ModelPruning(Callback):
         self._first: dict[nn.Module, nn.Module] = {}  # module → a copy with its first weights
 
     def filter_parameters_to_prune(self, parameters_to_prune: list[Target]) -> list[Target]:
-        """Return the pairs to prune. Override it to exclude some."""
+        """Return the pairs to prune. Override it to exclude pairs."""
         return parameters_to_prune
 
     def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:

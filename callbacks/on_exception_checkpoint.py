@@ -33,8 +33,8 @@ class OnExceptionCheckpoint(Callback):
         check_template(filename, "OnExceptionCheckpoint")
         if is_url(dirpath):
             raise ConfigurationError(
-                f"OnExceptionCheckpoint(dirpath={dirpath!r}) writes to this machine's disk. Give a folder, or use "
-                "ModelCheckpoint with that dirpath and save_on_exception=True."
+                f"OnExceptionCheckpoint(dirpath={dirpath!r}): expected a local folder. Pass one, or use "
+                f"ModelCheckpoint(dirpath={dirpath!r}, save_on_exception=True)."
             )
         self.dirpath = Path(dirpath).expanduser().absolute()
         self.filename = filename

@@ -97,7 +97,7 @@ class ProgressBar(Callback):
         sys.stdout.flush()
 
     def get_metrics(self, trainer: Run, task: TaskModule) -> dict[str, Any]:
-        """Return the metrics next to the bar, by name. Override it to add or remove some."""
+        """Return the metrics next to the bar, by name. Override it to add or remove metrics."""
         return dict(trainer.progress_bar_metrics)
 
     # Public

@@ -42,9 +42,8 @@ class QuantizationAwareTraining(Callback):
             Default: True.
 
     Raises:
-        ConfigurationError: The configuration is unknown. At the beginning of a fit: a chosen layer cannot be
-            quantized, there is none, no module has a name in `skip`, the precision is fp8, or the task is quantized
-            already.
+        ConfigurationError: The configuration is unknown. At the beginning of a fit: a chosen layer cannot be quantized,
+            no layer is chosen, no module has a name in `skip`, the precision is fp8, or the task is quantized already.
         MissingPackageError: torchao is not installed. At the beginning of a fit.
     """
 

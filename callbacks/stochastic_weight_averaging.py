@@ -60,8 +60,8 @@ class StochasticWeightAveraging(Callback):
         whole = isinstance(swa_epoch_start, int)
         if swa_epoch_start < 1 if whole else not 0 <= swa_epoch_start <= 1:
             raise ConfigurationError(
-                f"StochasticWeightAveraging(swa_epoch_start={swa_epoch_start}): write an integer >= 1, or a share of "
-                "max_epochs as a float from 0.0 to 1.0."
+                f"StochasticWeightAveraging(swa_epoch_start={swa_epoch_start}): write an integer >= 1, or a fraction "
+                "of max_epochs as a float from 0.0 to 1.0."
             )
         if annealing_epochs < 0 or annealing_strategy not in ("cos", "linear"):
             raise ConfigurationError(
@@ -136,8 +136,8 @@ class StochasticWeightAveraging(Callback):
         if isinstance(start, float):
             if run.max_epochs is None:
                 raise ConfigurationError(
-                    f"StochasticWeightAveraging(swa_epoch_start={start}) is a share of max_epochs, which the Trainer "
-                    "does not have. Pass max_epochs, or write an integer."
+                    f"StochasticWeightAveraging(swa_epoch_start={start}) is a fraction of max_epochs, but the Trainer "
+                    "has no max_epochs. Pass max_epochs, or use an integer."
                 )
             start = int(run.max_epochs * start)
         return max(start - 1, 0)

@@ -64,7 +64,7 @@ class Timer(Callback):
         return self._ended_s.get(_known(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds spent in `stage`. Training counts in total, an evaluation only its latest run."""
+        """Return the seconds spent in `stage`: for training in total, for an evaluation in its latest run."""
         start = self.start_time(stage)
         offset = self._offset_s if stage == "train" else 0.0
         if start is None:

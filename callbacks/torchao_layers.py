@@ -71,7 +71,7 @@ def quantize_model(
         The model.
 
     Raises:
-        ConfigurationError: The configuration is unknown, a chosen layer cannot be quantized, there is none, or no
+        ConfigurationError: The configuration is unknown, a chosen layer cannot be quantized, no layer is chosen, or no
             module has a name in `skip`. The model is unchanged.
         CheckpointError: The file cannot be written.
         MissingPackageError: torchao is not installed.

@@ -19,7 +19,8 @@ _FUNCTIONS = ("avg_fn", "multi_avg_fn")
 
 
 class WeightAveraging(Callback):
-    """Callback that averages the weights after each step, validates with the average, and ends with it in the task.
+    """Callback that averages the weights after each step, validates with the average, and finally copies it to the
+    task.
 
     The first update copies the weights; before it this callback has no effect. Afterwards validation runs on the
     average, which is swapped with the weights exactly. The weights in a checkpoint are the average. The training
@@ -31,8 +32,8 @@ class WeightAveraging(Callback):
     of an average over many steps are lost to rounding.
 
     Args:
-        device: device of the average. Another device than that of the weights saves memory on the latter, and costs a
-            blocking copy at each update. Default: None, the device of the weights.
+        device: device of the average. If the weights are on another device, the average needs no memory there, but each
+            update blocks on a copy. Default: None, the device of the weights.
         use_buffers: average floating-point buffers too, such as the statistics of batch normalization. False uses the
             current buffers. Default: True.
         kwargs: `avg_fn` or `multi_avg_fn` as for `torch.optim.swa_utils.AveragedModel`; the number of updates so far is
@@ -215,8 +216,8 @@ class EMAWeightAveraging(WeightAveraging):
     ) -> None:
         if kwargs:
             raise ConfigurationError(
-                f"EMAWeightAveraging({', '.join(kwargs)}): its own average is the exponential one, and it takes no "
-                "further arguments. Use WeightAveraging for another average."
+                f"EMAWeightAveraging({', '.join(kwargs)}): unknown argument(s). EMAWeightAveraging always computes an "
+                "exponential moving average. Use WeightAveraging for another average."
             )
         if not 0 <= decay <= 1:
             raise ConfigurationError(f"EMAWeightAveraging(decay={decay}): write a number from 0 to 1, such as 0.999.")

@@ -35,8 +35,9 @@ def to_pixels(image: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
         array = array.transpose(1, 2, 0)
     if array.ndim != 3 or array.shape[2] not in _CHANNELS:
         raise ConfigurationError(
-            f"an image of shape {tuple(shape)} was logged; expected height × width, or with 1, 3 or 4 channels: a "
-            "tensor channels × height × width, an array height × width × channels. Log a batch one by one."
+            f"an image of shape {tuple(shape)} was logged. Expected (height, width), or with 1, 3 or 4 channels a "
+            "tensor of shape (channels, height, width) or an array of shape (height, width, channels). Log the "
+            "images of a batch one by one."
         )
     if array.dtype == np.bool_:
         return array.astype(np.uint8) * 255

@@ -75,8 +75,8 @@ class Logger(ABC):
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Wrap every `log_*` method of a sub-class: it starts the logger if needed, and does nothing if `muted`. A
-        logger counts as started also if its `start` does not call `super().start`.
+        """Wrap every `log_*` method of a sub-class. The wrapper starts the logger if needed, and does nothing if
+        `muted`. A logger whose `start` does not call `super().start` also counts as started.
         """
         super().__init_subclass__(**options)
         for name, method in list(vars(cls).items()):
@@ -116,23 +116,25 @@ class Logger(ABC):
     # Opening and closing
 
     def start(self, run: RunInfo) -> None:
-        """Open files or connections. Called again while open, it does nothing. A missing package raises an error."""
+        """Open files or connections. Does nothing if they are open. Raises an error if a package is missing."""
         self._run = run
 
     def flush(self) -> None:
-        """Write logged values so that readers see them. Blocks on the disk. Default: `save`, if overridden."""
+        """Write pending values to the log. Blocks on the disk. The default implementation calls `save` if it is
+        overridden.
+        """
         if type(self).save is not Logger.save:
             self.save()
 
     def finish(self, status: Status) -> None:
-        """Flush and close. Called again, it does nothing. Default: `flush` and `finalize`."""
+        """Flush and close. A second call does nothing. The default implementation calls `flush` and `finalize`."""
         if self._run is not None:
             self.flush()
             self._run = None
             self.finalize(status)
 
     def save(self) -> None:
-        """Write logged values so that readers see them: Lightning's name for `flush`."""
+        """Write pending values to the log. Lightning's name for `flush`."""
         if type(self).flush is not Logger.flush:
             self.flush()
 
@@ -226,7 +228,9 @@ class Logger(ABC):
 
     @property
     def experiment(self) -> Any:
-        """The backend's object. Starts the logger if needed. Only on the main rank its methods have an effect."""
+        """The backend's object. Starts the logger if needed. On other ranks than the main rank, its methods do
+        nothing.
+        """
         if self.muted:
             return Silence()
         return self._backend() if self._begin() else Silence()
@@ -317,7 +321,8 @@ class RemoteLogger(Logger):
 
     Args:
         prefix: text before the name of each metric, followed by a dash. Default: `""`.
-        log_model: `"all"` uploads every checkpoint. True uploads the last one at the end of the fit. Default: False.
+        log_model: `"all"` uploads every checkpoint. True uploads the last checkpoint at the end of the fit. Default:
+            False.
         project: the logger's `name`. Default: None.
         id: id of the run to continue. It takes precedence over the id in a checkpoint. Default: None.
         dir: folder of the backend's files. Default: None, which is a folder that `start` selects, or none.

@@ -1,9 +1,9 @@
 """The buffer that `log` fills: values stay on their device until the loop flushes them.
 
 `log` never waits for a device and never communicates. The loop calls `flush_step` every few steps for the latest
-values, and `flush_epoch` at the end of an epoch for the aggregates. Each reads with one copy for each device, and
-communicates in one collective that every rank joins even if it has logged nothing. Memory does not grow with the number
-of steps.
+values, and `flush_epoch` at the end of an epoch for the aggregates. Both methods copy values once per device, and
+communicate in one collective, which every rank must join even if it has logged nothing. Memory does not grow with the
+number of steps.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class MetricBuffer:
         batch: the current micro-batch, which determines the weight in a mean. Set it to None after the batch, otherwise
             the buffer keeps it alive.
         share: weight of this rank's part of the batch in a mean over the ranks that split its sequences. The weights
-            are 1 on average. None if the batch is not split, 0 if it is padding of a rank without data.
+            are 1 on average. None if the batch is not split. 0 if the batch is padding of a rank without data.
         dataloader_idx: index of the batch's evaluation loader; None with a single loader and outside of evaluations.
         diverted: list that records calls of `log` instead of logging. None logs.
     """
@@ -139,7 +139,9 @@ class MetricBuffer:
         self._by_name = self._stages[stage].by_name
 
     def close(self, where: str) -> None:
-        """Make `log` raise an error until `begin` or `switch`. Values logged in the hook `where` would be lost."""
+        """Make `log` raise an error until `begin` or `switch` is called. Values logged in the hook `where` would be
+        lost.
+        """
         self._closed, self._by_name = where, {}
 
     @contextlib.contextmanager
@@ -182,7 +184,7 @@ class MetricBuffer:
                 With both, names end in `_step` and `_epoch`.
             reduce_fx: the epoch's aggregate: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, torch's
                 function of that name, or a function from a 1-D float64 host tensor of all values (of all ranks) to one
-                number; only the last needs memory that grows with the epoch. Default: `"mean"`.
+                number. Only such a function needs memory that grows with the epoch. Default: `"mean"`.
             sync_dist: True reduces step and epoch values over ranks, False neither. Default: None, which reduces only
                 epoch values. Metric objects reduce by themselves, except with False.
             add_dataloader_idx: with several evaluation loaders, append `/dataloader_idx_N` to the key. With False, only
@@ -242,9 +244,9 @@ class MetricBuffer:
             raise ConfigurationError(f"log got the name {name!r}, which no file can hold; remove its lone surrogates.")
         if self._closed:
             raise TaskError(
-                f"log({name!r}) in {self._closed}: values are not read there. Call it in a *_step or in a hook of an "
-                "epoch up to its on_*_epoch_end; trainer.log_now({name: number}) sends numbers to the loggers "
-                "immediately."
+                f"log({name!r}) in {self._closed}: values logged there are not aggregated. Call it in a *_step or in "
+                "a hook of an epoch up to its on_*_epoch_end; trainer.log_now({name: number}) sends numbers to the "
+                "loggers immediately."
             )
         if self._stage is None:
             raise TaskError(f"log({name!r}): no epoch has begun. Call it in a *_step or in a hook of an epoch.")
@@ -277,7 +279,7 @@ class MetricBuffer:
             ]
             raise ConfigurationError(
                 f"log({name!r}) was called with other options in the same {self._stage} epoch: {'; '.join(changed)} "
-                "(unset options follow from where it is called). Use the same options, or another name."
+                "(defaults depend on the hook that calls log). Use the same options, or another name."
             )
         elif slot.loader is not None and index is not None and index != slot.loader:
             if not is_metric_object(value):

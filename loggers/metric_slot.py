@@ -1,7 +1,7 @@
 """A logged metric between two flushes.
 
 A slot has the metric's options, its latest step value and its aggregate of the epoch. Values stay on their device. Only
-`HostReads.read` waits for it.
+`HostReads.read` waits for the device.
 """
 
 from __future__ import annotations

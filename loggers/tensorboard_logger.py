@@ -58,7 +58,7 @@ class TensorBoardLogger(VersionedLogger):
         for option in writer_options:
             if option not in _WRITER_OPTIONS:
                 raise ConfigurationError(
-                    f"TensorBoardLogger has no option {option!r}.{nearest(option, _WRITER_OPTIONS)} Those of "
+                    f"TensorBoardLogger has no option {option!r}.{nearest(option, _WRITER_OPTIONS)} Options of "
                     f"SummaryWriter: {', '.join(_WRITER_OPTIONS)}."
                 )
         self._writer_options = writer_options

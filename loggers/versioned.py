@@ -28,8 +28,8 @@ class VersionedLogger(Logger):
     used, whatever it contains.
 
     The steps of a curve always increase. A resumed run (see `load_state_dict`) first removes entries that were logged
-    after its checkpoint. Any other run in a folder with a log replaces curves with later steps than its own, with a
-    warning. Other curves are continued. If a value of the same step exists, for example of an earlier test, both values
+    after its checkpoint. Any other run in a folder with a log warns and removes later values from the curves that it
+    logs. Other curves are continued. If a value of the same step exists, for example of an earlier test, both values
     are kept.
 
     Args:

@@ -24,8 +24,8 @@ class WandbLogger(RemoteLogger):
     """Logger for Weights & Biases, online or offline.
 
     W&B never deletes a run's history. An online run that is resumed from an earlier step skips values at steps that the
-    history already contains, so that the steps of curves always increase. Offline, W&B cannot
-    resume: each session writes a separate file with the same run id, and `wandb sync --append` joins them.
+    history already contains, so that the steps of curves always increase. Offline, W&B cannot resume. Each session
+    writes a separate file with the same run id, and `wandb sync --append` joins them.
 
     Args:
         name: the run's display name. Default: None, the name of the Trainer's run.
@@ -100,8 +100,8 @@ class WandbLogger(RemoteLogger):
         return self._experiment
 
     def start(self, run: RunInfo) -> None:
-        """Open the W&B run. Blocks until its service has started, and online until the server has answered. A server
-        that does not answer within 10 s is a warning, and the run is recorded offline.
+        """Open the W&B run. Blocks until W&B's service has started and, online, the server has answered. If the server
+        does not answer within 10 s, a warning is issued and the run is recorded offline.
         """
         if self._run is not None:
             return
@@ -136,8 +136,8 @@ class WandbLogger(RemoteLogger):
             return wandb.init(**options, settings=wandb.Settings(init_timeout=_PATIENCE))
         except wandb.errors.CommError as error:
             self.warn_once(
-                f"WandbLogger: the server opened no run within {_PATIENCE:g} s: {error}. The run is recorded offline; "
-                "send it with `wandb sync`."
+                f"WandbLogger: the server did not open a run within {_PATIENCE:g} s: {error}. The run is recorded "
+                "offline; send it with `wandb sync`."
             )
             return wandb.init(**{**options, "mode": "offline"})
 
@@ -201,7 +201,7 @@ class WandbLogger(RemoteLogger):
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     def watch(self, model: object, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Record histograms of gradients or parameters in W&B, which reads them during the step. This takes time."""
+        """Record histograms of gradients or parameters in W&B. W&B reads them during the step, which takes time."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def finish(self, status: Status) -> None:

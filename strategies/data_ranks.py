@@ -130,7 +130,7 @@ class DataRanks:
 
 
 class _DifferentiableGather(torch.autograd.Function):
-    """Gather a tensor over ranks. The gradient of each rank's tensor is the sum of those from all ranks."""
+    """Gather of a tensor over ranks. The gradient of each rank's tensor is the sum of the gradients from all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, ranks: DataRanks) -> torch.Tensor:

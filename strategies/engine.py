@@ -64,7 +64,7 @@ class TrainingPlan(Protocol):
 
 
 class Engine(LightningMembers):
-    """Trains models on some hardware.
+    """Engine that trains models on one kind of hardware.
 
     Order of calls in a Trainer: constructor → `start` (device, processes) → `prepare` (model, optimizers) → `attach` →
     steps → `close`. In a user-written loop, without a task: `start` → `prepare_models` → `close`.

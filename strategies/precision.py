@@ -71,7 +71,7 @@ class Precision:
         """Check that a device type supports these formats, without using a device.
 
         Raises:
-            ConfigurationError: The formats are not supported. The message suggests one that is.
+            ConfigurationError: The formats are not supported. The message suggests a supported precision.
         """
         if self.param_dtype is torch.float64 and not properties(device_type).has_float64:
             raise ConfigurationError(
@@ -105,7 +105,7 @@ class Precision:
         return Contexts(make, _without_fast_path) if enabled and device_type != "cuda" else make()
 
     def forward_context(self, device_type: str) -> Any | None:
-        """Return a reusable context for forwards on this device type. None if none is needed."""
+        """Return a reusable context for forwards on this device type. None if no context is needed."""
         if self.autocast_dtype is not None:
             return self.autocast(device_type)
         return None if self.param_dtype is None else _DefaultDtype(self.param_dtype)

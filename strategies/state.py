@@ -1,4 +1,4 @@
-"""State of a model and its optimizers for checkpoints and callbacks. Names are the task's under every strategy."""
+"""State of a model and its optimizers for checkpoints and callbacks. All strategies use the task's parameter names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATE_DICT_TYPES = {
 
 
 class FullState:
-    """The state of a task and its optimizers that is stored in `p` and `p.grad`.
+    """State of a task and its optimizers, for parameters whose values are in `p` and gradients in `p.grad`.
 
     Engines that store or shard the state in another way use a subclass.
 
@@ -95,7 +95,9 @@ class FullState:
         return load_plain_state(self._task, state, strict=strict)
 
     def optimizer_states(self) -> list[dict[str, Any]]:
-        """Return each optimizer's full state by parameter name (see `named_optimizer_state`), like `model_state`."""
+        """Return each optimizer's full state by parameter name (see `named_optimizer_state`). Collective like
+        `model_state`.
+        """
         names = self._parameter_names()
         return [named_optimizer_state(optimizer, names) for optimizer in self._optimizers]
 

@@ -94,7 +94,7 @@ class Strategy:
         """Check that the engine supports the settings. Uses no device or process.
 
         Raises:
-            ConfigurationError: It does not support them.
+            ConfigurationError: The engine does not support the settings.
         """
         if settings.device_type != (self.runs_on or settings.device_type):
             raise ConfigurationError(
@@ -113,7 +113,7 @@ class Strategy:
         """Check that the engine supports converted layers if the precision converts layers.
 
         Raises:
-            ConfigurationError: It does not support them.
+            ConfigurationError: The engine does not support converted layers.
         """
         if settings.precision.converts_layers and not able:
             raise ConfigurationError(
@@ -125,16 +125,16 @@ class Strategy:
         """Check a task before processes start. Its model may not be built yet.
 
         Raises:
-            ConfigurationError: The engine cannot train it.
+            ConfigurationError: The engine cannot train the task.
         """
         if settings.compile_blocks and not overrides(task, "configure_model", TaskModule):
             check_blocks(task, repeated_blocks(task))
 
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
-        """Return how a run distributes a built task, on any device. None leaves out the units.
+        """Return how a run distributes a built task, on any device. Without a task, the outline has no units.
 
         Raises:
-            ConfigurationError: The engine cannot train it.
+            ConfigurationError: The engine cannot train the task.
         """
         from trainwright.strategies.mesh import MeshShape  # imports much of torch
 

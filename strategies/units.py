@@ -214,7 +214,7 @@ def check_compilable(units: list[nn.Module]) -> None:
     """Check that there are units to compile.
 
     Raises:
-        ConfigurationError: There are none.
+        ConfigurationError: There are no units.
     """
     if not units:
         raise ConfigurationError(
@@ -231,7 +231,7 @@ def check_blocks(task: nn.Module, blocks: list[nn.Module]) -> None:
         blocks: The result of `repeated_blocks`.
 
     Raises:
-        ConfigurationError: There are none.
+        ConfigurationError: There are no repeated blocks.
     """
     if not blocks:
         raise ConfigurationError(

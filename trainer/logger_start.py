@@ -20,7 +20,9 @@ from trainwright.trainer.run import StageRun
 
 
 def start_loggers(run: StageRun, stage: Stage) -> None:
-    """Start the loggers, except for predictions. A checkpoint must be loaded earlier: they continue its run."""
+    """Start the loggers, except for predictions. Load a checkpoint before, because loggers continue the run of the
+    checkpoint.
+    """
     if stage != "predict" and run.logs.group is not None:
         run.logs.group.start(RunInfo(run.settings.root))
         if run.logs.group.record is not None:

@@ -159,7 +159,9 @@ class FitLoop:
         return ends
 
     def _groups_until_due(self) -> int:
-        """Return the number of steps until `_after_step` must run again. A stop request makes it run earlier."""
+        """Return the number of steps until `_after_step` must run again. A stop request makes `_after_step` run
+        earlier.
+        """
         run, state = self._run, self._run.history.state
         if run.loop.stop != Stop.NOT or self._end.asks_every_step:
             return 1

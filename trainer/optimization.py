@@ -31,9 +31,9 @@ def check_members(task: TaskModule, optimizers: Sequence[Optimizer]) -> None:
         if others:
             raise ConfigurationError(
                 f"{type(task).__name__}.configure_optimizers returned {type(optimizer).__name__} with {len(others)} "
-                f"parameter(s), the first of shape {tuple(others[0].shape)}, that do not belong to the task. Build it "
-                "in configure_optimizers from self.parameters(), because a strategy may replace the parameters after "
-                "__init__. Make other modules that it trains attributes of the task."
+                f"parameter(s), the first of shape {tuple(others[0].shape)}, that do not belong to the task. Build "
+                "the optimizer in configure_optimizers from self.parameters(), because a strategy may replace the "
+                "parameters after __init__. Make every module that the optimizer trains an attribute of the task."
             )
 
 
@@ -176,9 +176,9 @@ def warn_of_joint_steps(task: TaskModule, num_optimizers: int) -> None:
         object.__setattr__(task, "_said_joint", True)
         warnings.warn(
             f"{type(task).__name__}.configure_optimizers returned {num_optimizers} optimizers. Automatic optimization "
-            "steps all of them with the one loss that training_step returns. If each has its own loss (a GAN), set "
-            "self.automatic_optimization = False in __init__ and step them in training_step. To silence this warning, "
-            "set it to True.",
+            "steps all of them with the one loss that training_step returns. If each optimizer has its own loss (a "
+            "GAN), set self.automatic_optimization = False in __init__ and step the optimizers in training_step. To "
+            "silence this warning, set self.automatic_optimization = True.",
             TrainwrightWarning,
             stacklevel=2,
         )

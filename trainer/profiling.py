@@ -62,7 +62,9 @@ def end(run: StageRun) -> None:
 
 
 class _Steps(Callback):
-    """Recorder of each optimizer step as `run_training_batch`. It reports the step's end to the profiler."""
+    """Recorder of optimizer steps under the name `run_training_batch`. It reports the end of each step to the
+    profiler.
+    """
 
     reads_only = True
 

@@ -225,7 +225,7 @@ class StageRun:
         return None if self.loop.last_result is None else StepResult(*self.loop.last_result)
 
     def position(self) -> Position:
-        """Return this rank's progress. Called from another thread, also while this one is blocked."""
+        """Return this rank's progress. Called from another thread, also while the main thread is blocked."""
         state, now = self.state, self.evaluation
         return Position(state.step, state.batches, now.batches_done, now.kind or self.status.stage or "ending")
 

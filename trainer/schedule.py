@@ -50,8 +50,9 @@ class ValidationSchedule:
         else:
             if every_n_epoch is not None and num_batches is not None and interval > num_batches:
                 raise ConfigurationError(
-                    f"val_check_interval={interval} batches, but an epoch has {num_batches}, so it would never run. "
-                    f"Use at most {num_batches}, or check_val_every_n_epoch=None to count batches over epochs."
+                    f"val_check_interval={interval} batches, but an epoch has {num_batches}, so validation would "
+                    f"never run. Use at most {num_batches}, or check_val_every_n_epoch=None to count batches over "
+                    "epochs."
                 )
             self._batches = interval
 

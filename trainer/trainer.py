@@ -58,7 +58,7 @@ MakeLoop = Callable[[StageRun], Loop]
 
 
 class Trainer(Planner, LightningNames):
-    """Trains, evaluates and predicts with a task.
+    """Trainer that fits, evaluates and predicts with a task.
 
     `trainwright launch` sets the defaults of `strategy`, `precision`, `accumulate_grad_batches` and `compile`.
 
@@ -86,10 +86,10 @@ class Trainer(Planner, LightningNames):
         enable_checkpointing, enable_progress_bar, enable_model_summary: enable or disable a default callback.
         accumulate_grad_batches: micro-batches in one optimizer step.
         gradient_clip_val, gradient_clip_algorithm: clip by total `"norm"` (default) or by `"value"`.
-        deterministic: True uses only deterministic kernels. `"warn"` warns about kernels that are not.
+        deterministic: True uses only deterministic kernels. `"warn"` warns about nondeterministic kernels.
         benchmark: choose kernels by timing them (`torch.backends.cudnn.benchmark`).
         inference_mode: evaluate under `torch.inference_mode` rather than `torch.no_grad`.
-        use_distributed_sampler: distribute the data over ranks. Set False if your loaders do so.
+        use_distributed_sampler: distribute the data over ranks. Set False if your loaders distribute it.
         per_sample_rng: random numbers of a data set depend only on seed, epoch and sample. About 20 µs per sample.
         detect_anomaly: name the operation that caused a NaN in backward. Slow.
         barebones: disable everything except training, for benchmarks.
@@ -104,8 +104,8 @@ class Trainer(Planner, LightningNames):
             or `"none"`. `"ray"`, with options as in `"ray:max_restarts=2:cpus=4"`, runs each stage in actors of Ray.
         uneven_batches: the policy for ranks with different numbers of batches: `"pad"`, `"stop"` or `"error"`.
         on_nonfinite: the action before a step whose loss or gradient is NaN or infinite on any rank: `"raise"`,
-            `"skip"` the group, or `"rollback"` to the newest checkpoint and skip the group. None: no check. The last
-            two read a flag from the device in each step.
+            `"skip"` the group, or `"rollback"` to the newest checkpoint and skip the group. `"skip"` and `"rollback"`
+            read a flag from the device in each step. None: no check.
         max_rollbacks: a run fails after this many rollbacks.
         max_skipped: groups that may be skipped in a row. None allows any number. Default: 100.
         seed: determines the order of the data. Default: torch's initial seed.
@@ -223,7 +223,7 @@ class Trainer(Planner, LightningNames):
             strict: raise an error for missing or unexpected weights. Default: the task's `strict_loading`.
             allow_missing: parts that may be missing and then start from scratch with a warning: `"optimizer"`,
                 `"rng"`, `"schedulers"`, `"scaler"`, `"datamodule"`, `"callbacks"`, `"loggers"`.
-            on_damaged: `"error"` (default), or `"fall_back"` (default for `"last"`) to the newest valid earlier one.
+            on_damaged: `"error"` (default), or `"fall_back"` (default for `"last"`) to the newest valid checkpoint.
 
         Raises:
             ConfigurationError, FileNotFoundError, CheckpointError: an argument or the checkpoint is invalid.
@@ -247,7 +247,7 @@ class Trainer(Planner, LightningNames):
         *,
         model: TaskModule | None = None,
     ) -> list[dict[str, float]]:
-        """Validate a task and return its metrics, one dict per loader. Default task: the last one. Collective.
+        """Validate a task and return its metrics, one dict per loader. Default task: the last task. Collective.
 
         `ckpt_path` is a checkpoint to load weights from (a path, `"last"`, `"best"`), or None for the task's current
         weights. Default: the best checkpoint if no task is given and a ModelCheckpoint has a `monitor`, else None.
@@ -269,7 +269,7 @@ class Trainer(Planner, LightningNames):
         *,
         model: TaskModule | None = None,
     ) -> list[dict[str, float]]:
-        """Test a task and return its metrics, one dict per loader. Default task: the last one. Collective.
+        """Test a task and return its metrics, one dict per loader. Default task: the last task. Collective.
 
         The arguments are those of `validate`.
         """
@@ -287,7 +287,7 @@ class Trainer(Planner, LightningNames):
         *,
         model: TaskModule | None = None,
     ) -> list[Any] | None:
-        """Predict with a task. Default task: the last one. Collective. The arguments are those of `validate`.
+        """Predict with a task. Default task: the last task. Collective. The arguments are those of `validate`.
 
         Returns:
             The outputs of `predict_step` for all batches of all ranks, in the order of the data. Several loaders give a
@@ -401,7 +401,7 @@ class Trainer(Planner, LightningNames):
 
     @property
     def logger(self) -> Any | None:
-        """The first logger, or None. Can be set to a logger, several, a name, True or False between two stages."""
+        """The first logger, or None. Between stages, set it to a logger, a list of loggers, a name, True or False."""
         return self.loggers[0] if self.loggers else None
 
     @logger.setter

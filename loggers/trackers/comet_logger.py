@@ -29,8 +29,8 @@ class CometLogger(QueuedLogger):
         workspace: workspace in Comet. Default: None, Comet's setting.
         project: the project. Default: None, Comet's setting.
         experiment_key: the experiment to continue, or the key of a new one. Default: None.
-        mode: `"create"` requires that no experiment has the key. `"get"` requires that one has it. Default:
-            `"get_or_create"`.
+        mode: `"create"` requires that no experiment has the key. `"get"` requires that an experiment has the key.
+            Default: `"get_or_create"`.
         online: False only writes files. Default: None, Comet's setting.
         prefix, log_model: see `RemoteLogger`.
         options: arguments of `comet_ml.ExperimentConfig`, for example `name`, `tags`, `offline_directory`.

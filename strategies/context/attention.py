@@ -45,7 +45,7 @@ def ulysses_attention(
         if tensor.shape[1] % size:
             raise ConfigurationError(
                 f"{name} has {tensor.shape[1]} heads, which Ulysses attention cannot divide among {size} ranks. Use a "
-                "number of ranks that divides it, or ring attention."
+                "number of ranks that divides the number of heads, or ring attention."
             )
     q, k, v = (_exchange(tensor, group, to_heads=True) for tensor in (q, k, v))
     out = _attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -134,8 +134,8 @@ class SplitAttention:
         if required and self._num_calls == num_calls:
             raise ConfigurationError(
                 "Sequences are split over ranks, but the model has not called "
-                "torch.nn.functional.scaled_dot_product_attention, so positions see only those of the same rank. Call "
-                "it as an attribute of torch.nn.functional, or do not split sequences."
+                "torch.nn.functional.scaled_dot_product_attention, so each position attends only to positions of its "
+                "own rank. Call the function as an attribute of torch.nn.functional, or do not split sequences."
             )
 
     def _attend(
@@ -152,13 +152,14 @@ class SplitAttention:
         if attn_mask is not None:
             raise ConfigurationError(
                 f"An attention mask of shape {tuple(attn_mask.shape)} covers only this rank's part of the sequence. "
-                "For causal attention, pass attn_mask=None and is_causal=True. Transformers models create a mask for "
-                "padding, and for positions with gaps unless attention_mask is all ones."
+                "For causal attention, pass attn_mask=None and is_causal=True. Transformers models create such a "
+                "mask for padding. They also create one for position_ids with gaps, unless attention_mask is all "
+                "ones."
             )
         if dropout_p > 0:
             raise ConfigurationError(
                 f"dropout_p={dropout_p}: attention over a split sequence recomputes its weights in backward, and "
-                "cannot repeat their dropout. Set the model's attention dropout to 0."
+                "cannot repeat the dropout of the forward. Set the model's attention dropout to 0."
             )
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
         attend = ring_attention if self._kind == "ring" else ulysses_attention

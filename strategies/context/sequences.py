@@ -141,8 +141,8 @@ class SplitSequences:
                 shift_labels = self._targets.get(labels)
                 if shift_labels is None:
                     raise ConfigurationError(
-                        "The loss of split sequences needs targets that were shifted before they were split. Pass the "
-                        "model shift_labels."
+                        "The loss of split sequences needs targets that were shifted before they were split. Pass "
+                        "shift_labels to the model."
                     )
             return loss_function(logits, labels, *args, shift_labels=shift_labels, **kwargs)
 

@@ -34,7 +34,7 @@ def positions(length: int, group: dist.ProcessGroup | None, order: Order) -> Ten
     num_chunks = 2 * size if order == "zigzag" else size
     if length % num_chunks:
         following = (length // num_chunks + 1) * num_chunks
-        factor = f"2 × {size}, as each rank holds two parts of it" if order == "zigzag" else f"{size}"
+        factor = f"2 × {size}, as each rank holds two parts of the sequence" if order == "zigzag" else f"{size}"
         raise ConfigurationError(
             f"A sequence of {length} positions cannot be split over {size} ranks: its length must be divisible by "
             f"{factor}. Pad it to {following}."

@@ -25,8 +25,8 @@ def check_can_be_alone(task: nn.Module) -> None:
     """
     if any(isinstance(module, nn.SyncBatchNorm) for module in task.modules()):
         raise ConfigurationError(
-            "sync_batchnorm=True makes every forward collective, and a single rank cannot search a batch size. "
-            "Search with one process (devices=1)."
+            "sync_batchnorm=True makes every forward collective, but a batch size search runs forwards on one rank "
+            "alone. Search with one process (devices=1)."
         )
 
 
@@ -133,6 +133,6 @@ def unused_parameters(error: BaseException, model: nn.Module) -> TaskError | Non
     )
     return TaskError(
         f"the loss of {type(model).__name__}'s last step does not depend on some of its parameters{what}. The "
-        "processes average the gradients of all of them. Use them in each step, freeze them (requires_grad_(False)) "
-        f"or remove them. If steps use different parameters, use {option}."
+        "processes average the gradients of all parameters. Use each parameter in every step, freeze the unused ones "
+        f"(requires_grad_(False)) or remove them. If steps use different parameters, use {option}."
     )

@@ -108,9 +108,9 @@ def keep_groups(optimizer: Optimizer, task: str) -> None:
 
     def add_param_group(param_group: dict[str, Any]) -> None:
         raise TaskError(
-            f"a parameter group was added to {task}'s {type(optimizer).__name__} after DeepSpeed's engine was created, "
-            "which steps only the groups of configure_optimizers. Add all parameters there and call fit once for each "
-            "training phase, or use strategy='ddp' or 'fsdp'."
+            f"a parameter group was added to {task}'s {type(optimizer).__name__} after DeepSpeed's engine was "
+            "created. The engine steps only the groups of configure_optimizers. Add all parameters there and call "
+            "fit once for each training phase, or use strategy='ddp' or 'fsdp'."
         )
 
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]  # of this object only

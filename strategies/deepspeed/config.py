@@ -197,7 +197,7 @@ class EngineConfig:
         if look_up(self.content, ("data_types", "grad_accum_dtype")) not in (None, AUTO) and stage == 1:
             raise ConfigurationError(
                 f"{self.origin} has data_types.grad_accum_dtype, for which DeepSpeed replaces the optimizer at stage "
-                "1. Use stage=2, or remove it."
+                "1. Use stage=2, or remove grad_accum_dtype."
             )
 
     # For the engine

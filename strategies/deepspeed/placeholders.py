@@ -112,7 +112,7 @@ def refuse_schedule_of_dummy(scheduler: object, origin: str) -> None:
     """Raise a ConfigurationError for a real scheduler of a `DummyOptim`, which would have no effect."""
     if not isinstance(scheduler, DummyScheduler) and isinstance(getattr(scheduler, "optimizer", None), DummyOptim):
         raise ConfigurationError(
-            f"{origin} names the optimizer, and {type(scheduler).__name__} was created over its DummyOptim, which "
-            "does not change the real learning rate. Use DummyScheduler and put a 'scheduler' into the configuration, "
-            "or remove the 'optimizer' from it and use a real one."
+            f"{type(scheduler).__name__} was created with a DummyOptim and does not change the learning rate of the "
+            f"optimizer that {origin} names. Use DummyScheduler and put a 'scheduler' into the configuration, or "
+            "remove the 'optimizer' from the configuration and use a real optimizer."
         )

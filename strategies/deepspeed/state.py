@@ -90,7 +90,9 @@ class ZeroState(FullState):
         return tensor if placeholder is None else shards
 
     def _to_save(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a placeholder for a sharded parameter, or the full value. Collective if `model_state` is."""
+        """Return a placeholder for a sharded parameter, or the full value. Collective if `model_state` is
+        collective.
+        """
         if self._shards is not None and id(value) in self._trained:
             return self._placeholder_for(self._shards.to_save(value, shape_of(value)))
         held: Any = value.ds_tensor if is_partitioned(value) else None  # type: ignore[attr-defined]  # DeepSpeed's
@@ -269,7 +271,9 @@ class ZeroState(FullState):
         shards.after_loading()
 
     def _matching_groups(self, real: Optimizer, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Check parameter names and optimizer class of a state. Return its groups in the order of the engine's."""
+        """Check parameter names and optimizer class of a state. Return the state's groups in the order of the engine's
+        groups.
+        """
         placeholder = type(torch_name(real), (Optimizer,), {})
         names: dict[torch.Tensor, str] = {}
         groups = []

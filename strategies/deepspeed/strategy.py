@@ -362,8 +362,8 @@ class DeepSpeedEngine(ParallelEngine):
             for model in (*self._untrained, *(zero.model for zero in self._models)):
                 if any(id(p) in held for p in model.parameters()):
                     raise ConfigurationError(
-                        f"{type(optimizer).__name__} was passed to prepare() after its model, which DeepSpeed has "
-                        "prepared without it. Pass both to one prepare() call."
+                        f"{type(optimizer).__name__} was passed to prepare() after its model, and DeepSpeed cannot "
+                        "add an optimizer to a prepared model. Pass both to one prepare() call."
                     )
         return self._steps.get(optimizer, optimizer)
 

@@ -63,8 +63,9 @@ class FrozenEngines:
             trained = next((name for name, p in module.named_parameters() if p.requires_grad), None)
             if trained is not None:
                 raise ConfigurationError(
-                    f"frozen_modules={names!r}: {trained!r} of {type(module).__name__} is trained. Call "
-                    "requires_grad_(False) on the module in configure_model, or remove its name."
+                    f"frozen_modules={names!r}: the parameter {trained!r} of {type(module).__name__} has "
+                    "requires_grad=True. Call requires_grad_(False) on the module in configure_model, or remove the "
+                    "module's name from frozen_modules."
                 )
             if any(other is not module and other in self._modules for other in module.modules()):
                 raise ConfigurationError(

@@ -28,7 +28,7 @@ def check_ep_size(ep: int, tp: int) -> int:
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
         raise ConfigurationError(f"ep={ep!r}: use the number of ranks over which experts are divided, such as 2.")
     if ep > 1 and tp > 1:
-        raise ConfigurationError(f"ep={ep} and tp={tp}: layers cannot be split where experts are divided. Use tp=1.")
+        raise ConfigurationError(f"ep={ep} and tp={tp}: tensor parallelism does not support divided experts. Use tp=1.")
     return ep
 
 
@@ -37,8 +37,8 @@ def check_mesh(ep: int, shape: MeshShape) -> MeshShape:
     shards = shape.dp_shard * shape.cp
     if shards % ep:
         raise ConfigurationError(
-            f"{shards} ranks shard one replica, a number that is not divisible by ep={ep}. Use a divisor of {shards}, "
-            "or sharding_strategy='HYBRID_SHARD' with another device_mesh."
+            f"One replica is sharded over {shards} ranks, which is not divisible by ep={ep}. Use a divisor of "
+            f"{shards}, or sharding_strategy='HYBRID_SHARD' with another device_mesh."
         )
     return shape
 
@@ -74,8 +74,8 @@ def check_experts(model: nn.Module, ep: int, shards: int) -> list[nn.Module]:
     found = find_experts(model)
     if not found:
         raise ConfigurationError(
-            f"ep={ep} divides experts, and {type(model).__name__} has none: no module has num_experts, parameters with "
-            f"as many rows, and forward({', '.join(_ARGUMENTS)}). Use ep=1."
+            f"ep={ep} divides experts, but {type(model).__name__} has none: no module has an attribute num_experts, "
+            f"parameters with num_experts rows, and forward({', '.join(_ARGUMENTS)}). Use ep=1."
         )
     for name, module in found.items():
         count: Any = module.num_experts

@@ -71,8 +71,8 @@ class ShardedState(FullState):
             self._check_sharded(
                 optimizer,
                 state["state"],
-                "which is sharded. The state differs between ranks, and only rank 0 would save it. Create it with "
-                "torch.zeros_like(parameter), or use strategy='ddp'.",
+                "but the parameter is sharded. The state differs between ranks, and only rank 0 would save it. "
+                "Create the state with torch.zeros_like(parameter), or use strategy='ddp'.",
             )
         return [map_tensors(self._to_save, state) for state in states]
 
@@ -90,8 +90,8 @@ class ShardedState(FullState):
         self._check_sharded(
             optimizer,
             shards,
-            "which has another shape, and therefore cannot be sharded. Use strategy='ddp', or start with a new "
-            "optimizer state by allow_missing=['optimizer'].",
+            "but the parameter has another shape, so the state cannot be sharded. Use strategy='ddp', or start with "
+            "a new optimizer state by allow_missing=['optimizer'].",
         )
         super().load_optimizer_state(optimizer, {**state, "state": shards})
         disable_foreach([optimizer])

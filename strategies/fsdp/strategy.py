@@ -97,8 +97,8 @@ class FSDPStrategy(DataParallel):
             unit. Parameters of nested units do not count.
         reshard_after_forward: True, False, or the number of ranks over which a unit is sharded between its forward and
             its backward. Default: None, which follows `sharding_strategy`.
-        mixed_precision: Torch's policy for FSDP2 or FSDP1. Default: with the precisions `"16-mixed"` and
-            `"bf16-mixed"`, parameters are gathered in that dtype and gradients are averaged in float32.
+        mixed_precision: Torch's policy for FSDP2 or FSDP1. Default: `"16-mixed"` gathers parameters in float16 and
+            `"bf16-mixed"` in bfloat16. Both average gradients in float32.
         cpu_offload: Keep shards on the host, and step the optimizers there.
         activation_checkpointing: The units whose activations are recomputed in backward. True selects all units, and a
             number n every n-th unit. Classes, names or a function select modules as in `auto_wrap_policy`.

@@ -101,7 +101,7 @@ class MegatronCoreEngine(ParallelEngine):
         return value
 
     def to_gpt(self, value: Callable[[nn.Parameter], torch.Tensor]) -> None:
-        """Copy the values of transformers' parameters to the GPTModel. Collective only if `value` is."""
+        """Copy the values of transformers' parameters to the GPTModel. Collective only if `value` is collective."""
         for own, part in self._weights.divide(value):
             own.data.copy_(part)
             shard = None if self.trained is None else self.trained.shard(own)
@@ -120,7 +120,9 @@ class MegatronCoreEngine(ParallelEngine):
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
     ) -> list[Callable[..., Any]]:
-        raise ConfigurationError("engine='megatron-core' trains tasks of a Trainer. Use engine='torch' in own loops.")
+        raise ConfigurationError(
+            "engine='megatron-core' works only with a Trainer. Use engine='torch' in user-written training loops."
+        )
 
     def unshard(self) -> None:
         self.from_gpt()
@@ -175,7 +177,8 @@ class DistributedAdamW(Gradients):
     The gradients are stored in megatron-core's buffers.
 
     Args:
-        optimizer: The task's optimizer of transformers' parameters. These have no gradients, so AdamW changes nothing.
+        optimizer: The task's optimizer of transformers' parameters. The parameters have no gradients, so AdamW changes
+            nothing.
         gpt: The GPTModel.
         weights: Mapping between the weights of the GPTModel and those of transformers' model.
         device: Device of the gradients.
@@ -194,8 +197,8 @@ class DistributedAdamW(Gradients):
             found = {index.get(parameter) for parameter in originals}
             if len(found) > 1 or None in found:
                 raise ConfigurationError(
-                    f"The optimizer has {', '.join(weight.names)} in different parameter groups or not at all, and "
-                    "engine='megatron-core' trains them as one tensor. Put them in one group."
+                    f"The optimizer has {', '.join(weight.names)} in different parameter groups or in none, but "
+                    "engine='megatron-core' trains them as one tensor. Put these parameters in one group."
                 )
             groups.setdefault(found.pop() or 0, []).append(names[own])
         key = core(".optimizer.optimizer_config").ParamKey
@@ -268,7 +271,11 @@ class DistributedAdamW(Gradients):
         given, own_state = self.optimizer.state, self.library.optimizer.state
         steps = {int(state["step"]) for state in given.values()}
         if len(steps) > 1:
-            raise CheckpointError("engine='megatron-core' steps all parameters together, and the steps differ.")
+            raise CheckpointError(
+                "engine='megatron-core' steps all parameters together, but the optimizer's state has the different "
+                f"steps {sorted(steps)}. Use engine='torch', or pass allow_missing=['optimizer'] to start the "
+                "optimizer from scratch."
+            )
         own_state.clear()
         self.num_steps = max(steps, default=0)
         for key in _MOMENTS if steps else ():

@@ -200,14 +200,18 @@ def forward_through(gpt: nn.Module, model: nn.Module) -> Callable[..., Any]:
         given = [name for name, value in options.items() if value is not None] + ["use_cache"] * bool(use_cache)
         if given:
             raise ConfigurationError(
-                f"engine='megatron-core' does not support {', '.join(given)} in a call of a model."
+                f"engine='megatron-core' does not support {', '.join(given)} in a call of a model. Remove them, or "
+                "use engine='torch'."
             )
         length = input_ids.shape[1]
         arange = torch.arange(length, device=input_ids.device).expand_as(input_ids)
         if attention_mask is not None and not bool((attention_mask.diff(dim=1) <= 0).all()):
             raise ConfigurationError("engine='megatron-core' does not support padding on the left. Pad on the right.")
         if position_ids is not None and not bool((position_ids == arange).all()):
-            raise ConfigurationError("engine='megatron-core' does not support packed sequences or other position_ids.")
+            raise ConfigurationError(
+                "engine='megatron-core' does not support packed sequences or other position_ids. Remove "
+                "position_ids, or use engine='torch'."
+            )
         gpt.train(model.training)
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=input_ids.device).triu(1)
         logits = gpt(input_ids, arange, mask).float()

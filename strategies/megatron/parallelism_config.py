@@ -41,7 +41,7 @@ class ParallelismConfig(KwargsHandler):
         tp_size: Number of ranks that split the layers of a model.
         pp_size: Number of pipeline stages (see `MegatronStrategy`), and of micro-batches per batch. Not in Accelerate.
         ep_size: Number of ranks over which experts are divided (see `FSDPStrategy`). `dp_shard_size` must be divisible
-            by it. Does not count in the product. Not in Accelerate.
+            by `ep_size`. Does not count in the product of the sizes. Not in Accelerate.
         cp_size, sp_size: Number of ranks that split the sequences of a batch (see `FSDPStrategy` and
             `Accelerator.maybe_context_parallel`). The ranks hold shards, too. Only one of the sizes can be above 1.
         cp_backend, sp_backend: Accepted without effect, because Trainwright's attention is used.

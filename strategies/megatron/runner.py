@@ -51,8 +51,8 @@ def ranks_of_stages(schedule: str, num_ranks: int, num_each: int) -> list[int]:
 class PipelineRunner:
     """Runner of an optimizer step's micro-batches in the stages of a pipeline.
 
-    The schedule needs the shapes of activations. Micro-batches therefore run one after the other at the first
-    occurrence of a shape, if their shapes differ, and if the schedule does not support their number.
+    The schedule needs the shapes of activations. Micro-batches therefore run one after the other in three cases: a
+    shape occurs for the first time, the shapes differ, or the schedule does not support the number of micro-batches.
 
     Args:
         schedule: One of `SCHEDULES`.

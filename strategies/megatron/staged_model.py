@@ -420,7 +420,7 @@ class Pipeline:
 
 
 class _Absent:
-    """Placeholder for a parameter on another rank, whose use raises an error. Some uses of `meta` tensors do not."""
+    """Placeholder for a parameter on another rank. Every use raises an error. Some uses of `meta` tensors would not."""
 
     def __init__(self, name: str, model: str) -> None:
         self._message = (

@@ -68,7 +68,9 @@ def _checked(task: nn.Module, stages: Stages, num_stages: int) -> Stages:
         )
     known = {id(module) for module in task.modules()}
     if any(id(module) not in known for stage in stages for module in stage):
-        raise ConfigurationError(f"{name} returned a module that is not in the task.")
+        raise ConfigurationError(
+            f"{name} returned a module that is not in the task. Return modules of {type(task).__name__}."
+        )
     held = {id(p) for stage in stages for module in stage for p in module.parameters()}
     ancestors = {id(m) for m in task.modules() if any(part in set(m.modules()) for stage in stages for part in stage)}
     loose = [

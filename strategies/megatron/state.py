@@ -130,7 +130,11 @@ class PipelineState(ShardedState):
         found = []
         for k, (optimizer, state) in enumerate(zip(self._optimizers, states, strict=True)):
             restore_foreach(optimizer, state)
-            self._check_sharded(optimizer, state["state"], "which is sharded. Build it from the parameter.")
+            self._check_sharded(
+                optimizer,
+                state["state"],
+                "but the parameter is sharded. Create the state with torch.zeros_like(parameter).",
+            )
             held = {}
             for name, own in state["state"].items():
                 stage = self._owners.get(plain_name(name))

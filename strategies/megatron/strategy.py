@@ -318,8 +318,9 @@ class PipelineEngine(FSDPEngine):
         """Divide a model into stages. Collective."""
         if len(models) + len(self.gradients.models) > 1 or plan.accumulate_grad_batches > 1 or self.precision.scaled:
             raise ConfigurationError(
-                f"{type(self.strategy).__name__}(pp={self.strategy.pp}) trains one model in a user-written loop, with "
-                "gradient_accumulation_steps=1 and without 'fp16'. Use num_micro_batches, and 'bf16'."
+                f"{type(self.strategy).__name__}(pp={self.strategy.pp}) supports only one model in a user-written "
+                "loop, with gradient_accumulation_steps=1 and without 'fp16'. Use num_micro_batches instead of "
+                "gradient accumulation, and 'bf16'."
             )
         check_optimizers(optimizers, self.precision)
         found: list[Callable[..., Any]] = []
@@ -445,7 +446,10 @@ def _plan(sequence_parallel: bool | str, tp: int, given: GivenPlan | None) -> Gi
     if not sequence_parallel:
         return given
     if tp == 1 or given is not None:
-        raise ConfigurationError("sequence_parallel=True needs tp above 1, and no tensor_parallel_plan.")
+        raise ConfigurationError(
+            f"sequence_parallel=True needs tp above 1 and no tensor_parallel_plan, but tp={tp}. Remove "
+            "sequence_parallel or the plan, or increase tp."
+        )
     return _STRICT_PLAN if sequence_parallel is True else _POSSIBLE_PLAN
 
 

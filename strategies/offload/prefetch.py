@@ -136,7 +136,8 @@ class Prefetcher:
     def acquire(self, number: int) -> Fetched:
         """Return a unit's weights. Fetch them now if they were not prefetched.
 
-        Call `release` after their use. Blocks until they are fetched; on an accelerator, until the copies are queued.
+        Call `release` after the use of the weights. Blocks until the weights are fetched; on an accelerator, until the
+        copies are queued.
 
         Raises:
             Exception: Any error of the fetch.

@@ -156,7 +156,7 @@ class Unit:
         return found
 
     def move_to_host(self) -> None:
-        """Move the parameters to the host. Copies of gradients may not be complete; see `wait_for_gradients`."""
+        """Move the parameters to the host. Does not wait for copies of gradients; see `wait_for_gradients`."""
         if self.on_device:
             for i, parameter in enumerate(self.parameters):
                 if parameter.grad is not None:  # of a parameter that was frozen when the hooks were registered

@@ -95,8 +95,8 @@ class OffloadStrategy(Strategy):
         """
         if settings.compile_options is not None:
             raise ConfigurationError(
-                "compile= is not supported with OffloadStrategy, which moves weights within what would be one graph. "
-                "Remove compile=."
+                "compile= is not supported with OffloadStrategy, which moves weights between host and device within "
+                "a step. Remove compile=."
             )
         if settings.precision.scaled:
             raise ConfigurationError(

@@ -78,7 +78,7 @@ class ScaledOptimizer:
 
     @__class__.setter
     def __class__(self, value: object) -> None:
-        raise AttributeError("the class of a wrapped optimizer is the optimizer's")
+        raise AttributeError("the class of a wrapped optimizer cannot be changed")
 
     def step(self, closure: Callable[[], Any] | None = None, **own: object) -> Any:
         """Step unless a gradient is not finite. Return the closure's loss."""

@@ -106,8 +106,9 @@ class Fp8(Precision):
                     undo.callback(convert_layer(layer, config))
         if not converted and models:
             raise ConfigurationError(
-                f"precision='fp8', but no linear layer of {', '.join(type(model).__name__ for model in models)} can be "
-                f"converted. {_listed(left) or 'It has none'}. Use precision='bf16-mixed', or larger layers."
+                f"precision='fp8', but no linear layer of {', '.join(type(model).__name__ for model in models)} can "
+                f"be converted. {_listed(left) or 'It has no linear layers'}. Use precision='bf16-mixed', or larger "
+                "layers."
             )
         if converted:
             rank_zero_info(f"fp8: {len(converted)} linear layers compute in float8. Left in bf16: {_listed(left)}.")

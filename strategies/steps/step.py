@@ -90,7 +90,7 @@ class StepParts:
 
 
 class Step(ABC):
-    """Runs the training and evaluation steps of a task.
+    """Runner of the training and evaluation steps of a task.
 
     Args:
         parts: The parts of the step.

@@ -73,8 +73,8 @@ class TERecipeKwargs(KwargsHandler):
         delayed = sorted(given.keys() - {"margin", "fp8_format"})
         if self.use_mxfp8_block_scaling and delayed:
             raise ConfigurationError(
-                f"use_mxfp8_block_scaling=True has no {', '.join(delayed)}, which are options of delayed scaling. "
-                "Remove them."
+                f"use_mxfp8_block_scaling=True does not support the options {', '.join(delayed)}, which belong to "
+                "delayed scaling. Remove them."
             )
         if self.fp8_format is not None:
             name = str(self.fp8_format).upper()
@@ -98,9 +98,8 @@ class FP8RecipeKwargs(TERecipeKwargs):
         super().__post_init__()
         if self.backend.upper() != "TE":
             raise ConfigurationError(
-                f"FP8RecipeKwargs(backend={self.backend!r}): it has only options of transformer_engine, and MS-AMP is "
-                "not supported, as it needs a patched build of an old torch. Pass AORecipeKwargs for torchao, or "
-                "backend='TE'."
+                f"FP8RecipeKwargs(backend={self.backend!r}): only 'TE' (transformer_engine) is supported. Pass "
+                "backend='TE', or AORecipeKwargs for torchao. MS-AMP needs a patched build of an old torch."
             )
 
 

@@ -132,7 +132,7 @@ class TorchFTStep(AutomaticStep):
         }
 
     def catch_up(self) -> bool:
-        """Load a received state once this replica is at the same position in the data. Return False before.
+        """Load a received state if this replica is at the same position in the data. Return False at earlier positions.
 
         Raises:
             TrainwrightError: This replica is at a later position than the state.
@@ -147,8 +147,8 @@ class TorchFTStep(AutomaticStep):
             return False
         if here > there:
             raise TrainwrightError(
-                f"replica {self._replica.number} has consumed {here} batches, but a replica with more steps "
-                f"only {there}. Start this replica again without a checkpoint."
+                f"replica {self._replica.number} has consumed {here} batches, but a replica with more steps has "
+                f"consumed only {there}. Start this replica again without a checkpoint."
             )
         with torch.no_grad():
             for name, tensor in _tensors_of(self.task):

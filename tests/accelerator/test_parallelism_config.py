@@ -83,7 +83,7 @@ def test_its_properties_follow_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -
         ({"dp_shard_size": 2}, "Pass Accelerator\\(fsdp_plugin=…\\) too"),
         ({"pp_size": 2}, "pp_size=2 × .* = 2 ranks, but there are 1 processes. Start 2 processes"),
         ({"ep_size": 2, "dp_shard_size": 3}, "dp_shard_size=3 is not divisible by ep_size=2.*dp_shard_size=4"),
-        ({"ep_size": 2, "dp_shard_size": 2, "tp_size": 2}, "ep=2 and tp=2: layers cannot be split"),
+        ({"ep_size": 2, "dp_shard_size": 2, "tp_size": 2}, "ep=2 and tp=2: tensor parallelism does not support"),
         ({"ep_size": 2, "dp_shard_size": 2, "pp_size": 2}, "ep_size=2 and pp_size=2: experts cannot be divided"),
         ({"dp_replicate_size": 2}, "= 2 ranks, but there are 1 processes. Start 2 processes"),
     ],

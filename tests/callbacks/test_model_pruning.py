@@ -140,7 +140,7 @@ def test_ranks_prune_alike(method: str, tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         ({"pruning_fn": "l1_unstructred"}, "Did you mean 'l1_unstructured'"),
-        ({"pruning_fn": "l1_unstructured", "amount": 1.5}, r"amount=1\.5\): expected a share from 0\.0 to 1\.0"),
+        ({"pruning_fn": "l1_unstructured", "amount": 1.5}, r"amount=1\.5\): expected a fraction from 0\.0 to 1\.0"),
         ({"pruning_fn": "ln_structured", "pruning_dim": 0}, "needs pruning_dim and pruning_norm"),
         ({"pruning_fn": "random_structured", "pruning_dim": 0}, "use_global_unstructured=False"),
         ({"pruning_fn": prune.l1_unstructured}, "use_global_unstructured=False"),

@@ -205,7 +205,7 @@ def test_several_optimizers_are_refused() -> None:
 
 
 def test_a_share_needs_a_number_of_epochs() -> None:
-    with pytest.raises(ConfigurationError, match="share of max_epochs"):
+    with pytest.raises(ConfigurationError, match="fraction of max_epochs"):
         fit(RegressionTask(), [StochasticWeightAveraging(0.05, 0.8)], max_steps=4, max_epochs=-1)
 
 

@@ -275,9 +275,9 @@ def test_without_fsspec_the_line_to_install_it_is_given(tmp_path: Path, monkeypa
 
 
 def test_links_and_plain_folders_have_no_meaning_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="links are not supported"):
+    with pytest.raises(ConfigurationError, match="does not support links"):
         ModelCheckpoint("s3://bucket/run", save_last="link")
-    with pytest.raises(ConfigurationError, match="machine's disk"):
+    with pytest.raises(ConfigurationError, match="expected a local folder"):
         OnExceptionCheckpoint("s3://bucket/run")
 
 

@@ -325,7 +325,7 @@ def test_a_loader_configuration_sets_the_seed_and_accepts_what_is_always_on() ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"custom_classes": {}}, "keeps the class of yours"),
+        ({"custom_classes": {}}, "keeps the class of the original"),
     ],
 )
 def test_other_loader_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -154,7 +154,7 @@ class Holding(TaskModule):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_new_tokens": 13}, "17 tokens, and the model's context 16"),
+        ({"max_new_tokens": 13}, "17 tokens together, but the model's context has 16"),
         ({"max_new_tokens": 0}, "write at least 1"),
         ({"temperature": 0.0}, "For greedy search, pass none of them"),
         ({"top_p": 0.5, "num_beams": 2}, "remove temperature, top_k and top_p"),
@@ -189,7 +189,7 @@ class _Last(nn.Module):
 
 @needs_transformers
 def test_a_token_outside_of_the_vocabulary_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="the token 1000000, and the model's vocabulary"):
+    with pytest.raises(ConfigurationError, match="the token 1000000, but the model's vocabulary"):
         generate(make_model("llama"), torch.tensor([[1, 1_000_000]]), max_new_tokens=2)
 
 

@@ -121,7 +121,7 @@ def test_the_manifest_is_written_to_a_file(tmp_path: Path, capsys: pytest.Captur
     ("words", "says"),
     [
         ("--kubernetes --num_processes 2", "needs --kubernetes_image too"),
-        (f"{_COMMAND} --kubernetes_claim runs", "--kubernetes_claim runs: expected its name and a folder"),
+        (f"{_COMMAND} --kubernetes_claim runs", "--kubernetes_claim runs: expected the name of the claim"),
         (f"{_COMMAND} --kubernetes_name 4_u", "--kubernetes_name 4_u: expected at most 40 letters"),
         (f"{_COMMAND} --kubernetes_output /no/job.yaml", "cannot be written"),
         (f"{_COMMAND} --kubernetes_kind pod", "Known: pytorchjob, trainjob, jobset"),

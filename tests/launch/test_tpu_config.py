@@ -60,7 +60,7 @@ def test_gcloud_is_run_or_its_absence_is_an_error(
     ("options", "text"),
     [
         (["--command", "ls"], "needs --tpu_name and --tpu_zone"),
-        (["--tpu_name", "a", "--tpu_zone", "z"], "name commands"),
+        (["--tpu_name", "a", "--tpu_zone", "z"], "no command was given"),
         (["--tpu_name", "a", "--tpu_zone", "z", "--command_file", "/no/such"], "cannot be read"),
     ],
 )

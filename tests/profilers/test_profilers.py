@@ -263,7 +263,7 @@ def test_wrong_arguments_name_the_nearest() -> None:
         quiet_trainer(profiler=3)
     with pytest.raises(ConfigurationError, match=r"no key 'aktive'.*'active'"):
         PyTorchProfiler(schedule={"aktive": 1})
-    with pytest.raises(ConfigurationError, match="has no active"):
+    with pytest.raises(ConfigurationError, match="has no 'active'"):
         PyTorchProfiler(schedule={"wait": 1})
     with pytest.raises(ConfigurationError, match=r"'cpu_tme_total'.*'cpu_time_total'"):
         PyTorchProfiler(sort_by_key="cpu_tme_total")

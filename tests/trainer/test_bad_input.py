@@ -372,7 +372,7 @@ def test_a_value_that_nobody_would_read_is_not_taken(hook: str, tmp_path: Path) 
     trainer = quiet_trainer(max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True)
     run = partial(trainer.predict, task) if hook == "predict_step" else partial(trainer.fit, task, regression_loader())
     where = "a prediction" if hook == "predict_step" else hook
-    with pytest.raises(TaskError, match=rf"log\('lost'\) in {where}: values are not read there"):
+    with pytest.raises(TaskError, match=rf"log\('lost'\) in {where}: values logged there are not aggregated"):
         run(regression_loader())
 
 

@@ -196,6 +196,6 @@ def test_callbacks_can_log() -> None:
 def test_logging_from_a_callback_outside_a_stage_is_an_error() -> None:
     callback = Logging()
     quiet_trainer(max_steps=1, callbacks=callback).fit(RegressionTask(), regression_loader(4))
-    with pytest.raises(TaskError, match=r"Logging\.log works in its hooks while a Trainer runs a stage"):
+    with pytest.raises(TaskError, match=r"Logging\.log can be called only in hooks, while a Trainer runs a stage"):
         callback.log("a", 1.0)
     assert vars(callback) == {}

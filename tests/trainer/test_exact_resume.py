@@ -201,7 +201,7 @@ def test_a_resume_that_freezes_otherwise_in_the_middle_of_an_epoch_is_told(tmp_p
 
     whole = fit(AtEpochs(), 8)
     path = fit(AtEpochs(), 6).save_checkpoint(tmp_path / "six")
-    with pytest.warns(TrainwrightWarning, match=r"'\S+weight' was trained, .*Set requires_grad also in on_train_start"):
+    with pytest.warns(TrainwrightWarning, match=r"'\S+weight' was trained\. .*Set requires_grad also in"):
         fit(AtEpochs(), 8, path)
     assert_equal_weights(weights_of(fit(AtTheStartToo(), 8, path).task), weights_of(whole.task))
     at_end = fit(AtEpochs(), 4).save_checkpoint(tmp_path / "four")  # the next epoch begins, and its hooks with it

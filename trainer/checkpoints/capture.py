@@ -63,7 +63,8 @@ def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
     """
     if run.loop.guard is not None and run.loop.guard.is_bad_here():
         raise CheckpointError(
-            "a step was not finite, and weights have changed since then. Earlier checkpoints are valid."
+            "a step was not finite (its loss or a gradient), and weights have changed since then. Earlier "
+            "checkpoints are valid."
         )
     world_size = run.engine.processes.world_size
     if world_size > 1 and not run.engine.capabilities.full_weights:

@@ -146,8 +146,8 @@ def check_early(request: LoadRequest, stage: Stage) -> LoadRequest:
 def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> FoundCheckpoint | None:
     """Return the requested checkpoint after verifying its files. Called on one process.
 
-    `hash_files` reads the parts that the stage needs. These parts are not verified again later. Remote checkpoints are
-    downloaded into `default_root_dir/downloaded` first.
+    The parts that the stage needs are hashed by `hash_files`, and are not verified again when they are read. Remote
+    checkpoints are downloaded into `default_root_dir/downloaded` first.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -347,7 +347,8 @@ def _hash_share(paths: Sequence[Path]) -> list[str] | str:
 
 
 def open_for(run: StageRun, stage: Stage, load: LoadRequest) -> Opened | None:
-    """Find and read the checkpoint that a stage starts from, on every rank. None if there is none. Collective.
+    """Find and read the checkpoint that a stage starts from, on every rank. Return None without a checkpoint.
+    Collective.
 
     Raises:
         FileNotFoundError, ConfigurationError, CheckpointError: see `find_checkpoint`, `check_fits` and `Opened.at`.

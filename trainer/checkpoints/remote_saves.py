@@ -91,7 +91,7 @@ def fetch_newer(run: StageRun, local: FoundCheckpoint | None, kind: Kind | None,
 
 
 def saved_names(run: StageRun) -> list[str]:
-    """Return the names of all folders in the ModelCheckpoint's remote folder. Empty if it has no remote folder."""
+    """Return the names of all folders in the ModelCheckpoint's remote folder. Empty if there is no remote folder."""
     remote = None if run.saver is None else run.saver.remote
     return [] if remote is None else remote_names(remote)
 

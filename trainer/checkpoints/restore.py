@@ -62,8 +62,8 @@ def restore(run: StageRun, opened: Opened) -> None:
     states = [snapshot.rng[rank] for rank in ranks] if ranks and snapshot.rng else snapshot.rng
     if snapshot.trainer.get("within_step"):
         warnings.warn(
-            f"{path} was written within the step after step {run.state.step}. That step is repeated, but its random "
-            "numbers, buffer updates and logged values are kept.",
+            f"{path} was written within the step after step {run.state.step}. That step runs again from its "
+            "beginning, but the random numbers, buffer updates and logged values of its first part are kept.",
             TrainwrightWarning,
             stacklevel=2,
         )
@@ -90,9 +90,9 @@ def _compare_frozen(run: StageRun, before: list[str] | None, path: Path) -> None
     if differ:
         kind = "was trained" if differ[0] not in (before or []) else "was frozen"
         warnings.warn(
-            f"{path} was written in the middle of an epoch in which {differ[0]!r} {kind}, which differs in this run "
-            f"({len(differ)} such parameters). on_train_epoch_start is not called again in a resumed epoch. Set "
-            "requires_grad also in on_train_start, depending on the epoch.",
+            f"{path} was written in the middle of an epoch in which {differ[0]!r} {kind}. In this run, requires_grad "
+            f"differs for {len(differ)} parameter(s). on_train_epoch_start is not called again in a resumed epoch. "
+            "Set requires_grad also in on_train_start, depending on the epoch.",
             TrainwrightWarning,
             stacklevel=2,
         )
@@ -301,7 +301,7 @@ class Entries:
                 f"{self._path} {what}: {advice}, or pass allow_missing=[{name!r}] to start it from scratch. The run "
                 "will then differ."
             )
-        self._warn(f"{what}; it starts from scratch, because allow_missing has it.")
+        self._warn(f"{what}; it starts from scratch, because allow_missing contains {name!r}.")
 
     def _warn(self, text: str) -> None:
         warnings.warn(f"{self._path} {text}", TrainwrightWarning, stacklevel=4)

@@ -85,8 +85,8 @@ def check_task(
     check_signatures(task, TaskModule, _called_in(stage, _TASK_HOOKS))
     if counts_tokens and not callable(task.num_tokens):
         raise ConfigurationError(
-            f"{name}.num_tokens is a {type(task.num_tokens).__name__}, but a length in tokens has the tokens of each "
-            "batch counted. Rename your attribute, and define num_tokens(self, batch)."
+            f"{name}.num_tokens is a {type(task.num_tokens).__name__}, but lengths in tokens need a method that "
+            "counts the tokens of a batch. Rename the attribute, and define num_tokens(self, batch)."
         )
     if stage == "fit":
         if not overrides(task, "training_step", TaskModule):
@@ -184,8 +184,8 @@ def check_callbacks(callbacks: list[Any], stage: Stage | None = None) -> None:
         other = keys.get(key)
         if other is not None and (callback.state_dict() or other.state_dict()):
             raise ConfigurationError(
-                f"two callbacks have the state_key {key!r}, so a checkpoint could hold only one. Give each its own "
-                "state_key."
+                f"two callbacks have the state_key {key!r}, so a checkpoint could store the state of only one. Give "
+                "each its own state_key."
             )
         keys[key] = callback
 

@@ -92,6 +92,6 @@ def _with_machines_that_left(accumulate: int) -> int:
         fitting = ", ".join(str(n) for n in range(1, int(complete) + 1) if total % n == 0)
         raise ConfigurationError(
             f"{left} of {complete} processes are left, and {total} micro-batches of a step cannot be divided among "
-            f"them. Possible numbers are {fitting}. Set accumulate_grad_batches to a multiple of {left}."
+            f"them. Possible numbers of processes are {fitting}. Set accumulate_grad_batches to a multiple of {left}."
         )
     return total // left

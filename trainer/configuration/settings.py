@@ -156,8 +156,9 @@ def check_plain_arguments(arguments: TrainerArguments) -> None:
         _whole("fast_dev_run", arguments.fast_dev_run, 0)
     if arguments.check_val_every_n_epoch is None and isinstance(arguments.val_check_interval, float):
         raise ConfigurationError(
-            "check_val_every_n_epoch=None counts batches over epochs, so val_check_interval="
-            f"{arguments.val_check_interval!r} cannot be a fraction of one. Use a whole number of batches."
+            "check_val_every_n_epoch=None counts batches over epochs, so "
+            f"val_check_interval={arguments.val_check_interval!r} cannot be a fraction of an epoch. Use a whole "
+            "number of batches."
         )
     for name, instead in _NOT_SERVED.items():
         if (value := getattr(arguments, name)) is not None and value != []:

@@ -23,8 +23,8 @@ def report_error(run: StageRun, error: BaseException) -> Exception | None:
     """Call `on_exception` of every callback and of the data module. An error of a hook becomes a warning.
 
     Returns:
-        The engine's translation of the error, or None if there is none. The hooks received it too. Raise it from
-        `error`.
+        The engine's translation of the error, or None if there is none. The hooks received the translation too. Raise
+        the translation from `error`.
     """
     if not run.status.is_set_up:
         return None

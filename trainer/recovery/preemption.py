@@ -121,7 +121,7 @@ class Preemption(ReceivedSignal):
     def watching(self, loop: LoopState) -> Iterator[None]:
         """Store SIGTERM and SIGUSR1 within the context. Handlers that the user has set are called too.
 
-        Has no effect outside the main thread, the only one in which Python allows handlers.
+        Has no effect outside the main thread, because Python allows signal handlers only there.
 
         Raises:
             Preempted: a signal arrived while the fit ended. If the fit ended with an error, the error is printed.

@@ -142,7 +142,7 @@ class Accelerator:
     The constructor of the first Accelerator joins the other processes, which is collective.
 
     Raises:
-        ConfigurationError: An argument is unknown or not supported. The message names supported ones.
+        ConfigurationError: An argument is unknown or not supported. The message names supported arguments.
     """
 
     # How loaders are prepared, under Accelerate's names.
@@ -269,7 +269,9 @@ class Accelerator:
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """True if the first process reads all data. None: it reads only iterable data sets that are not divided."""
+        """True if the first process reads all data. None: the first process reads only iterable data sets that do not
+        declare their division.
+        """
         return self.dataloader_config.dispatch_batches
 
     # Where it runs
@@ -483,7 +485,8 @@ class Accelerator:
             placements = [device_placement] * len(args)
         if len(placements) != len(args):
             raise ConfigurationError(
-                f"device_placement has {len(placements)} entries for {len(args)} objects. Give as many, or one."
+                f"device_placement has {len(placements)} entries for {len(args)} objects. Pass one entry for each "
+                "object, or one bool for all."
             )
         self._use_selected_plugin([one for one in args if isinstance(one, nn.Module)])
         placed = [self._is_placed(placement) for placement in placements]
@@ -662,7 +665,7 @@ class Accelerator:
         The next backward outside of the context averages the accumulated gradients.
 
         Args:
-            model: what was prepared, or what it was prepared from.
+            model: The prepared model, or the model that was passed to `prepare`.
         """
         return self.engine.no_sync(self._prepared.engine_of(model))
 
@@ -672,7 +675,7 @@ class Accelerator:
         Gradients that were accumulated by earlier backwards are averaged, too. The backward is collective.
 
         Args:
-            model: what was prepared, or what it was prepared from.
+            model: The prepared model, or the model that was passed to `prepare`.
 
         Raises:
             ConfigurationError: DistributedDataParallel has `find_unused_parameters=True`.
@@ -699,7 +702,8 @@ class Accelerator:
         block = self.engine.join([self._prepared.engine_of(one) for one in joinables])
         if block is None:
             warnings.warn(
-                "join_uneven_inputs() has no effect: it joins models that several processes train with strategy='ddp'.",
+                "join_uneven_inputs() has no effect here: it is for models that several processes train with "
+                "strategy='ddp'.",
                 TrainwrightWarning,
                 stacklevel=3,
             )
@@ -920,7 +924,7 @@ class Accelerator:
         """Return the user's model without the wrappers of `prepare`, torch.compile and torch's replicas.
 
         Args:
-            model: What `prepare` returned, or `torch.compile` of it, DistributedDataParallel or DataParallel.
+            model: A prepared model, a compiled prepared model, or a DistributedDataParallel or DataParallel module.
             keep_fp32_wrapper: Accepted without effect, because `prepare` does not change the model's forward. Default:
                 True.
             keep_torch_compile: If a compiled module wraps the model, return the compiled module. Default: True.

@@ -48,8 +48,8 @@ class GradientAccumulationPlugin:
             )
         if self.short_group is not None and not self.sync_with_dataloader:
             raise ConfigurationError(
-                f"short_group={self.short_group!r} with sync_with_dataloader=False: the next pass completes a group, "
-                "and none is short. Leave short_group out."
+                f"short_group={self.short_group!r} with sync_with_dataloader=False has no effect: the next pass over "
+                "the loader completes a short group. Remove short_group."
             )
 
 
@@ -201,11 +201,11 @@ class Accumulation:
         self.warns = False
         steps = self.num_steps
         warnings.warn(
-            f"the last group of this pass has {steps - num_missing} micro-batch(es) of {steps}, and its losses are "
-            f"divided by gradient_accumulation_steps={steps}, as Accelerate does: its gradient is that fraction of the "
-            "mean over the group. accelerator.backward(loss, num_items=n) makes it the mean over all n, "
-            f"GradientAccumulationPlugin(num_steps={steps}, short_group='mean') the mean over its micro-batches; "
-            "short_group='steps' keeps it and ends this warning.",
+            f"the last group of this pass has {steps - num_missing} micro-batch(es) of {steps}, but its losses are "
+            f"divided by gradient_accumulation_steps={steps}, as in Accelerate, so its gradient is too small. For the "
+            f"mean over the micro-batches, pass GradientAccumulationPlugin(num_steps={steps}, short_group='mean'). "
+            "For the mean over all items, call accelerator.backward(loss, num_items=n). To keep the gradient and "
+            "silence this warning, pass short_group='steps'.",
             TrainwrightWarning,
             stacklevel=4,
         )
@@ -267,9 +267,9 @@ class Accumulation:
         """Raise an error before a save if a pass ended within a group, because the group's gradients are not saved."""
         if self._open and not self._passes:
             raise ConfigurationError(
-                "save_state() was called after a pass was left within a group of micro-batches, whose gradients would "
-                "be lost. Call optimizer.step() and optimizer.zero_grad() first, or optimizer.zero_grad() alone to "
-                "drop them."
+                "save_state() was called after a loop ended within a group of micro-batches. The gradients of the "
+                "group would be lost. Call optimizer.step() and optimizer.zero_grad() first, or "
+                "optimizer.zero_grad() alone to drop them."
             )
 
     def begin_micro_batch(
@@ -311,8 +311,8 @@ class Accumulation:
     def _free(self, parameters: Iterable[torch.Tensor], num_micro_batches: int) -> None:
         if self.gradients.free(parameters):
             warnings.warn(
-                f"a loop was left after {num_micro_batches} micro-batch(es) of a group, without an optimizer step, and "
-                "their gradients were freed: this micro-batch belongs to another group. Leave a loop where "
+                f"a loop was left after {num_micro_batches} micro-batch(es) of a group, without an optimizer step. "
+                "Their gradients were freed, because this micro-batch starts a new group. Leave a loop only where "
                 "accelerator.sync_gradients is True.",
                 TrainwrightWarning,
                 stacklevel=6,

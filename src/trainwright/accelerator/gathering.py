@@ -86,8 +86,8 @@ def _collect(tree: object, leaves: list[torch.Tensor], operation: str) -> Except
             leaves.append(leaf)
         elif for_metrics:
             message = (
-                f"gather_for_metrics got tensors and a {type(leaf).__name__} beside them, which would stay this "
-                "process's. Gather tensors and other objects in two calls, or all with use_gather_object=True."
+                f"gather_for_metrics got tensors and a {type(leaf).__name__}, which it would not gather. Gather "
+                "tensors and other objects in two calls, or all with use_gather_object=True."
             )
             wrong.append(ConfigurationError(message))
         else:
@@ -103,13 +103,14 @@ def _rows_of_ranks(place: str, of_ranks: Sequence[tuple[tuple[int, ...], torch.d
     sizes = [shape[1:] for shape, _, _ in of_ranks]
     if len(set(sizes)) > 1:
         raise DistributedOperationException(
-            f"{place} has rows of different shapes: {_by_process(sizes)}. Bring them to one with "
+            f"{place} has rows of different shapes: {_by_process(sizes)}. Make the shapes equal with "
             "accelerator.pad_across_processes(tensor, dim=…) first."
         )
     dtypes = [dtype for _, dtype, _ in of_ranks]
     if len(set(dtypes)) > 1:
         raise DistributedOperationException(
-            f"{place} has different dtypes: {_by_process(dtypes)}. Convert them to one with tensor.to(dtype) first."
+            f"{place} has different dtypes: {_by_process(dtypes)}. Convert them to one dtype with tensor.to(dtype) "
+            "first."
         )
     return [0 if is_padding else shape[0] for shape, _, is_padding in of_ranks]
 

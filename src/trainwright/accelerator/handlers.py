@@ -46,7 +46,7 @@ class DataLoaderConfiguration:
     def __post_init__(self) -> None:
         if self.custom_classes is not None:
             raise ConfigurationError(
-                "custom_classes is not supported. Remove it: a prepared loader keeps the class of yours."
+                "custom_classes is not supported. Remove it: a prepared loader keeps the class of the original loader."
             )
 
 

@@ -59,8 +59,8 @@ class ItemCounts:
         step = self._steps.get(key)
         if step is not None and step[1] == accumulation.num_micro_batches:
             raise TaskError(
-                "backward(num_items=…) was called twice for one micro-batch: its items would count twice. Call "
-                "backward once: add the losses up, each as a mean over its items."
+                "backward(num_items=…) was called twice for one micro-batch: its items would count twice. Add the "
+                "losses, each of them a mean over the items, and call backward once."
             )
         if accumulation.starts_group:  # a group that was left is over
             step = None

@@ -59,8 +59,8 @@ class LocalSGD:
             context = self._accelerator.no_sync(self._model)
             if isinstance(context, nullcontext):
                 raise ConfigurationError(
-                    f"LocalSGD: the gradients of {type(self._model).__name__} are averaged in its next backward, or "
-                    "never. Pass a model that prepare() returned and that has parameters to train, without "
+                    f"LocalSGD: averaging the gradients of {type(self._model).__name__} cannot be switched off. Pass "
+                    "a model that prepare() returned and that has parameters to train, without "
                     "DistributedDataParallelKwargs(static_graph=True)."
                 )
             self._block.enter_context(context)
@@ -104,11 +104,11 @@ def _check(accelerator: Accelerator) -> None:
         )
     if not engine.gradients.averaged:
         raise ConfigurationError(
-            f"LocalSGD within a loop whose replicas are averaged already, by {name} or an outer LocalSGD block. Leave "
-            "one of them out."
+            f"LocalSGD was used in a loop whose replicas are averaged already, by {name} or an outer LocalSGD block. "
+            "Use only one of them."
         )
     if accelerator.mixed_precision == "fp16" and engine.data_ranks.size > 1:
         raise ConfigurationError(
-            "LocalSGD with mixed_precision='fp16': each process would skip other steps and have another loss scale. "
-            "Use mixed_precision='bf16'."
+            "LocalSGD with mixed_precision='fp16': each process would skip different steps and have a different loss "
+            "scale. Use mixed_precision='bf16'."
         )

@@ -354,6 +354,6 @@ class LoopCheckpoints:
         if wrote != world_size and any(state["loader"] is not None for state in entry["loaders"][0]):
             raise ConfigurationError(
                 f"{path} was written by {wrote} processes, each with the state of its own loader, which cannot be "
-                f"divided among {world_size}. Start as many, or use map-style data, whose position is counted in "
-                "samples."
+                f"divided among {world_size}. Start {wrote} processes, or use map-style data, whose position is "
+                "counted in samples."
             )

@@ -61,8 +61,8 @@ class LossScale:
             self.scaler.unscale_(optimizer)
         elif seen != self._num_backwards:
             raise ConfigurationError(
-                "a backward added gradients to others that were unscaled (by clipping) already. Clip and step only "
-                "after the last backward of an optimizer step."
+                "backward() was called after the gradients of the same optimizer step were unscaled, for example by "
+                "clipping. Clip and step only after the last backward of an optimizer step."
             )
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:

@@ -61,7 +61,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set the folder of the project. This is also the folder of the trackers if that is not set."""
+        """Set the folder of the project. The trackers use this folder, too, unless `logging_dir` is set."""
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         self.logging_dir = self.project_dir if self.logging_dir is None else self.logging_dir
 

@@ -301,8 +301,8 @@ def loader_settings(split_batches: bool, seed: int | None, configuration: object
 def refuse_option(method: str, name: str, *_: object) -> None:
     """Raise a ConfigurationError for an option of `save_state` or `load_state` in other libraries."""
     raise ConfigurationError(
-        f"{method} does not take {name}=: options of engines' and torch's own savers do nothing here, where a state is "
-        "a folder of safetensors and JSON. Remove it."
+        f"{method} does not take {name}=: a state is always a folder of safetensors and JSON, and the options of "
+        "other formats have no effect. Remove it."
     )
 
 
@@ -353,7 +353,7 @@ def compare_precision(accelerator: object, precision: str, *, warns: bool) -> No
     if others and warns:
         warnings.warn(
             f"this process has an Accelerator with mixed_precision={others.pop()!r} already, and this one has "
-            f"{precision!r}: a model computes in the precision of the one that prepared it. Pass the same "
+            f"{precision!r}: a model computes in the precision of the Accelerator that prepared it. Pass the same "
             "mixed_precision to both, or use one Accelerator.",
             TrainwrightWarning,
             stacklevel=4,

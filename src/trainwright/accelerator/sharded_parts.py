@@ -34,7 +34,7 @@ def save_fsdp_model(
     restores the generators of all ranks.
 
     Args:
-        fsdp_plugin, use_dcp: Make no difference.
+        fsdp_plugin, use_dcp: Accepted without effect.
         accelerator: The Accelerator that prepared the model.
         model: The prepared model.
         output_dir: Receives the folder `pytorch_model_fsdp_<model_index>`.
@@ -58,7 +58,7 @@ def load_fsdp_model(
 
     Raises:
         CheckpointError: The checkpoint is damaged, or belongs to another model.
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no checkpoint.
     """
     del fsdp_plugin, adapter_only, use_dcp
     _load(accelerator, os.path.join(input_dir, f"{FSDP_MODEL_NAME}_{model_index}"), model)
@@ -76,7 +76,7 @@ def save_fsdp_optimizer(
     """Write the state of a prepared optimizer in a folder of `output_dir`, by the names of parameters. Collective.
 
     Args:
-        fsdp_plugin, use_dcp: Make no difference.
+        fsdp_plugin, use_dcp: Accepted without effect.
         accelerator: The Accelerator that prepared the optimizer.
         optimizer: The prepared optimizer.
         model: The prepared model whose parameters the optimizer updates.
@@ -101,7 +101,7 @@ def load_fsdp_optimizer(
 
     Raises:
         CheckpointError: The checkpoint is damaged, or belongs to another optimizer.
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no checkpoint.
     """
     del fsdp_plugin, adapter_only, use_dcp
     _load(accelerator, os.path.join(input_dir, f"{OPTIMIZER_NAME}_{optimizer_index}"), model, optimizer)

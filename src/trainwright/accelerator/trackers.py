@@ -215,7 +215,7 @@ def _reason_against(kind: LoggerType, folder: str | None) -> Exception | None:
     """Return the error that prevents the use of a tracker, or None."""
     if kind not in _CLASSES:
         return ConfigurationError(
-            "log_with='aim' is not supported: Aim's own reader does not find what was written. Sub-class "
+            "log_with='aim' is not supported: Aim's reader does not find the files that were written. Sub-class "
             "GeneralTracker to use it."
         )
     if find_spec(kind.value) is None:
@@ -315,8 +315,8 @@ class LoopTrackers:
                 )
 
     def get(self, name: str, *, unwrap: bool) -> Any:
-        """Return a tracker. On other processes than the first, and for one that failed at its start (with a warning),
-        return an object that does nothing.
+        """Return a tracker. On other processes than the first, and for a tracker that failed at its start (with a
+        warning), return an object that does nothing.
 
         Raises:
             ConfigurationError: No tracker has this name.

@@ -38,7 +38,7 @@ class KeyValueCache:
         """Store keys and values of this call's tokens, and return the keys and values of all tokens.
 
         Args:
-            layer: Number of the layer. Each layer has its own.
+            layer: Number of the layer, different for each layer.
             keys, values: Tensors of shape (batch, heads, length, width). The heads may be those of one rank.
 
         Returns:

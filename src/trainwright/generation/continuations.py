@@ -135,12 +135,13 @@ def _check_limits(config: Any, prompts: list[Tensor], num: int) -> None:
     length, largest = max(map(len, prompts)) + num, max(int(prompt.max()) for prompt in prompts)
     if isinstance(context, int) and length > context:
         raise ConfigurationError(
-            f"The longest prompt and max_new_tokens have {length} tokens, and the model's context {context}. Shorten "
-            "one of them."
+            f"The longest prompt and max_new_tokens have {length} tokens together, but the model's context has "
+            f"{context}. Shorten one of them."
         )
     if isinstance(size, int) and largest >= size:
         raise ConfigurationError(
-            f"input_ids has the token {largest}, and the model's vocabulary {size} tokens. Use the model's tokenizer."
+            f"input_ids has the token {largest}, but the model's vocabulary has {size} tokens. Use the model's "
+            "tokenizer."
         )
 
 

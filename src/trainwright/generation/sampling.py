@@ -32,8 +32,9 @@ class Sampling:
     ) -> None:
         if temperature <= 0 or top_k < 0 or not 0 < top_p <= 1 or not 0 < top_p_decay <= 1:
             raise ConfigurationError(
-                f"temperature={temperature}, top_k={top_k}, top_p={top_p}, top_p_decay={top_p_decay}: write a number "
-                "above 0, one of 0 or more, and two above 0 and at most 1. For greedy search, pass none of them."
+                f"temperature={temperature}, top_k={top_k}, top_p={top_p}, top_p_decay={top_p_decay}: expected "
+                "temperature > 0, top_k >= 0, 0 < top_p <= 1 and 0 < top_p_decay <= 1. For greedy search, pass none "
+                "of them."
             )
         self._temperature, self._top_k, self._top_p, self._decay = temperature, top_k, top_p, top_p_decay
         self._generator = generator

@@ -136,7 +136,9 @@ class Check:
         self._num_exchanges = 0
 
     def exchange(self, value: object, key: str = "") -> list[Any]:
-        """Return the JSON `value` of every rank, by rank. Collective, through the store, whatever tensors do."""
+        """Return the JSON `value` of every rank, by rank. Collective. Uses the store, which works even if collectives
+        of tensors fail.
+        """
         if self._store is None:
             return [value]
         self._num_exchanges += 1

@@ -159,7 +159,7 @@ def _tpu_commands(options: argparse.Namespace, content: dict[str, Any]) -> list[
         except OSError as error:
             raise ConfigurationError(f"--command_file {file} cannot be read: {error}.") from error
     if not commands:
-        raise ConfigurationError("name commands: --command 'pip install .', or --command_file with a file.")
+        raise ConfigurationError("no command was given. Pass --command 'pip install .', or --command_file with a file.")
     version = {"latest": "-U accelerate", "dev": "git+https://github.com/huggingface/accelerate.git"}.get(
         options.accelerate_version, f"accelerate=={options.accelerate_version}"
     )

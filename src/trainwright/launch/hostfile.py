@@ -50,7 +50,7 @@ def read_hosts(config: LaunchConfig) -> _Hosts:
     if len({len(slots) for slots in hosts.values()}) != 1:
         counts = ", ".join(f"{name} {len(slots)}" for name, slots in hosts.items()) or "none"
         raise ConfigurationError(
-            f"machines need the same number of slots, at least 1. The hostfile and filters: {counts}."
+            f"machines need the same number of slots, at least 1. Slots by the hostfile and its filters: {counts}."
         )
     return hosts
 

@@ -78,7 +78,9 @@ def _claim(text: str) -> tuple[str, str]:
     """Return the name of a volume claim and the folder where it is mounted."""
     name, _, folder = text.partition(":")
     if not name or not folder.startswith("/"):
-        raise ConfigurationError(f"--kubernetes_claim {text}: expected its name and a folder, such as runs:/runs.")
+        raise ConfigurationError(
+            f"--kubernetes_claim {text}: expected the name of the claim and a folder, such as runs:/runs."
+        )
     return name, folder
 
 

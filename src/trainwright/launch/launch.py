@@ -171,8 +171,8 @@ def device_count() -> int:
 
 
 def has_no_devices() -> bool:
-    """Return True if this machine surely has no accelerators: none that a package adds to torch, and no device files.
-    Only Linux can tell.
+    """Return True if no package adds a device type to torch and this machine has no device files of accelerators.
+    Always False on systems other than Linux.
     """
     if entry_points(group="torch.backends"):
         return False

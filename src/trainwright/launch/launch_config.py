@@ -124,7 +124,7 @@ def _check_secrets(values: Mapping[str, Any], origin: str) -> None:
 
 
 def _option(group: str, help: str, read: Callable[[str], Any] = str, variable: str | None = None, **more: Any) -> Any:
-    """Return the field of an option. `{}` in `variable` is its name in capitals."""
+    """Return the field of an option. `{}` in `variable` is replaced by the option's name in capitals."""
     return field(default=None, metadata={"option": Option("", group, help, read, variable, **more)})
 
 
@@ -193,7 +193,9 @@ class LaunchConfig:
     num_machines: int | None = _nodes("Number of machines. Default: 1.", int)
     machine_rank: int | None = _nodes("Rank of this machine, from 0.", int)
     main_process_ip: str | None = _nodes("Address of the machine with rank 0.")
-    main_process_port: int | None = _nodes("Port of the machine with rank 0. On one machine 0 is any.", int)
+    main_process_port: int | None = _nodes(
+        "Port of the machine with rank 0. On one machine, 0 selects a free port.", int
+    )
     rdzv_backend: str | None = _nodes("How machines meet: 'static' or 'c10d'.", str.lower, choices=("static", "c10d"))
     rdzv_conf: str | None = _nodes("Further options of the rendezvous: key=value, separated by commas.")
     rdzv_id: str | None = _nodes("Name of the job, the same on all machines.")
@@ -238,7 +240,7 @@ class LaunchConfig:
     sagemaker_metrics_file: str | None = _sagemaker("TSV file with a heading and lines of metric and pattern.")
     additional_args: Mapping[str, Any] | None = _sagemaker("Further arguments of the estimator, as JSON.", as_mapping)
     max_restarts: int | None = _results("How often all processes start again after a failure. Default: 0.", int)
-    monitor_interval: float | None = _results("Seconds between two looks at the processes. Default: 0.1.", float)
+    monitor_interval: float | None = _results("Seconds between two checks of the processes. Default: 0.1.", float)
     log_dir: str | None = _results("Folder with a file for the output of each process but the first.")
     tee: str | None = _results("Which output is written to files and shown: 0 none, 1 stdout, 2 stderr, 3 both.")
     role: str | None = _results("Name of the processes in the output. Default: 'default'.")
@@ -307,7 +309,9 @@ class LaunchConfig:
     megatron_lm_pp_degree: int | None = _megatron("Stages of the pipeline.", int)
     megatron_lm_num_micro_batches: int | None = _megatron("Micro-batches of one optimizer step.", int)
     megatron_lm_recompute_activations: bool | None = _megatron("Recompute all but matrix products.", as_bool)
-    megatron_lm_use_distributed_optimizer: bool | None = _megatron("Shard what ranks with other data hold.", as_bool)
+    megatron_lm_use_distributed_optimizer: bool | None = _megatron(
+        "Shard optimizer states over data-parallel ranks.", as_bool
+    )
     megatron_lm_gradient_clipping: float | None = _megatron("Largest norm of gradients; 0: any.", float)
     megatron_lm_recompute_granularity: str | None = _megatron("full or selective.", choices=("full", "selective"))
 

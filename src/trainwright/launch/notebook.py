@@ -173,7 +173,10 @@ def _launch(
 ) -> Any:
     """Call the function in new processes. Return the result of the first process."""
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigurationError("processes are launched from the main thread only: signals have to end them.")
+        raise ConfigurationError(
+            "processes can be launched only from the main thread, which receives the signals that end them. Call the "
+            "launcher there."
+        )
     port = config.main_process_port
     if (config.num_machines or 1) == 1 and (port == _DEFAULT_PORT or is_busy(port)):
         config = replace(config, main_process_port=None)

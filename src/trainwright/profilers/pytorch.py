@@ -46,7 +46,9 @@ def make_schedule(given: Mapping[str, int] | Schedule | None) -> Schedule | None
         if key not in known:
             raise ConfigurationError(f"a schedule has no key {key!r}.{nearest(key, known)} Known: {', '.join(known)}.")
     if "active" not in given:
-        raise ConfigurationError(f"schedule={dict(given)} has no active: the number of steps to record in a cycle.")
+        raise ConfigurationError(
+            f"schedule={dict(given)} has no 'active', which is the number of steps to record in a cycle. Add it."
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # it was requested

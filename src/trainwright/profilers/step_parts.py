@@ -32,7 +32,7 @@ def part_of(name: str) -> str | None:
 
 
 class StepPartsProfiler(SimpleProfiler):
-    """Profiler that sums the seconds of each part of a step, without nested parts. A step begins when the last one
+    """Profiler that sums the seconds of each part of a step, without nested parts. A step begins when the previous step
     ends.
 
     Args:

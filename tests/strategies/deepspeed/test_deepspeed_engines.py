@@ -380,7 +380,7 @@ def test_what_an_engine_cannot_train_is_said_before_there_is_one() -> None:
             "has an 'optimizer'",
             "configure_model",
             "has no effect at stage=2",
-            "is trained",
+            "has requires_grad=True",
             "words has sparse=True",
         ],
         strict=True,

@@ -51,7 +51,7 @@ def _fit() -> tuple[str, list[float]]:
 @pytest.mark.distributed
 def test_a_schedule_over_dummy_optim_is_an_error_and_dummy_scheduler_works() -> None:
     for text, rates in run_distributed(_fit, 2, init=False, timeout=300):
-        assert "LambdaLR was created over its DummyOptim" in text
+        assert "LambdaLR was created with a DummyOptim" in text
         assert rates[0] < rates[-1] <= 0.1
         assert rates == sorted(rates)
 
@@ -69,7 +69,7 @@ def test_a_torch_schedule_over_dummy_optim_is_an_error() -> None:
         torch.optim.lr_scheduler.ReduceLROnPlateau(dummy),
     ):
         with pytest.raises(
-            ConfigurationError, match=rf"{type(schedule).__name__} was created over its DummyOptim.*DummyScheduler"
+            ConfigurationError, match=rf"{type(schedule).__name__} was created with a DummyOptim.*DummyScheduler"
         ):
             _take(schedule)
 

@@ -136,7 +136,7 @@ def test_what_cannot_be_divided_is_refused_before_a_process_starts() -> None:
     assert "2 experts, which cannot be sharded over 4 ranks. Use sharding_strategy='HYBRID_SHARD' and device_mesh=" in (
         _refused(MixtureTask(2), FSDPStrategy(ep=2), 4)
     )
-    assert "3 ranks shard one replica" in _refused(MixtureTask(), FSDPStrategy(ep=2), 3)
+    assert "sharded over 3 ranks" in _refused(MixtureTask(), FSDPStrategy(ep=2), 3)
     task = MixtureTask()
     task.blocks = torch.nn.ModuleList()
     assert "MixtureTask has none" in _refused(task, FSDPStrategy(ep=2))

@@ -553,6 +553,6 @@ def _refusals() -> list[str]:
 def test_a_missing_plan_an_early_optimizer_and_ties_that_part_are_refused() -> None:
     for no_plan, early, half_tied, parted in run_distributed(_refusals, 2, init=False, timeout=120):
         assert "needs a tensor-parallel plan for _NoPlan" in no_plan
-        assert "Build it in configure_optimizers" in early
+        assert "Build the optimizer in configure_optimizers" in early
         for text in (half_tied, parted):
             assert "tokens.weight and head.weight are one tied weight" in text

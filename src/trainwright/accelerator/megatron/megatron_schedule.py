@@ -98,7 +98,7 @@ class MegatronLMDummyScheduler(DummyScheduler):
     """
 
     missing = (
-        "MegatronLMDummyScheduler stands for the schedule of MegatronLMPlugin. Prepare it with "
+        "MegatronLMDummyScheduler is a placeholder for the schedule of MegatronLMPlugin. Prepare it with "
         "Accelerator(megatron_lm_plugin=…), or use a scheduler of torch."
     )
 

@@ -232,8 +232,8 @@ class AcceleratedLoader(SkippableLoader):
             self.prepared.check_resume(0 if position is None else position["batch"], has_state=own is not None)
         except ConfigurationError as error:
             warnings.warn(
-                f"{error} The epoch restarts, unless skip_first_batches(loader, {position['batch']}) reads past "
-                "what was consumed.",
+                f"{error} The epoch restarts. To skip the batches that were already used, call "
+                f"skip_first_batches(loader, {position['batch']}).",
                 TrainwrightWarning,
                 stacklevel=2,
             )

@@ -185,9 +185,9 @@ def _refuse_past(prepared: weakref.ref[AcceleratedModel], module: nn.Module, arg
     if owner is None or owner.is_in_forward or not (torch.is_grad_enabled() and module.training):
         return
     raise ConfigurationError(
-        f"{type(module).__name__} was called directly, by one of its methods or unwrapped, not through the model that "
-        "prepare() returned: its gradients would not be averaged, and the weights of the processes would diverge. Call "
-        "the prepared model, or this one under torch.no_grad() or in eval mode."
+        f"{type(module).__name__} was called directly or by one of its own methods, not through the model that "
+        "prepare() returned: its gradients would not be averaged, and the weights of the processes would diverge. "
+        "Call the prepared model, or this one under torch.no_grad() or in eval mode."
     )
 
 

@@ -227,9 +227,9 @@ class PreparedObjects:
         dispatched = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         if self._state.num_processes > 1 and not evaluation_mode and (dispatched or not placed):
             raise ConfigurationError(
-                "several processes train a model that each of them holds on its device: a device map cannot spread it "
-                "over several devices, and device_placement=False cannot leave it elsewhere. Start one process, or "
-                "pass evaluation_mode=True to prepare_model if it is not trained."
+                "with several processes, each process trains the full model on one device, so a device map over "
+                "several devices and device_placement=False are not supported. Start one process, or pass "
+                "evaluation_mode=True to prepare_model if the model is not trained."
             )
         return dispatched
 
@@ -293,8 +293,8 @@ class PreparedObjects:
             warnings.warn(
                 f"a schedule advances once per optimizer step here, and {world} times in Accelerate, once for each "
                 "process. A schedule whose length was multiplied by the number of processes, or counted before "
-                "prepare() divided the loader, needs Accelerator(schedule_steps='per_process'). 'once' keeps what "
-                "happens now and ends this warning.",
+                "prepare() divided the loader, needs Accelerator(schedule_steps='per_process'). To keep one advance "
+                "per step and silence this warning, pass schedule_steps='once'.",
                 TrainwrightWarning,
                 stacklevel=5,
             )
@@ -385,8 +385,8 @@ def _warn_of_other_parameters(
             continue
         if set().union(*ids).isdisjoint(map(id, parameters_of([one]))):
             warnings.warn(
-                f"{type(one.optimizer).__name__} holds no parameter of a prepared model: its steps change nothing in "
-                "them. Make it from the parameters of the model that is prepared.",
+                f"{type(one.optimizer).__name__} holds no parameter of a prepared model: its steps do not change the "
+                "models. Create it from the parameters of the model that is passed to prepare().",
                 TrainwrightWarning,
                 stacklevel=3,
             )

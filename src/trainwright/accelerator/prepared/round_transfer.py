@@ -30,8 +30,9 @@ Round = tuple[Sequence[Any], Any]
 class RoundTransfer:
     """Transfer of rounds from the first process, which reads one round ahead. Other processes receive it in a thread.
 
-    A round consists of two messages to each process. The first one contains the number of the pass and the lengths in
-    the second one. The second one contains the process's part. `places` are the data-parallel ranks of all processes.
+    A round consists of two messages to each process. The first message contains the number of the pass and the lengths
+    in the second message. The second message contains the process's part. `places` are the data-parallel ranks of all
+    processes.
     """
 
     def __init__(self, processes: Processes, places: Sequence[int]) -> None:
