@@ -100,7 +100,7 @@ def check_relative(path: object, origin: str) -> str:
 
 
 def inside(folder: Path, relative: str, origin: str) -> Path:
-    """Return `folder / relative`. Raise a `CheckpointError` if it leaves `folder`, symbolic links included."""
+    """Return `folder / relative`. Raise a `CheckpointError` if this path, or a symbolic link in it, leaves `folder`."""
     path = folder / PurePosixPath(check_relative(relative, origin))
     with reading(path):  # such as a link to itself
         target, root = path.resolve(), folder.resolve()
