@@ -32,7 +32,7 @@ _TIMM = "timm/"  # prefix of timm's models on the hub
 
 @dataclass(frozen=True, slots=True)
 class _FoundModel:
-    """Model to estimate: its weights, and the model itself unless it is a folder of weights."""
+    """Model to estimate: the weights and, unless only a folder of weights is known, the model."""
 
     count: WeightCount
     module: nn.Module | None = None
@@ -40,7 +40,7 @@ class _FoundModel:
 
 
 def estimate(argv: Sequence[str]) -> int:
-    """Print the memory of a model per dtype; with a batch size also activations and KV cache."""
+    """Print the memory of a model for each dtype. With a batch size, also print activations and KV cache."""
     from trainwright.bigmodels.maps.sizes import dtype_byte_size
 
     wanted = _parser().parse_args(argv)
@@ -84,12 +84,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
-    """Add an option with dashes, and with underscores as in Accelerate."""
+    """Add an option whose name may be written with dashes, or with underscores as in Accelerate."""
     parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")), **settings)
 
 
 def _read(option: str, text: str, convert: Callable[[str], float]) -> float:
-    """Convert the value of an option, and name the option in an error."""
+    """Convert the value of an option. Errors name the option."""
     try:
         return convert(text)
     except ConfigurationError as error:
@@ -200,14 +200,14 @@ def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
 
 
 def _activation_bytes(model: _FoundModel, batch_size: int, sequence_length: int, *, loss: bool = False) -> int:
-    """Return the bytes that autograd keeps of a forward; with `loss`, including the model's own loss on tokens."""
+    """Return the bytes that autograd saves in a forward. With `loss`, include the model's own loss on tokens."""
     return sum(_stage_bytes(model, batch_size, sequence_length, loss=loss, pp=1)[0])
 
 
 def _stage_bytes(
     model: _FoundModel, batch_size: int, sequence_length: int, *, loss: bool, pp: int
 ) -> tuple[list[int], list[int]]:
-    """Return the bytes that autograd saves in each pipeline stage, and the bytes that each stage sends on."""
+    """Return the bytes that autograd saves in each pipeline stage, and the bytes that each stage sends to the next."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -277,14 +277,14 @@ def _image_size(module: object, config: dict[str, Any]) -> tuple[int, int]:
 
 
 def _keeps_keys_and_values(module: Any) -> bool:
-    """Return whether a transformers model has a KV cache; encoders and models of images do not."""
+    """Return whether a transformers model has a KV cache. Encoders and image models have none."""
     if "past_key_values" not in inspect.signature(module.forward).parameters:
         return False
     return bool(module.can_generate() or getattr(module.config, "is_decoder", True))
 
 
 def _num_positions(config: dict[str, Any] | None) -> int | None:
-    """Return the maximum number of tokens of a transformers model, or None if its configuration lacks it."""
+    """Return the maximum number of tokens of a transformers model. None if its configuration does not contain it."""
     found = (config or {}).get("max_position_embeddings") or (config or {}).get("n_positions")
     return found if isinstance(found, int) else None
 

@@ -133,7 +133,7 @@ def _built(flat: dict[str, Any], device: torch.device) -> torch.Tensor:
 def _sharded_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
     """Return a tensor sharded like `like` from this rank's shard. If `like` is not sharded, return `local` unchanged.
 
-    `shape` is the full shape. Default: None, for a vector with the same number of elements on every rank.
+    `shape` is the full shape. None means a vector with the same number of elements on every rank.
     """
     if not is_cut(like):
         return local

@@ -82,8 +82,8 @@ def megatron_folder(source: Path) -> Path | None:
 def convert_megatron(source: Path, target: Path, config: Path | None) -> int:
     """Write a checkpoint of Megatron as a folder of transformers, and return its number of tensors.
 
-    `source` is the folder of all iterations or of one iteration. `config` is a `config.json` or its folder. Default:
-    None, which derives the config from the arguments in the checkpoint. One rename publishes `target`.
+    `source` is the folder of all iterations or of one iteration. `config` is a `config.json` or its folder. None
+    derives the config from the arguments in the checkpoint. One rename publishes `target`.
     """
     tensors, settings = _read_megatron(source, config)
     base = "transformer." if settings["model_type"] == "gpt2" else "model."
