@@ -275,8 +275,8 @@ class AsyncWriter:
         quiet.rest()
         if not self._later.finish():
             raise CheckpointError(
-                "an optimizer's state was changed between two of its steps, while it was being copied. Change it in "
-                "the step, or write with Trainer(async_save=False)"
+                "an optimizer's state was changed between two of its steps, while it was being copied. Change the "
+                "state in optimizer.step(), or pass Trainer(async_save=False)"
             )
 
     def _next_job(self) -> _Job | None:

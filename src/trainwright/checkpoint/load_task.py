@@ -169,7 +169,7 @@ def _arguments(
         lost = f" save_hyperparameters could not save: {'; '.join(needed)}." if needed else ""
         raise CheckpointError(
             f"{cls.__qualname__}{signature} cannot be called with {', '.join(arguments) or 'nothing'}: {error}. "
-            f"{path} holds the hyper-parameters {', '.join(saved) or '(none)'}. Pass the others as keyword arguments, "
+            f"{path} holds the hyper-parameters {', '.join(saved) or '(none)'}. Pass the rest as keyword arguments, "
             f"or call save_hyperparameters() in the constructor and save again.{lost}"
         ) from error
     return arguments

@@ -160,7 +160,7 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
     if os.path.lexists(target):
         if (target / MANIFEST).is_file() and (target / MANIFEST).read_bytes() == data and not verify(target):
             return target
-        raise CheckpointError(f"{target} exists and is not that checkpoint; it is not replaced. Choose another folder.")
+        raise CheckpointError(f"{target} exists and is not {remote.url}; it is not replaced. Choose another folder.")
     make_folder(target.parent)
     temporary = hidden(target, "tmp")
     try:
@@ -276,7 +276,7 @@ class RemoteIndex:
         if old is not None and old.created != entry.created:
             if not replace:
                 raise CheckpointError(
-                    f"{self.url}/{entry.name} is an earlier checkpoint of this run; pass replace=True."
+                    f"{self.url}/{entry.name} is an earlier checkpoint of this run. Pass replace=True to replace it."
                 )
             self.delete(entry.name)
         elif old is None:

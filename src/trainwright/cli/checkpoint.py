@@ -274,7 +274,7 @@ def _export(wanted: argparse.Namespace) -> int:
     if wanted.megatron is not None:
         return _export_megatron(wanted)
     if wanted.config is not None:
-        raise ConfigurationError("--config is used with --megatron only.")
+        raise ConfigurationError("--config is used with --megatron only. Remove --config, or add --megatron.")
     _tell(
         export_weights(
             wanted.source,
@@ -333,11 +333,13 @@ def _convert(wanted: argparse.Namespace) -> int:
         _print(f"{wanted.target}: a model of transformers, {count} tensors")
         return 0
     if wanted.config is not None:
-        raise ConfigurationError(f"--config is used for checkpoints of Megatron only, and {wanted.source} is not one.")
+        raise ConfigurationError(
+            f"--config is used for checkpoints of Megatron only, and {wanted.source} is not one. Remove --config."
+        )
     for name in ("step", "epoch"):
         value = getattr(wanted, name)
         if value is not None and value < 0:
-            raise ConfigurationError(f"--{name}={value} is negative.")
+            raise ConfigurationError(f"--{name}={value} is negative. Write at least 0.")
     options = ConvertOptions(
         trust_pickle=wanted.trust_pickle,
         drop_unknown=wanted.drop_unknown,

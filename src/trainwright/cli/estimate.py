@@ -129,7 +129,8 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
             raise ConfigurationError(f"--{name.replace('_', '-')} {number}: write a number of at least 1.")
     if model.module is None:
         raise ConfigurationError(
-            "--devices and --device-memory need a model: stored weights do not define what is trained."
+            "--devices and --device-memory need a model, but stored weights do not contain its layers. Pass its "
+            "config.json, its name, or package.module:Class."
         )
     shape, facts = training_shape(model.module), dict[str, Any]()
     buckets = ZeroBuckets() if wanted.reduce_bucket_size is None else ZeroBuckets(reduce=wanted.reduce_bucket_size)
@@ -217,7 +218,7 @@ def _stage_bytes(
     if batch_size < 1 or sequence_length < 1:
         raise ConfigurationError(f"--batch-size {batch_size} --sequence-length {sequence_length}: write at least 1.")
     if model.module is None or model.config is None:
-        raise ConfigurationError("--batch-size needs a transformers model: the inputs of others are unknown.")
+        raise ConfigurationError("--batch-size needs a transformers model: inputs of other models are unknown.")
     module: Any = copy.deepcopy(model.module)
     # Tensors on the CPU without memory: on the meta device torch would use other kernels, and models could not read
     # values.
@@ -269,8 +270,8 @@ def _image_size(module: object, config: dict[str, Any]) -> tuple[int, int]:
     if main != "pixel_values" or not size:
         lack = f"takes {main}" if main != "pixel_values" else "takes images, and its configuration has no image_size"
         raise ConfigurationError(
-            f"--batch-size: {type(module).__name__} {lack}; only the sizes of tokens and of such images follow from a "
-            "configuration. Remove it to estimate the weights alone."
+            f"--batch-size: {type(module).__name__} {lack}. Inputs are only known for tokens, and for images with "
+            "image_size. Remove --batch-size to estimate the weights alone."
         )
     height, width = (size, size) if isinstance(size, int) else size
     return height, width

@@ -165,7 +165,10 @@ def write_predictions(batches: Sequence[Any], path: Path) -> dict[str, torch.Siz
     named = [_named(batch) for batch in batches]
     names = list(named[0]) if named else []
     if any(list(batch) != names for batch in named):
-        raise TaskError("predict_step returned different names for different batches; a file cannot hold them as one.")
+        raise TaskError(
+            "predict_step returned different names for different batches. Return the same names for all batches, or "
+            "write the outputs in a callback, with --output none."
+        )
     joined = {name: torch.cat([batch[name].cpu() for batch in named]).contiguous() for name in names}
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.tmp")

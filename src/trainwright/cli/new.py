@@ -73,7 +73,7 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
         path.exists()
     except (OSError, RuntimeError) as error:  # a link to itself, a name that is too long
         raise ConfigurationError(
-            f"PATH {str(path)!r} cannot be a folder: {_first_line(error)}. Choose another."
+            f"PATH {str(path)!r} cannot be a folder: {_first_line(error)}. Choose another PATH."
         ) from None
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigurationError(f"{path} exists and is not an empty folder. Choose another PATH or empty it first.")
@@ -101,8 +101,8 @@ def project_names(name: str) -> dict[str, str]:
     """Return the variables of the templates: `name`, `package` (a Python identifier), `version` (of Trainwright)."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
         raise ConfigurationError(
-            f"--name {name!r} is not a project's name: letters, digits, '.', '-' and '_', a letter or digit at both "
-            "ends. Pass another one with --name."
+            f"--name {name!r} is not a project's name. Pass --name with letters, digits, '.', '-' and '_', and with a "
+            "letter or digit at both ends."
         )
     package = re.sub(r"[^a-z0-9]+", "_", name.lower())
     if package[0].isdigit() or keyword.iskeyword(package):

@@ -59,8 +59,8 @@ def parity(argv: Sequence[str]) -> int:
     topology = detect()
     if topology.launcher != "none":
         raise ConfigurationError(
-            f"parity starts the processes of every strategy itself, but a launcher has started it ({topology}). Start "
-            "it without a launcher, and set the number of processes with --devices."
+            f"parity starts the processes of every strategy itself, but a launcher has started parity ({topology}). "
+            "Start parity without a launcher, and set the number of processes with --devices."
         )
     line = read_command_line(rest)
     _check_assignments(line.assignments)
@@ -144,8 +144,8 @@ def _check_assignments(assignments: Sequence[tuple[str, str]]) -> None:
     for key, _ in assignments:
         if key.startswith("trainer.") and key not in known:
             raise ConfigurationError(
-                f"{key} cannot be set here: --steps are trained under --strategies with --devices, without loggers, "
-                f"callbacks and validation. Arguments of a step can be set: {', '.join(sorted(known))}."
+                f"{key} cannot be set here: use --steps, --strategies and --devices. Loggers, callbacks and validation "
+                f"are not used. Arguments that can be set: {', '.join(sorted(known))}."
             )
 
 
@@ -164,7 +164,9 @@ def _read_strategies(text: str) -> list[tuple[str, str]]:
             STRATEGIES.get(label)  # raises an error with the nearest name
         strategies.append((label, path))
     if len(strategies) < 2:
-        raise ConfigurationError("--strategies names fewer than two. Write, for example, --strategies single,ddp.")
+        raise ConfigurationError(
+            "--strategies names fewer than two strategies. Write, for example, --strategies single,ddp."
+        )
     return strategies
 
 

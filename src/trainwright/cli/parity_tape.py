@@ -97,7 +97,7 @@ class StepTape(Callback):
         if rest:
             raise ConfigurationError(
                 f"a step of {self.micro_batches} micro-batches cannot be divided over {dp_size} data-parallel ranks. "
-                f"Set trainer.accumulate_grad_batches, or --devices, so that {dp_size} divides their product."
+                f"Set trainer.accumulate_grad_batches or --devices: {dp_size} must divide their product."
             )
         if accumulate > 1 and not task.automatic_optimization:
             raise ConfigurationError(

@@ -154,7 +154,7 @@ def profile(argv: Sequence[str]) -> int:
     if wanted.apply:
         return tune(rest, names, wanted)
     if wanted.output or wanted.repeats != _REPEATS:
-        raise ConfigurationError("--output and --repeats are options of --apply. Add it.")
+        raise ConfigurationError("--output and --repeats are options of --apply. Add --apply.")
     parser, settings = read_settings("fit", read_command_line(rest))
     for name, value in _REPLACED.items():
         settings.trainer[name] = value

@@ -363,13 +363,15 @@ def tune(words: list[str], names: Sequence[str], wanted: Any) -> int:
         if name not in REMEDIES:
             raise unknown("--apply", name, REMEDIES)
     if wanted.repeats < 2:
-        raise ConfigurationError(f"--repeats {wanted.repeats}: expected at least 2, to know the noise.")
+        raise ConfigurationError(f"--repeats {wanted.repeats}: expected at least 2, to measure the noise.")
     target = _target(words, wanted.output)
     tell = (lambda row: None) if wanted.json else (lambda row: print(row, flush=True))
     tuning = Tuning(words, wanted.steps, wanted.warmup, wanted.repeats, tell)
     start = tuning.config()
     if detect(start["trainer"]["launcher"]).world_size > 1:
-        raise ConfigurationError("--apply starts its trials itself: run it in one process, and set trainer.devices.")
+        raise ConfigurationError(
+            "--apply starts its trials itself. Run it without a launcher, and set trainer.devices."
+        )
     if start["seed_everything"] is None:
         tuning.seed = ["seed_everything=0"]
     if start["trainer"]["strategy"] == "ddp":
@@ -407,7 +409,7 @@ def _target(words: Sequence[str], output: str | None) -> Path:
     configs = read_command_line(words).configs
     target = Path(output) if output else (configs[-1] if configs else Path("config.yaml")).with_suffix(".tuned.yaml")
     if any(target.resolve() == each.resolve() for each in configs):
-        raise ConfigurationError(f"--output {target} is a file of the configuration. Give another one.")
+        raise ConfigurationError(f"--output {target} is a file of the configuration. Write another file.")
     if target.exists() and not (target.is_file() and target.read_text().startswith(_MARK)):
         raise ConfigurationError(f"{target} exists and was not written by --apply. Give another file: --output FILE.")
     return target

@@ -44,7 +44,7 @@ class CombinedLoader:
             )
         members = leaves_of(iterables)
         if not members:
-            raise ConfigurationError("CombinedLoader has no member.")
+            raise ConfigurationError("CombinedLoader has no member. Pass at least one loader.")
         for member in members:
             if not hasattr(member, "__iter__"):
                 raise ConfigurationError(f"CombinedLoader: {type(member).__name__} cannot be iterated over.")
@@ -177,9 +177,9 @@ class PreparedCombined(PreparedLoader):
         self._has_warned = True
         if self.options.rank == 0:
             warnings.warn(
-                f"{self.options.title}: member {index} has {min(counts)} to {max(counts)} batches on the ranks, so "
-                "that some ranks get None in a round in which others get its batch. Parameters that only its batches "
-                "use are not used there: pass strategy='ddp_find_unused_parameters_true', or mode='max_size_cycle'.",
+                f"{self.options.title}: member {index} has {min(counts)} to {max(counts)} batches on the ranks. When a "
+                "rank has no more batches of this member, it gets None, and parameters that only this member uses are "
+                "unused. Pass strategy='ddp_find_unused_parameters_true', or mode='max_size_cycle'.",
                 TrainwrightWarning,
                 stacklevel=2,
             )

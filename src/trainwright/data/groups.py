@@ -213,7 +213,7 @@ def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
     message = f"{options.title} ended after {batch} of the {rounds} batches of its declared length."
     if options.world > 1 and options.in_lockstep:
         raise ConfigurationError(
-            f"{message} The other ranks wait for the rest. Return the true length, or define none."
+            f"{message} The other ranks wait for the rest. Return the true length in __len__, or define no __len__."
         )
     warnings.warn(message, TrainwrightWarning, stacklevel=3)
 

@@ -68,7 +68,7 @@ def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
 
 def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
     if isinstance(loader, PreparedLoader):
-        raise ConfigurationError(f"{options.title} is already prepared; pass the loader itself, `.raw`.")
+        raise ConfigurationError(f"{options.title} is already prepared. Pass the original loader, its attribute raw.")
     if isinstance(loader, (list, tuple, Mapping)) and holds_loaders(loader):
         loader = CombinedLoader(loader, "max_size_cycle" if options.stage == "train" else "sequential")
     if isinstance(loader, CombinedLoader):
@@ -161,7 +161,7 @@ class PreparedDataLoader(_PreparedByIndex):
         if getattr(loader, "next_iter_state", None) is not None:
             raise ConfigurationError(
                 f"{options.title} got a state by load_state_dict before it was passed to the Trainer. The position in "
-                "map-style data is counted in samples and kept in checkpoints: pass a new loader, and ckpt_path."
+                "map-style data is counted in samples and saved in checkpoints. Pass a new loader, and ckpt_path."
             )
         more: dict[str, Any] = {slot: dealer, "worker_init_fn": options.worker_start(loader.worker_init_fn)}
         if options.per_sample_rng and callable(getattr(loader.dataset, "__getitems__", None)):

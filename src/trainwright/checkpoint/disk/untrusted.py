@@ -37,7 +37,7 @@ def load_json(data: bytes, origin: str) -> Any:
         return found
 
     def constant(word: str) -> Any:
-        raise CheckpointError(f"{origin}: {word} is not JSON.")
+        raise CheckpointError(f"{origin} contains {word}, which is not JSON. Use another file.")
 
     check_json_size(data, origin)
     try:

@@ -114,7 +114,9 @@ def decode(value: object, tensors: Mapping[str, torch.Tensor], shards: FindShard
     try:
         return _decode(value, Stores(tensors, shards))
     except RecursionError as error:
-        raise CheckpointError("the saved state is nested too deeply. Trainwright did not write it.") from error
+        raise CheckpointError(
+            "the saved state is nested too deeply for a state that Trainwright has written."
+        ) from error
 
 
 def _join(path: str, key: object) -> str:
@@ -239,9 +241,9 @@ class _Encoder:
     def _refused(self, value: object, path: str) -> CheckpointError:
         kind = type(value)
         return CheckpointError(
-            f"{path or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it is "
-            "JSON and tensors, never pickle. Save plain data instead (numbers, text, lists, dicts, tensors, arrays, "
-            "dates, paths), for example from state_dict(), and rebuild the object on load."
+            f"{path or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold, "
+            "because it contains JSON and tensors, but no pickle. Save plain data instead (numbers, text, lists, "
+            "dicts, tensors, arrays, dates, paths), for example from state_dict(), and rebuild the object on load."
         )
 
 
@@ -302,7 +304,10 @@ def _decode(value: object, stores: Stores) -> Any:
         return {key: _decode(item, stores) for key, item in value.items()}
     decoder = _DECODERS.get(value[TAG]) if isinstance(value[TAG], str) else None
     if decoder is None:
-        raise CheckpointError(f"the saved state holds a {value[TAG]!r}, which this Trainwright cannot read.")
+        raise CheckpointError(
+            f"the saved state holds a {value[TAG]!r}, which this Trainwright cannot read. Upgrade Trainwright, or use "
+            "another checkpoint."
+        )
     try:
         return decoder(value, stores)
     except (CheckpointError, RecursionError):

@@ -93,7 +93,7 @@ def check_format_version(version: object, origin: str) -> int:
     if version > FORMAT_VERSION:
         raise NewerFormatError(
             f"{origin}: format_version={version} is newer than {FORMAT_VERSION}, the newest that this Trainwright "
-            "reads. Upgrade it: pip install -U trainwright"
+            "reads. Upgrade Trainwright: pip install -U trainwright"
         )
     return version
 

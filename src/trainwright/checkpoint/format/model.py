@@ -51,9 +51,9 @@ def load_plain_state(
         found = module.load_state_dict(renamed, strict=strict)
     except RuntimeError as error:
         if "size mismatch" in str(error):
-            hint = " Build it with the sizes below, or rename the layers to initialize and pass strict=False."
+            hint = " Build it with the sizes below, or rename the layers with other sizes and pass strict=False."
         else:
-            hint = " Pass strict=False to load the weights whose names are found in both."
+            hint = " Pass strict=False to load only the weights whose names are in both."
         raise CheckpointError(f"the saved weights do not fit {type(module).__name__}.{hint} {error}") from error
     if found is None:  # an overridden load_state_dict may return nothing
         return [], []
@@ -197,7 +197,7 @@ def read_index(path: Path, files: Collection[str] | None = None) -> ShardIndex:
         shards[path.parent / file].append(name)
     for name, first in tied.items():
         if first not in weight_map:
-            raise CheckpointError(f"{path} ties {name!r} to {first!r}, which it does not hold.")
+            raise CheckpointError(f"{path} ties {name!r} to {first!r}, which the index does not contain.")
     return ShardIndex(list(weight_map), shards, tied, dtypes, str(notes["extra"]) if "extra" in notes else None)
 
 

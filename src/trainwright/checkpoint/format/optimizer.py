@@ -106,7 +106,7 @@ def load_named_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS) and own_groups != saved_names:
         raise CheckpointError(
             f"LBFGS was saved with the parameters in the order {saved_names[0]}, and now their order is "
-            f"{own_groups[0]}. Its state requires the saved order."
+            f"{own_groups[0]}. Pass the parameters to LBFGS in the saved order."
         )
     groups = []
     for group, match in zip(packed["param_groups"], matches, strict=True):

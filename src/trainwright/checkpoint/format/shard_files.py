@@ -109,8 +109,8 @@ class ShardFiles:
             if shard.shape != shape or shard.dtype != dtype:
                 raise CheckpointError(
                     f"the shards of {name!r} do not belong to a {dtype} tensor of shape {shape}: {shard.file.name} has "
-                    f"one of a {shard.dtype} tensor of shape {shard.shape}. Copy the files of all ranks again, or use "
-                    "another checkpoint."
+                    f"a shard of a {shard.dtype} tensor of shape {shard.shape}. Copy the files of all ranks again, or "
+                    "use another checkpoint."
                 )
         regions = [shard.region for shard in found]
         held, wanted = sum(map(num_elements, regions)), num_elements(full_region(shape))

@@ -280,7 +280,7 @@ class Draft:
         for entry in list(extra.iterdir()):
             if entry.name == MANIFEST or (self.folder / entry.name).exists():
                 raise CheckpointError(
-                    f"a save hook wrote {entry.name!r}, which is a name of the checkpoint itself. Choose another."
+                    f"a save hook wrote {entry.name!r}, which is a name of the checkpoint itself. Choose another name."
                 )
             os.replace(entry, self.folder / entry.name)
         extra.rmdir()
@@ -306,11 +306,11 @@ def _check_snapshot(snapshot: Snapshot) -> None:
     if snapshot.kind not in PARTS:
         raise CheckpointError(f"kind={snapshot.kind!r}, expected one of {', '.join(PARTS)}.")
     if PROGRESS in snapshot.trainer:
-        raise CheckpointError(f"trainer[{PROGRESS!r}]: this name is reserved. Choose another.")
+        raise CheckpointError(f"trainer[{PROGRESS!r}]: this name is reserved. Choose another name.")
     if snapshot.kind == "full" and len(snapshot.rng) != snapshot.world_size:
         raise CheckpointError(
             f"a full checkpoint of world_size={snapshot.world_size} got {len(snapshot.rng)} RNG states, expected one "
-            "from each rank. Gather them, or write kind='weights'."
+            "from each rank. Gather the states of all ranks, or write kind='weights'."
         )
 
 

@@ -161,7 +161,7 @@ def _from_file(path: Path, options: ConvertOptions, notes: list[str]) -> tuple[S
 def _from_folder(path: Path, options: ConvertOptions, notes: list[str]) -> tuple[Source, Snapshot]:
     names = {entry.name for entry in path.iterdir()}
     if MANIFEST in names:
-        raise CheckpointError(f"{path} is a Trainwright checkpoint already.")
+        raise CheckpointError(f"{path} is a Trainwright checkpoint already. It needs no conversion.")
     if any(re.fullmatch(r"(optimizer|scheduler)(_\d+)?\.bin|random_states_\d+\.pkl", name) for name in names):
         return "accelerate", _from_accelerate(path, names, options, notes)
     sharded = read_sharded(path)

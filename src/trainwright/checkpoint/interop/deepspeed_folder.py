@@ -106,8 +106,8 @@ def _read_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
     missing = next((rank for rank, (own, _) in enumerate(ranks) if rank != own), None)
     if missing is not None:
         raise CheckpointError(
-            f"{folder} has {ranks[-1][1]}, but no such file of rank {missing}, or was saved with tensor parallelism. "
-            "Copy the files of every rank."
+            f"{folder} has {ranks[-1][1]}, but no such file of rank {missing}. Copy the files of every rank. "
+            "Checkpoints with tensor parallelism are not supported."
         )
     states = []
     for _, name in ranks:

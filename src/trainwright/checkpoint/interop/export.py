@@ -254,7 +254,7 @@ def _read_sharded(folder: Path, native: bool) -> _Model:
 
 def _native(name: str, dtype: str) -> str:
     if dtype not in _NATIVE:
-        raise CheckpointError(f"{name!r} is {dtype}, which safetensors cannot store. It is not exported.")
+        raise CheckpointError(f"{name!r} is {dtype}, which safetensors cannot store. Nothing was exported.")
     return _NATIVE[dtype]
 
 

@@ -108,8 +108,8 @@ def _names(
     if names is not None:
         if len(names) != len(flat) or len(set(names)) != len(names):
             raise CheckpointError(
-                f"{len(set(names))} different names were given for an optimizer of {len(flat)} parameters. Name each "
-                "one."
+                f"{len(set(names))} different names were given for an optimizer of {len(flat)} parameters. Pass one "
+                "name for each parameter."
             )
         strange = [name for name in names if name not in weights]
         if strange:

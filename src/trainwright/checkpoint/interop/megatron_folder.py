@@ -196,7 +196,10 @@ def _read_megatron(source: Path, config: Path | None) -> tuple[dict[str, torch.T
     if any(
         not torch.equal(*pair) for pair in zip(copies, found.get("embedding.word_embeddings.weight", []), strict=False)
     ):
-        raise CheckpointError(f"{folder} has an output layer of its own, but the config has tie_word_embeddings=true.")
+        raise CheckpointError(
+            f"{folder} has an output layer of its own, but the config has tie_word_embeddings=true. Pass a config with "
+            "tie_word_embeddings=false."
+        )
     weights = {weight.name: weight for weight in model.weights()}
     full = {name: weights[name].undivide(shards) if name in weights else shards[0] for name, shards in found.items()}
     shapes = {}
@@ -239,7 +242,7 @@ def _read_ranks(folder: Path) -> tuple[_Stages, Any]:
         match = _RANK.fullmatch(entry.name)
         if match is None or match[3]:
             raise CheckpointError(
-                f"{entry} is of a model with experts, or not a folder of a rank. It is not converted."
+                f"{entry} belongs to a model with experts, which cannot be converted, or is not the folder of a rank."
             )
         grid[int(match[2] or 0), int(match[1])] = read_torch_file(entry / _RANK_FILE)[0]
     pp, tp = (1 + max(place[axis] for place in grid) for axis in (0, 1))
@@ -311,7 +314,7 @@ def _settings(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} does not exist. {CONFIG_HINT}")
     settings = read_json(file)
     if not isinstance(settings, dict):
-        raise CheckpointError(f"{file} is not a JSON object, as a transformers config is.")
+        raise CheckpointError(f"{file} is not a transformers config: expected a JSON object.")
     return settings
 
 

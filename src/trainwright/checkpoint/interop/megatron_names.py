@@ -64,11 +64,13 @@ class ModelShape:
         kind = config.get("model_type")
         if kind != "gpt2" and kind not in LLAMA_LIKE:
             known = ", ".join([*LLAMA_LIKE, "gpt2"])
-            raise CheckpointError(f"{origin} has model_type={kind!r}. Models of these types are converted: {known}.")
+            raise CheckpointError(
+                f"{origin} has model_type={kind!r}. Only models of these types can be converted: {known}."
+            )
         names = ("n_layer", "n_embd", "n_head") if kind == "gpt2" else _LLAMA_SIZES
         missing = [name for name in (*names, "vocab_size") if type(config.get(name)) is not int or config[name] < 1]
         if missing:
-            raise CheckpointError(f"{origin} has no positive integer {', '.join(missing)}.")
+            raise CheckpointError(f"{origin}: expected positive integers for {', '.join(missing)}.")
         if config.get("quantization_config"):
             raise CheckpointError(f"{origin} has a quantization_config. Convert the unquantized model.")
         layers, hidden, heads = (config[name] for name in names[:3])
