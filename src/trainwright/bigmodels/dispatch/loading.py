@@ -48,7 +48,7 @@ class LoadedKeys(NamedTuple):
 
 
 class LoadOptions(NamedTuple):
-    """Arguments of `load_checkpoint_in_model`. With `needs_values`, a weight without values after it is an error."""
+    """Arguments of `load_checkpoint_in_model`. `needs_values`: raise if a weight has no values after loading."""
 
     device_map: Mapping[str, Device] | None
     folder: PathLike | None

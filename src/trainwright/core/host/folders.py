@@ -75,7 +75,7 @@ def held(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone_in(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
-    """Let only one process at a time enter the context for `folder`.
+    """Return a context for `folder` that only one process at a time can enter.
 
     Blocks until other processes have left the context, but at most `patience_s` seconds, because a stopped process
     never leaves it. Does not block on file systems without locks.
