@@ -1,8 +1,7 @@
 """Checkpoints on `s3://`, `gs://`, `memory://` and every other file system that fsspec supports.
 
-A remote checkpoint has the layout of a local checkpoint. Object stores cannot rename a folder. Instead, the manifest
-publishes a checkpoint: the manifest is uploaded last and deleted first, and a folder without a manifest is not a
-checkpoint.
+A remote checkpoint has the layout of a local one. Object stores cannot rename a folder. Instead, the manifest is
+uploaded last and deleted first, and a folder without a manifest is not a checkpoint.
 
 fsspec is installed with torch. If the package for a service (s3fs, gcsfs, ...) is missing, the error names it.
 """
@@ -79,9 +78,8 @@ def upload_checkpoint(
 ) -> str:
     """Upload a local checkpoint into the remote folder `url`, under the name of the local folder.
 
-    The manifest is uploaded after the hash of every local file and the size of every remote file have been checked. If
-    the remote checkpoint has the same manifest, nothing is uploaded. Call this function on one process. Blocks on the
-    network.
+    The manifest is uploaded after all hashes of local files and sizes of remote files have been checked. Nothing is
+    uploaded if the remote manifest is the same. Call this function on one process. Blocks on the network.
 
     Args:
         local: the checkpoint's folder.
@@ -94,8 +92,7 @@ def upload_checkpoint(
 
     Raises:
         FileNotFoundError: `local` does not exist.
-        CheckpointError: `local` is damaged or changes during the upload, a different remote checkpoint has its name, or
-            the service fails.
+        CheckpointError: `local` is damaged or changes, another remote checkpoint has its name, or the service fails.
         MissingPackageError: the service's package is not installed.
     """
     local = Path(local)
@@ -142,9 +139,8 @@ def find_remote(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[str, Any] | None = None) -> Path:
     """Download the remote checkpoint `url` into the local folder `into`, under the remote name.
 
-    Sizes and hashes are compared with the manifest, and one rename publishes the folder. If `into` has a valid copy
-    with the same manifest, nothing is downloaded. Call this function on one process. Blocks on the network and the
-    disk.
+    Sizes and hashes are compared with the manifest, and one rename publishes the folder. Nothing is downloaded if
+    `into` has a valid copy. Call this function on one process. Blocks on the network and the disk.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint at `url`.
@@ -179,8 +175,7 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
 def fetch_checkpoint(url: str, root: Path, *, storage_options: Mapping[str, Any] | None = None) -> Path:
     """Return a local copy of the remote checkpoint `url` below `root`. Download it if it is missing or damaged.
 
-    If the checkpoint at `url` changes, it is downloaded again. Each version has its own local folder, named after the
-    hash of the manifest.
+    A changed checkpoint is downloaded again. Each version's local folder is named after the manifest's hash.
     """
     data = _Remote(url, storage_options).read(MANIFEST, MAX_MANIFEST_BYTES)
     digest = xxhash.xxh3_64(data or b"").hexdigest()
