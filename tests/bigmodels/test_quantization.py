@@ -316,7 +316,7 @@ def test_defaults_are_those_of_the_two_widths() -> None:
 
 
 def test_a_torchao_type_that_is_unknown_or_not_for_this_device_is_refused(weights: Path) -> None:
-    with pytest.raises(ConfigurationError, match="group_size=32 is of quant_type='int4_weight_only'"):
+    with pytest.raises(ConfigurationError, match="group_size=32 needs quant_type='int4_weight_only'"):
         TorchaoQuantizationConfig(group_size=32)
     with pytest.raises(ConfigurationError, match="Did you mean 'int8_dynamic'"):
         TorchaoQuantizationConfig("int8_dynamik")  # type: ignore[arg-type]

@@ -173,7 +173,7 @@ def test_a_download_of_what_is_there_already_is_left_alone(memory: str, tmp_path
 def test_a_download_replaces_nothing(memory: str, tmp_path: Path) -> None:
     there = upload_checkpoint(write_small(tmp_path / "run", 1, name="last"), memory)
     other = write_small(tmp_path / "other", 2, name="last")
-    with pytest.raises(CheckpointError, match="is not that checkpoint"):
+    with pytest.raises(CheckpointError, match="last exists and is not memory://"):
         download_checkpoint(there, tmp_path / "other")
     assert verify(other) == []
 

@@ -437,7 +437,7 @@ def test_a_launcher_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["parity", "a.yaml"]) == 2
-    assert "a launcher has started it" in capsys.readouterr().err
+    assert "a launcher has started parity" in capsys.readouterr().err
 
 
 def test_a_class_is_named_by_its_module_or_file(project: Path) -> None:

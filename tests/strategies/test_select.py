@@ -133,7 +133,7 @@ def test_the_settings_reach_the_strategy() -> None:
         ({"devices": "two"}, "devices='two'"),
         ({"devices": True}, "devices=True"),
         ({"devices": [0, 0]}, "must be different"),
-        ({"devices": []}, "names none"),
+        ({"devices": []}, "names no device"),
         ({"devices": -2}, "devices=-2"),
         ({"num_nodes": 0}, "num_nodes=0"),
         ({"num_nodes": 2, "devices": 2}, "torchrun --nnodes 2 --nproc-per-node 2"),

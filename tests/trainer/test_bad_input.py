@@ -74,7 +74,7 @@ from trainwright.trainer.trainer import Trainer
         ({"strategy": "fsdp", "sync_batchnorm": True}, r"sync_batchnorm=True is not supported by FSDPStrategy"),
         ({"seed": "a"}, r"seed='a': write a whole number"),
         ({"seed": -1}, r"seed=-1: write a whole number of at least 0"),
-        ({"devices": []}, r"devices=\[\] names none"),
+        ({"devices": []}, r"devices=\[\] names no device"),
         ({"callbacks": [3]}, r"callbacks contains a int, which is not a trainwright.Callback"),
         ({"callbacks": [EarlyStopping]}, r"callbacks contains a "),
         ({"callbacks": [EarlyStopping("a"), EarlyStopping("a")]}, r"two callbacks have the state_key"),

@@ -290,7 +290,7 @@ def _chunk(value: Any, index: int, num_chunks: int) -> Any:
 
 
 class _Stage:
-    """One stage of a traced model. It receives the values that it and later stages need, and sends on the latter.
+    """One stage of a traced model. It receives the values for this and later stages, and sends those for later stages.
 
     `traced` is the graph that calls all stages.
     """

@@ -55,9 +55,9 @@ def save_model(
     weights. Other files are not changed. Offloaded weights are read a few megabytes at a time.
 
     Args:
-        model: Any module. Names are those without the wrappers DistributedDataParallel, DataParallel and
-            `torch.compile`. Tied weights are written once, under their first name. Non-persistent buffers are not
-            written. Quantized layers are written in the format of `load_and_quantize_model`.
+        model: Any module. Prefixes of DistributedDataParallel, DataParallel and `torch.compile` are removed from names.
+            Tied weights are written once, under their first name. Non-persistent buffers are not written. Quantized
+            layers are written in the format of `load_and_quantize_model`.
         save_directory: A folder; created if it does not exist.
         max_shard_size: Largest size of a file, in bytes or as `"5GB"`. A larger tensor gets its own file.
         safe_serialization: False writes `pytorch_model.bin`, or shards and an index, with `torch.save`. Tied weights
@@ -85,7 +85,7 @@ def save_model(
 def save_object(
     obj: object, f: PathLike | IO[bytes], safe_serialization: bool = False, *, is_main: bool = True
 ) -> None:
-    """Write an object on the main process. The other processes only check it. Not collective.
+    """Write an object on the main process. Other processes only check the object. Not collective.
 
     Args:
         obj: An object that `torch.save` can pickle. With `safe_serialization`, a dict of tensors.

@@ -1,4 +1,4 @@
-"""Background writing of checkpoints. Training waits only for a copy to host memory, which a thread writes."""
+"""Background writing of checkpoints. Training waits for a copy to host memory. A thread writes the copy."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ class _Job:
 
 
 class AsyncWriter:
-    """Writer of checkpoints that writes a copy in host memory, in a thread, while training continues.
+    """Writer that copies checkpoints to host memory, and writes the copies in a thread while training continues.
 
-    One process of a run uses the writer, from one thread. At most one snapshot is in memory. A save waits for the
-    previous save, so that a slow disk slows the run down instead of filling the memory. Threads exist only while a
-    checkpoint is written. At its exit, the interpreter waits for the threads, until the deadline at the latest. A
-    second thread with the lowest priority does the work that takes processor time. While a caller waits for a save, the
-    first thread does this work, too. Saving runs no collectives and draws no random numbers.
+    Use the writer in one process of a run, and call it from one thread. At most one snapshot is in memory. A save waits
+    for the previous save, so that a slow disk slows the run down instead of filling the memory. A save starts two
+    threads. The second has the lowest priority and does the work that takes processor time, such as hashing. While a
+    caller waits for a save, the first thread does this work, too. Both threads end with the save. An exiting
+    interpreter waits for them until the deadline. Saving runs no collectives and draws no random numbers.
 
     Args:
         max_shard_bytes: see `plan_model`.
 
     Attributes:
-        buffers: the host memory, which is reused between saves.
+        buffers: host memory for the copies, reused between saves.
         optimizers: the optimizers whose state is saved.
         deadline_s: function that returns the value of `time.monotonic()` at which unpublished checkpoints are
-            discarded. None: checkpoints are never discarded.
+            discarded. Default: None, which never discards checkpoints.
     """
 
     def __init__(self, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -100,20 +100,20 @@ class AsyncWriter:
     def submit(self, path: Path | str, snapshot: Snapshot, *, then: Then | None = None, fresh: bool = False) -> Path:
         """Copy `snapshot`, and write it as the checkpoint `path` in the background; see `write_checkpoint`.
 
-        Blocks until the previous checkpoint is published and the tensors are copied. Afterwards the snapshot may
-        change. If the snapshot `overlaps`, the optimizers' tensors are copied in the background. Each `step` of one of
-        `optimizers` then first calls `finish_copy`. If the tensors change in another way before, the save fails.
+        Blocks until the previous checkpoint is published and the tensors are copied. Afterwards the tensors may change.
+        If `snapshot.overlaps` is True, the optimizer states are copied in the background, and each `step` of
+        `optimizers` first calls `finish_copy`. The save fails if anything else changes the optimizer states earlier.
 
         Args:
-            path: the checkpoint's folder. Its previous content remains until the new checkpoint is complete.
+            path: the checkpoint's folder. A checkpoint in this folder remains until the new checkpoint is complete.
             snapshot: the state to save.
             then: called with `path` in the writing thread once the checkpoint is published. If it raises, the save
                 fails with that error.
             fresh: see `Draft`.
 
         Raises:
-            CheckpointError: the previous checkpoint could not be written, and the new save was not started. Or the
-                snapshot cannot be saved as `path`.
+            CheckpointError: the snapshot cannot be saved as `path`, or the previous checkpoint could not be written. In
+                both cases the new save is not started.
         """
         self.wait()
         path = Path(path)
@@ -123,20 +123,21 @@ class AsyncWriter:
         return path
 
     def stage(self, contents: Contents) -> None:
-        """Copy the tensors of `contents` for a save by several ranks. Replace them in `contents` by the copies.
+        """Replace the tensors in `contents` by copies in host memory, for a save by several ranks.
 
-        Call `start` next to write the copies. Blocks until earlier saves are done and the tensors are copied. Errors
-        are those of `wait`.
+        Blocks until earlier saves are done and the tensors are copied. Call `start` next, which writes the copies.
+        Raises the errors of `wait`.
         """
         self.wait()
         self._stage(contents)
 
     def start(self, path: Path, write: Write, *, then: Then | None = None) -> None:
-        """Call `write` in the thread, after earlier checkpoints. Does not block.
+        """Call `write` in the writing thread, after earlier checkpoints. Does not block.
 
         Args:
-            path: the checkpoint's folder, for messages.
-            write: writes the checkpoint, or this rank's part, from the staged copies. `quiet` is for `write_files`.
+            path: the checkpoint's folder, for error messages.
+            write: function that writes this rank's files from the staged copies. Its argument `quiet` is for
+                `write_files`.
             then: see `submit`.
         """
         self._start(_Job(path, write, then))
@@ -162,7 +163,7 @@ class AsyncWriter:
         then: Then | None = None,
         fresh: bool = False,
     ) -> Path:
-        """Write the snapshot of the last `submit` as another checkpoint, after the others. Does not block.
+        """Write the snapshot of the last `submit` as another checkpoint, after earlier checkpoints. Does not block.
 
         Args:
             path, then, fresh: see `submit`.
@@ -182,8 +183,8 @@ class AsyncWriter:
         """Block until all submitted checkpoints are published.
 
         Raises:
-            CheckpointError: a checkpoint could not be written. The message names the checkpoint, and later checkpoints,
-                which are discarded. The error is raised once.
+            CheckpointError: a checkpoint could not be written. Later checkpoints are discarded. The message names all
+                of them. Each error is raised once.
         """
         self.join()
         with self._lock:
@@ -192,12 +193,12 @@ class AsyncWriter:
             raise error
 
     def finish_copy(self) -> None:
-        """Finish the copy of the last snapshot. Afterwards all of its tensors may change."""
+        """Finish the copy of the last snapshot. Afterwards all tensors of the snapshot may change."""
         if self._later is not None:
             self._later.finish()
 
     def join(self) -> None:
-        """Block until all writes have ended or the deadline has passed. `wait` or the next save raises their error."""
+        """Block until all writes have ended or the deadline has passed. Raises no error of a write; see `wait`."""
         while (thread := self._thread) is not None:
             self._quiet.hurry()
             deadline_s = self.deadline_s()
@@ -207,7 +208,7 @@ class AsyncWriter:
                 return
 
     def _drop(self) -> None:
-        """Allow the interpreter to exit while the thread still waits for the disk. Memory is not freed."""
+        """Allow the interpreter to exit while the writing thread waits for the disk. The buffers are not freed."""
         with self._lock:
             self._jobs.clear()
             self._error = CheckpointError(
@@ -216,7 +217,7 @@ class AsyncWriter:
             self._dropped.set()
 
     def close(self) -> None:
-        """Call `wait`, and free the memory even after an error. The writer can be used again."""
+        """Call `wait` and free the host memory, also after an error. The writer can be used again."""
         try:
             self.wait()
         finally:
@@ -274,12 +275,12 @@ class AsyncWriter:
         quiet.rest()
         if not self._later.finish():
             raise CheckpointError(
-                "an optimizer's state was changed between two of its steps, while it was being copied. Change it in "
-                "the step, or write with Trainer(async_save=False)"
+                "an optimizer's state was changed between two of its steps, while it was being copied. Change the "
+                "state in optimizer.step(), or pass Trainer(async_save=False)"
             )
 
     def _next_job(self) -> _Job | None:
-        """Return the next job, or None after having declared the thread ended."""
+        """Return the next job. Without one, mark the thread as ended and return None."""
         with self._lock:
             if self._jobs:
                 return self._jobs.popleft()
@@ -298,7 +299,7 @@ class AsyncWriter:
 
 
 class _Guard:
-    """A pre-hook of optimizer steps that finishes the copy first. It holds only a weak reference to the writer."""
+    """Optimizer step pre-hook that finishes the copy of the state. The hook has only a weak reference to the writer."""
 
     def __init__(self, writer: AsyncWriter) -> None:
         self._writer = weakref.ref(writer)
@@ -310,6 +311,8 @@ class _Guard:
 
 
 def _hold_exit(thread: threading.Thread, dropped: threading.Event) -> None:
-    """Block until a thread has ended or its work is discarded, because the exiting interpreter would abort it."""
+    """Block until the writing thread has ended or its work is discarded. The exiting interpreter would abort the
+    thread.
+    """
     while thread.is_alive() and not dropped.is_set():
         thread.join(_LOOK_S)

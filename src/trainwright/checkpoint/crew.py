@@ -23,7 +23,9 @@ _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.1
 
 
 class Store(Protocol):
-    """The methods of `torch.distributed.Store` that are used. Other threads must not use the same connection."""
+    """Protocol of `torch.distributed.Store` with the methods that are used here. One thread uses a connection at a
+    time.
+    """
 
     def set(self, key: str, value: str, /) -> Any:
         """Set a key."""
@@ -56,7 +58,9 @@ class Crew:
         self._hurry_until_s: float | None = None
 
     def hurry(self, seconds: float) -> None:
-        """Wait at most `seconds` from now on, because ranks may have failed. May be called from any thread."""
+        """Limit the wait for other ranks to `seconds` from now on, because ranks may have failed. Call it from any
+        thread.
+        """
         self._hurry_until_s = time.monotonic() + seconds
 
     def write_share(self, folder: Path, contents: Contents, *, quiet: LowPriorityThread | None = None) -> None:
@@ -77,7 +81,7 @@ class Crew:
         """Write rank 0's files, wait for the reports of other ranks, and publish the checkpoint. Not collective.
 
         Raises:
-            CheckpointError: a rank could not write, or did not report within the timeout. The message names the rank.
+            CheckpointError: a rank, which the message names, could not write or did not report within the timeout.
         """
         with draft:
             entries = draft.write(contents, quiet=quiet)

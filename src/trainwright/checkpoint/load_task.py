@@ -41,12 +41,12 @@ def load_task_from_checkpoint(
     """Construct a task with the hyper-parameters of a checkpoint and load its weights.
 
     Args:
-        cls: the task's class. Saved hyper-parameters that its constructor does not accept are skipped, unless it
-            accepts `**kwargs`. Those that were saved from one mapping are passed as that argument. `configure_model`
-            is called before loading, if the task has it.
-        path: a checkpoint folder of either kind, or its URL.
-        map_location: the device for the task. None: the device on which its constructor puts it.
-        strict: raise if names of weights are missing or unexpected. None: use the task's `strict_loading`.
+        cls: the task's class. Saved hyper-parameters that the constructor does not accept are skipped. A constructor
+            with `**kwargs` accepts all. Hyper-parameters that were saved from one mapping are passed as one argument.
+            `configure_model` is called before weights are loaded.
+        path: a checkpoint folder or its URL. Full checkpoints and checkpoints with weights only can be loaded.
+        map_location: the device for the task. Default: None, the device on which the constructor creates the weights.
+        strict: raise if weights are missing or unexpected. Default: True. None uses the task's `strict_loading`.
         hparams_file: a YAML or JSON file of hyper-parameters that are used instead of the saved ones.
         hparams_overrides: values that replace saved hyper-parameters or add to them.
 
@@ -100,7 +100,8 @@ def load_data_from_checkpoint(
     Args:
         cls: the data module's class.
         path: a checkpoint folder of a fit with a data module, or its URL.
-        hparams_file, hparams_overrides: see `load_task_from_checkpoint`, also for the errors.
+        hparams_file: see `load_task_from_checkpoint`, also for the errors.
+        hparams_overrides: see `load_task_from_checkpoint`.
     """
     with tempfile.TemporaryDirectory(prefix="trainwright-") as folder:
         local = download_checkpoint(path, folder) if is_url(path) else Path(path).expanduser()
@@ -116,7 +117,7 @@ def load_data_from_checkpoint(
 def _construct(
     cls: type[T], found: Mapping[str, Any], path: Path, hparams_file: Path | str | None, overrides: Mapping[str, Any]
 ) -> T:
-    """Construct an object with the hyper-parameters in a checkpoint's entries, or with those of a file."""
+    """Construct an object with hyper-parameters from a checkpoint's entries or from a file."""
     from_checkpoint = hparams_file is None
     saved: Any = found.get(HYPER_PARAMETERS) if hparams_file is None else _read_file(Path(hparams_file))
     saved = {} if saved is None else saved
@@ -137,7 +138,7 @@ def _construct(
 def _in_one(
     cls: type, name: str, saved: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the hyper-parameters as the single argument `name`, and the overrides of other arguments."""
+    """Return hyper-parameters as one argument `name`, and the overrides of other arguments."""
     known = inspect.signature(cls).parameters
     inside = {key: value for key, value in overrides.items() if key not in known}
     return {name: Hyperparameters({**saved, **inside})}, {key: overrides[key] for key in overrides if key in known}
@@ -168,7 +169,7 @@ def _arguments(
         lost = f" save_hyperparameters could not save: {'; '.join(needed)}." if needed else ""
         raise CheckpointError(
             f"{cls.__qualname__}{signature} cannot be called with {', '.join(arguments) or 'nothing'}: {error}. "
-            f"{path} holds the hyper-parameters {', '.join(saved) or '(none)'}. Pass the others as keyword arguments, "
+            f"{path} holds the hyper-parameters {', '.join(saved) or '(none)'}. Pass the rest as keyword arguments, "
             f"or call save_hyperparameters() in the constructor and save again.{lost}"
         ) from error
     return arguments

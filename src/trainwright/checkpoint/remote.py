@@ -1,7 +1,7 @@
 """Checkpoints on `s3://`, `gs://`, `memory://` and every other file system that fsspec supports.
 
-A remote checkpoint is a folder of objects with the layout of a local one. Object stores cannot rename a folder, so that
-the manifest publishes it: it is uploaded last and deleted first, and a folder without it is not a checkpoint.
+A remote checkpoint has the layout of a local one. Object stores cannot rename a folder. Instead, the manifest is
+uploaded last and deleted first, and a folder without a manifest is not a checkpoint.
 
 fsspec is installed with torch. If the package for a service (s3fs, gcsfs, ...) is missing, the error names it.
 """
@@ -67,7 +67,7 @@ class DamagedRemoteError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """A complete checkpoint on a remote file system, and its manifest; its files have not been verified."""
+    """A complete checkpoint on a remote file system, and its manifest. The files have not been verified."""
 
     url: str
     manifest: Manifest
@@ -76,16 +76,16 @@ class RemoteCheckpoint:
 def upload_checkpoint(
     local: Path | str, url: str, *, replace: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> str:
-    """Upload a published checkpoint into the remote folder `url`, under its own name.
+    """Upload a local checkpoint into the remote folder `url`, under the name of the local folder.
 
-    Every file is hashed while it is read, and its remote size is checked, before the manifest is uploaded. A remote
-    checkpoint with the same manifest is not uploaded again. One process calls it; it blocks on the network.
+    The manifest is uploaded after all hashes of local files and sizes of remote files have been checked. Nothing is
+    uploaded if the remote manifest is the same. Call this function on one process. Blocks on the network.
 
     Args:
         local: the checkpoint's folder.
         url: the remote folder, such as `s3://bucket/run`.
-        replace: delete a different checkpoint of the same name first. Default: False, which raises.
-        storage_options: for fsspec, such as credentials; never stored.
+        replace: first delete a different remote checkpoint with this name. Default: False, which raises.
+        storage_options: options for fsspec, such as credentials. They are never stored.
 
     Returns:
         The checkpoint's URL.
@@ -119,8 +119,8 @@ def upload_checkpoint(
 def find_remote(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[RemoteCheckpoint]:
     """Return the complete checkpoints directly below `url`, by step and then by time of writing.
 
-    A folder without a valid manifest is skipped. If `url` does not exist, the list is empty. Blocks on the network: one
-    listing, and one manifest per folder. Errors of the service are those of `upload_checkpoint`.
+    A folder without a valid manifest is skipped. If `url` does not exist, the list is empty. Blocks on the network, for
+    one listing and one manifest per folder. See `upload_checkpoint` for errors of the service.
     """
     found = []
     for name in _Remote(url, storage_options).folders():
@@ -137,10 +137,10 @@ def find_remote(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 
 
 def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[str, Any] | None = None) -> Path:
-    """Download the remote checkpoint `url` into the local folder `into`, under its own name.
+    """Download the remote checkpoint `url` into the local folder `into`, under the remote name.
 
-    Sizes and hashes are compared with the manifest, and one rename publishes the folder. A valid local copy with the
-    same manifest is not downloaded again. One process calls it; it blocks on the network and the disk.
+    Sizes and hashes are compared with the manifest, and one rename publishes the folder. Nothing is downloaded if
+    `into` has a valid copy. Call this function on one process. Blocks on the network and the disk.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint at `url`.
@@ -156,7 +156,7 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
     if os.path.lexists(target):
         if (target / MANIFEST).is_file() and (target / MANIFEST).read_bytes() == data and not verify(target):
             return target
-        raise CheckpointError(f"{target} exists and is not that checkpoint; it is not replaced. Choose another folder.")
+        raise CheckpointError(f"{target} exists and is not {remote.url}; it is not replaced. Choose another folder.")
     make_folder(target.parent)
     temporary = hidden(target, "tmp")
     try:
@@ -175,7 +175,7 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
 def fetch_checkpoint(url: str, root: Path, *, storage_options: Mapping[str, Any] | None = None) -> Path:
     """Return a local copy of the remote checkpoint `url` below `root`. Download it if it is missing or damaged.
 
-    The checkpoint at `url` may change: each version has its own local folder, named after the hash of its manifest.
+    A changed checkpoint is downloaded again. Each version's local folder is named after the manifest's hash.
     """
     data = _Remote(url, storage_options).read(MANIFEST, MAX_MANIFEST_BYTES)
     digest = xxhash.xxh3_64(data or b"").hexdigest()
@@ -189,13 +189,13 @@ def fetch_checkpoint(url: str, root: Path, *, storage_options: Mapping[str, Any]
 def fetch_newest(
     url: str, root: Path, *, than: FoundCheckpoint | None = None, kind: Kind | None = None, skip_damaged: bool = True
 ) -> Path | None:
-    """Return a local copy of the valid checkpoint directly below `url` that was written last; see `fetch_checkpoint`.
+    """Return a local copy of the newest valid checkpoint directly below `url`; see `fetch_checkpoint`.
 
     Args:
         url: the remote folder.
         root: the folder of the downloads.
-        than: a local checkpoint. If no valid remote checkpoint is newer than this one, None is returned.
-        kind: `"full"` skips checkpoints that cannot be resumed.
+        than: a local checkpoint. Return None if no valid remote checkpoint is newer.
+        kind: `"full"` skips checkpoints with weights only, which cannot be resumed.
         skip_damaged: skip a damaged checkpoint with a warning. Default: True; False raises its error.
     """
     found = [item for item in find_remote(url) if kind is None or item.manifest.kind == kind]
@@ -212,7 +212,7 @@ def fetch_newest(
 
 
 def remote_names(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the names of all folders directly below `url`; none if it does not exist."""
+    """Return the names of all folders directly below `url`. Empty if `url` does not exist."""
     return _Remote(url, storage_options).folders()
 
 
@@ -239,13 +239,13 @@ class RemoteEntry:
 class RemoteIndex:
     """The index of the checkpoints that one run has uploaded below a URL. The run deletes no other checkpoints.
 
-    It is stored in the same folder as `index.{run}.json`, one file per run, since objects cannot be locked. An entry is
-    written before the upload begins, so that an interrupted upload can be deleted later.
+    The index is the file `index.{run}.json` below the URL. Each run has its own index, because objects cannot be
+    locked. An entry is written before the upload begins, so that an interrupted upload can be deleted later.
 
     Args:
         url: the remote folder.
-        run: the run's id, which is the same after a resume: letters, digits, `.`, `_` and `-`.
-        storage_options: for fsspec.
+        run: the run's id, which a resume does not change. Consists of letters, digits, `.`, `_` and `-`.
+        storage_options: options for fsspec.
     """
 
     def __init__(self, url: str, *, run: str, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -261,7 +261,7 @@ class RemoteIndex:
     def upload(self, local: Path | str, *, replace: bool = False) -> str:
         """Upload a checkpoint (see `upload_checkpoint`), add it to the index, and return its URL.
 
-        `replace` only replaces a checkpoint that this run has uploaded.
+        `replace=True` only replaces a checkpoint that this run has uploaded.
         """
         local = Path(local)
         manifest = read_manifest(local)
@@ -271,7 +271,7 @@ class RemoteIndex:
         if old is not None and old.created != entry.created:
             if not replace:
                 raise CheckpointError(
-                    f"{self.url}/{entry.name} is an earlier checkpoint of this run; pass replace=True."
+                    f"{self.url}/{entry.name} is an earlier checkpoint of this run. Pass replace=True to replace it."
                 )
             self.delete(entry.name)
         elif old is None:
@@ -286,10 +286,10 @@ class RemoteIndex:
         return sorted(self._load(), key=lambda entry: (entry.step, entry.created, entry.name))
 
     def delete(self, name: str) -> None:
-        """Delete one of this run's uploads, manifest first, and its entry.
+        """Delete one of this run's uploads, manifest first, and its index entry.
 
         Raises:
-            CheckpointError: the checkpoint is another run's. It is not deleted.
+            CheckpointError: another run has uploaded the checkpoint. It is not deleted.
         """
         entries = self._load()
         entry = next((known for known in entries if known.name == name), None)
@@ -302,14 +302,14 @@ class RemoteIndex:
         self._store([known for known in entries if known is not entry])
 
     def delete_unfinished(self) -> list[str]:
-        """Delete this run's unfinished uploads and return their names. Call it before the first upload of a process."""
+        """Delete this run's unfinished uploads and return their names. Call this before a process's first upload."""
         gone = [entry.name for entry in self.entries() if self._manifest(entry.name) is None]
         for name in gone:
             self.delete(name)
         return gone
 
     def keep_last(self, num: int) -> list[str]:
-        """Delete all of this run's uploads except the `num` with the highest steps; return the deleted names."""
+        """Delete this run's uploads except the `num` uploads with the highest steps. Return the deleted names."""
         if num < 0:
             raise CheckpointError(f"keep_last({num}): expected 0 or more.")
         entries = self.entries()
@@ -376,7 +376,7 @@ class _Remote:
 
     @contextlib.contextmanager
     def _service_errors(self, verb: str, relative: str = "") -> Iterator[None]:
-        """Turn errors of a service into `CheckpointError`s, except a FileNotFoundError of another verb than write."""
+        """Convert errors of a service to `CheckpointError`s. FileNotFoundError is converted only if `verb` is write."""
         try:
             yield
         except TrainwrightError:
@@ -431,7 +431,7 @@ class _Remote:
             raise CheckpointError(f"{self.url}/{relative} arrived with {size} bytes, expected {entry.size}.")
 
     def fetch(self, relative: str, local: Path, entry: FileEntry) -> None:
-        """Download a file into a new local one, and compare it with the manifest."""
+        """Download a file, and compare it with the manifest."""
         try:
             with (
                 self._service_errors("read", relative),
@@ -464,7 +464,7 @@ class _Remote:
             self._fs.makedirs(path, exist_ok=True)
 
     def _require_bucket(self) -> None:
-        """Raise a CheckpointError if the bucket does not exist. Listings do not distinguish it from an empty folder."""
+        """Raise a CheckpointError if the bucket does not exist. In a listing, it looks like an empty folder."""
         if self._in_bucket:
             bucket = self._root.partition("/")[0]
             try:

@@ -1,4 +1,4 @@
-"""The index of the checkpoints that a run wrote. A run deletes no other checkpoints."""
+"""The index of the checkpoints that a run wrote. A run only deletes checkpoints in its index."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trainwright.core.host.folders import alone_in
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One checkpoint of a run: its folder name, the id of its run, and values from its manifest."""
+    """One checkpoint of a run: folder name, id of the run, and values from the manifest."""
 
     name: str
     step: int
@@ -47,13 +47,13 @@ class IndexEntry:
 class RunIndex:
     """The list of the checkpoints that a run wrote, stored in `folder/index.json`.
 
-    Names in it are relative, so that the folder can be moved. Entries of other runs are preserved. One process of a run
-    uses it, and every change is on the disk before the method returns. A damaged index is rebuilt from the manifests
-    of the checkpoints, with a `TrainwrightWarning`.
+    Names in the file are relative, so that the folder can be moved. Entries of other runs are preserved. Use the index
+    in one process of a run. Every change is on the disk when the method returns. A damaged index is rebuilt from the
+    manifests of the checkpoints, with a `TrainwrightWarning`.
 
     Args:
-        folder: the run's checkpoint folder; created by the first `add`.
-        run: the run's id, which is the same after a resume. Runs that share a folder need different ids.
+        folder: the run's checkpoint folder. The first `add` creates it.
+        run: the run's id, which a resume does not change. Runs that share a folder need different ids.
 
     Raises:
         CheckpointError: `index.json` has a newer format, or names a path outside the folder.
@@ -66,7 +66,7 @@ class RunIndex:
 
     @classmethod
     def of_newest_run(cls, folder: Path | str) -> RunIndex | None:
-        """Return the index of the run whose checkpoint in `folder` is the newest, or None if there is none."""
+        """Return the index of the run that wrote the newest checkpoint in `folder`, or None without checkpoints."""
         there = [entry for entry in cls(folder)._load() if (Path(folder) / entry.name).is_dir()]
         newest = max(there, key=lambda entry: (entry.created, entry.step), default=None)
         return None if newest is None else cls(folder, run=newest.run)
@@ -82,7 +82,7 @@ class RunIndex:
         return sorted(mine, key=lambda entry: (entry.step, entry.created, entry.name))
 
     def add(self, checkpoint: Path | str) -> IndexEntry:
-        """Add a checkpoint that this run has written into the folder; return its entry."""
+        """Add a checkpoint in the folder that this run has written. Return the checkpoint's entry."""
         checkpoint = Path(checkpoint)
         if checkpoint.parent.resolve() != self.folder.resolve():
             raise CheckpointError(f"{checkpoint} is not in {self.folder}, the folder of this index.")
@@ -102,10 +102,10 @@ class RunIndex:
     def delete(self, name: str) -> None:
         """Delete one of this run's checkpoints from the disk and from the index.
 
-        If the folder is missing, only its entry is deleted.
+        If the checkpoint's folder is missing, only the entry is deleted.
 
         Raises:
-            CheckpointError: another checkpoint has replaced the folder. It is not deleted.
+            CheckpointError: another checkpoint has replaced this checkpoint. The folder is not deleted.
         """
         entries = self._load()
         entry = next((known for known in entries if known.name == name and known.run == self.run), None)
@@ -188,7 +188,7 @@ def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntr
 
     Args:
         folder: the checkpoints' folder.
-        runs: (name, time of writing) → run, for checkpoints of kind `"weights"`, which do not store their run.
+        runs: run ids by (name, time of writing), for checkpoints of kind `"weights"`, which do not store the id.
     """
     entries = []
     for found in find_checkpoints(folder):
@@ -208,7 +208,7 @@ def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntr
 
 
 def _runs_named(data: bytes) -> dict[tuple[str, str], str]:
-    """Return (name, time of writing) → run from a damaged index. It is used where both match a checkpoint."""
+    """Return run ids by (name, time of writing) from a damaged index. An id is valid if a checkpoint matches both."""
     try:
         with reading(RUN_INDEX):
             items = load_json(data, RUN_INDEX)["checkpoints"]
@@ -222,12 +222,12 @@ class _OutsideError(CheckpointError):
 
 
 def _parse(data: bytes, origin: str) -> list[IndexEntry]:
-    """Return the entries of an index. Early versions wrote indices without a seal.
+    """Return the entries of an index. An index without a seal is valid, because early versions wrote no seal.
 
     Raises:
         CheckpointError: the index is damaged.
         NewerFormatError: a newer version wrote it.
-        _OutsideError: it lists a checkpoint outside of its folder.
+        _OutsideError: the index lists a checkpoint outside of its folder.
     """
     fits = seal_fits(data)
     if not fits:

@@ -1,4 +1,4 @@
-"""A run's checkpoint folder: its index, the names in it, and the newest valid checkpoint."""
+"""A run's checkpoint folder: index, names of checkpoints, and the newest valid checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OnDamaged = Literal["error", "fall_back"]
 class RunFolder:
     """The folder of a run's checkpoints, which need not exist.
 
-    Create one for each use. It stores nothing that another process may change on the disk.
+    Create a new object for each use. It caches nothing that another process may change on the disk.
     """
 
     def __init__(self, path: Path, *, run: str = "") -> None:
@@ -54,7 +54,7 @@ class RunFolder:
             order_after(found.manifest.created)
 
     def listed(self, wanted: Callable[[IndexEntry], bool]) -> list[OpenResult]:
-        """Open this run's checkpoints for which `wanted` returns True."""
+        """Open the checkpoints of this run for whose index entries `wanted` returns True."""
         return [open_or_error(self.path / entry.name) for entry in self.index.entries() if wanted(entry)]
 
     def newest(
@@ -73,16 +73,16 @@ class RunFolder:
         its own checkpoints. Reads every file of the candidates, newest first, until one is valid.
 
         Args:
-            candidates: checkpoints, and the errors of those that could not be opened. Default: all in the folder, of
-                every run.
-            accepts: returns whether a candidate may be used. It is called newest first. If it raises a
-                `CheckpointError`, the candidate counts as damaged.
+            candidates: checkpoints, and errors of checkpoints that could not be opened. Default: all checkpoints in the
+                folder, of every run.
+            accepts: function that returns whether a candidate may be used, called for the newest candidate first. If it
+                raises a `CheckpointError`, the candidate counts as damaged.
             parts, allow_missing, hash_files: see `check_checkpoint`.
             on_damaged: `"error"` raises for a damaged checkpoint. Default: `"fall_back"`, which skips it with a
                 warning.
 
         Raises:
-            NewerFormatError: a candidate has a newer format, and may be the newest.
+            NewerFormatError: a candidate has a newer format, and may be the newest checkpoint.
         """
         opened: list[FoundCheckpoint] = []
         for path, item in scan(self.path) if candidates is None else candidates:
@@ -104,7 +104,7 @@ class RunFolder:
         return None
 
     def newest_before(self, path: Path) -> tuple[list[OpenResult], Callable[[FoundCheckpoint], bool]]:
-        """Return the folder's checkpoints except `path`, and a function that tells if one is older than `path`.
+        """Return the folder's checkpoints except `path`, and a function that tests if one is older than `path`.
 
         If the time of writing of `path` is unreadable, all others count as older.
         """
@@ -127,18 +127,18 @@ class RunFolder:
             index.add(self.path / found.path.name)
 
     def written_after(self, path: Path) -> set[str]:
-        """Return the times of writing of this run's checkpoints that are newer than the one at `path`."""
+        """Return the times of writing of this run's checkpoints that are newer than `path`."""
         created = open_checkpoint(path).manifest.created
         return {entry.created for entry in self.index.entries() if entry.created > created}
 
     def free_name(self, name: str) -> str:
-        """Return `name`, with a version appended if another run's checkpoint has that name."""
+        """Return `name`. If a checkpoint of another run has this name, append a version."""
         taken = names_in(self.path) - {entry.name for entry in self.index.entries()}
         versions = (f"{name}-v{number}" for number in itertools.count(1))
         return next(free for free in itertools.chain((name,), versions) if free not in taken)
 
     def reserve(self, name: str) -> Path | None:
-        """Reserve a name until its checkpoint is written, if several runs share the folder.
+        """Reserve a checkpoint's name until the checkpoint is written, because several runs may share the folder.
 
         Returns a placeholder folder to remove later, or None if it cannot be created.
         """
@@ -150,7 +150,7 @@ class RunFolder:
         return None
 
     def link(self, name: str, target: str) -> None:
-        """Point the relative symbolic link `name` to a checkpoint of the same folder, atomically."""
+        """Atomically create or replace the relative symbolic link `name` to a checkpoint in the folder."""
         link = self.path / name
         if link.is_dir() and not link.is_symlink():
             raise CheckpointError(
@@ -175,12 +175,12 @@ def newest_valid(
 ) -> Path | None:
     """Return the valid checkpoint in `folder` that was written last, or None.
 
-    Its files have been verified: `read_checkpoint` can read it with `verify=False`.
+    The files of the result have been verified, so that `read_checkpoint` may be called with `verify=False`.
 
     Args:
-        folder: the checkpoints' folder; it need not exist.
+        folder: folder of the checkpoints. It need not exist.
         kind: `"full"` skips checkpoints that cannot be resumed.
-        earlier_than: a checkpoint of the folder; only older ones are considered.
+        earlier_than: a checkpoint in the folder. Only older checkpoints are returned. Default: None.
         parts, allow_missing, on_damaged, hash_files: see `RunFolder.newest`, also for warnings and errors.
     """
     place = RunFolder(Path(folder))
@@ -205,7 +205,7 @@ def whole_checkpoint(
     on_damaged: OnDamaged = "error",
     hash_files: HashFiles = hash_files,
 ) -> Path:
-    """Return `path` if its files match its manifest, or a replacement; see `open_valid`."""
+    """Return the path of the checkpoint or, if it is damaged, of an older valid one; see `open_valid`."""
     return open_valid(
         Path(path), kind=kind, parts=parts, allow_missing=allow_missing, on_damaged=on_damaged, hash_files=hash_files
     ).path
@@ -263,7 +263,7 @@ def open_valid(
 
 
 def _is_listed_itself(path: Path) -> bool:
-    """Return whether `path` is a link within its folder, such as `last`. Its target is a candidate itself."""
+    """Return whether `path` is a link to a checkpoint in the same folder, such as `last`."""
     return path.is_symlink() and os.path.dirname(os.path.realpath(path)) == os.path.realpath(path.parent)
 
 

@@ -1,4 +1,4 @@
-"""The command line: `trainwright new`, `trainwright fit --config config.yaml`, and the others that `--help` lists.
+"""The command line: `trainwright new`, `trainwright fit --config config.yaml`, and other sub-commands (`--help`).
 
 Each sub-command is a function `(arguments) -> exit code` in a separate module, imported when the command is called.
 `CLI` adds a command line to a script. Names are imported when they are first used.

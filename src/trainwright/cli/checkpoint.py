@@ -1,6 +1,6 @@
 """`trainwright checkpoint ls|show|verify|diff|merge|export|convert` and `trainwright merge-weights`.
 
-Exit codes: 0; 1 if `verify` finds damage or `diff` a difference; 2 for errors.
+Exit codes: 0 for success, 1 if `verify` finds damage or `diff` finds a difference, 2 for errors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHOWN = 20  # maximal number of printed lines of one kind
 
 
 def checkpoint(argv: Sequence[str]) -> int:
-    """Run one of the commands; see `trainwright checkpoint --help`."""
+    """Run `trainwright checkpoint`; see `trainwright checkpoint --help`."""
     wanted = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = wanted.command
     try:
@@ -232,7 +232,7 @@ def _merge(wanted: argparse.Namespace) -> int:
 
 
 def merge_weights(argv: Sequence[str]) -> int:
-    """Run `trainwright merge-weights`: `accelerate merge-weights`, with `--max_shard_size`."""
+    """Run `trainwright merge-weights`, which is `accelerate merge-weights` with an option `--max_shard_size`."""
     from trainwright.checkpoint.interop.sharded_folder import merge_weights as merge
 
     parser = argparse.ArgumentParser(
@@ -274,7 +274,7 @@ def _export(wanted: argparse.Namespace) -> int:
     if wanted.megatron is not None:
         return _export_megatron(wanted)
     if wanted.config is not None:
-        raise ConfigurationError("--config is used with --megatron only.")
+        raise ConfigurationError("--config is used with --megatron only. Remove --config, or add --megatron.")
     _tell(
         export_weights(
             wanted.source,
@@ -333,11 +333,13 @@ def _convert(wanted: argparse.Namespace) -> int:
         _print(f"{wanted.target}: a model of transformers, {count} tensors")
         return 0
     if wanted.config is not None:
-        raise ConfigurationError(f"--config is used for checkpoints of Megatron only, and {wanted.source} is not one.")
+        raise ConfigurationError(
+            f"--config is used for checkpoints of Megatron only, and {wanted.source} is not one. Remove --config."
+        )
     for name in ("step", "epoch"):
         value = getattr(wanted, name)
         if value is not None and value < 0:
-            raise ConfigurationError(f"--{name}={value} is negative.")
+            raise ConfigurationError(f"--{name}={value} is negative. Write at least 0.")
     options = ConvertOptions(
         trust_pickle=wanted.trust_pickle,
         drop_unknown=wanted.drop_unknown,
@@ -379,7 +381,7 @@ def _text(value: object) -> str:
 
 
 def _plain(value: object) -> Any:
-    """Return `value` for JSON; numbers that JSON cannot represent become text."""
+    """Return `value` for JSON. NaN and infinities, which JSON lacks, become text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Output of `trainwright checkpoint ls` and `show`: rows for the checkpoints of a folder, and the contents of one."""
+"""Output of `trainwright checkpoint ls` (one row for each checkpoint) and `show` (contents of one checkpoint)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHECKPOINTS = "checkpoints"  # the default sub-folder of a run
 
 @dataclass
 class Row:
-    """Row of a listing for one checkpoint; unknown values of a damaged manifest are None."""
+    """Row of a listing for one checkpoint. Values that a damaged manifest lacks are None."""
 
     name: str
     path: str  # or URL
@@ -48,7 +48,7 @@ class Row:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return `path` if it is a checkpoint, else all checkpoints in it or in its folder `checkpoints`."""
+    """Return `path` if it is a checkpoint, else all checkpoints in `path` or `path/checkpoints`."""
     found = _folders(path)
     if not found:
         raise CheckpointError(f"{path} is not a checkpoint and contains none.")
@@ -119,7 +119,7 @@ def _bytes_of(manifest: Manifest, part: str) -> int:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return the contents of a checkpoint by name, as plain values; large tensors are not read."""
+    """Return the contents of a checkpoint by name, as plain values. Large tensors are not read."""
     manifest = read_manifest(path)
     problems = verify(path, hashes=False)
     if problems:
@@ -208,7 +208,7 @@ def _optimizer(folder: Path, stem: str) -> dict[str, Any]:
 
 
 def _trainer(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of the trainer's part, with one level of the states of callbacks and schedules."""
+    """Return the contents of the part `"trainer"`. Nested states of callbacks and schedules are shortened."""
     facts: dict[str, Any] = {"progress": tree.get(PROGRESS, {})}
     for name, value in tree.items():
         if name == PROGRESS:
@@ -233,7 +233,7 @@ def _nested(value: object) -> Any:
 
 
 def _short(value: object, limit: int = 100) -> Any:
-    """Return numbers and text unchanged, tensors as dtype and shape, and the rest as shortened `repr`."""
+    """Return numbers and text unchanged, tensors as dtype and shape, and other values as shortened `repr`."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, torch.Tensor):

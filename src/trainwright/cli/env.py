@@ -30,7 +30,7 @@ _CPU_INSTRUCTIONS = ("amx_tile", "amx_bf16", "amx_fp16", "amx_int8", "avx512_bf1
 
 
 def env(argv: Sequence[str]) -> int:
-    """Print versions, devices, the detected launcher and its configuration; `--json` prints them as JSON."""
+    """Print versions, devices, the detected launcher and the launch configuration. `--json` prints JSON."""
     parser = argparse.ArgumentParser(prog="trainwright env", description="Show versions, devices and configuration.")
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help="configuration of `trainwright launch`")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -47,11 +47,10 @@ def env(argv: Sequence[str]) -> int:
 
 
 def collect(config_file: str | None = None) -> dict[str, Any]:
-    """Return the output of `trainwright env`, as JSON values by name; missing packages have None.
+    """Return the output of `trainwright env` as JSON values by name. The value of a missing package is None.
 
     Args:
-        config_file: Configuration of `trainwright launch`. Default: None, which is the default file of `trainwright
-            launch`.
+        config_file: configuration of `trainwright launch`. Default: None, its default file.
     """
     facts: dict[str, Any] = {
         "trainwright": __version__,
@@ -84,7 +83,7 @@ def _version(package: str) -> str | None:
 
 
 def _cuda_version() -> str | None:
-    """Return the CUDA version of torch from torch's file `version.py`, because importing torch takes seconds."""
+    """Return torch's CUDA version from its file `version.py`, because importing torch takes seconds."""
     found = importlib.util.find_spec("torch")
     file = None if found is None or found.origin is None else Path(found.origin).with_name("version.py")
     if file is None or not file.is_file():
@@ -94,7 +93,7 @@ def _cuda_version() -> str | None:
 
 
 def _devices() -> tuple[str | None, list[str]]:
-    """Return the type of the accelerators of this machine, and their names."""
+    """Return the type and the names of this machine's accelerators."""
     if "torch" not in sys.modules and has_no_devices():
         return None, []
     import torch
@@ -108,7 +107,7 @@ def _devices() -> tuple[str | None, list[str]]:
 
 
 def _cpu_instructions() -> list[str]:
-    """Return this CPU's instructions for low-precision matrix products. Always empty unless on Linux on x86."""
+    """Return this CPU's instructions for low-precision matrix products. Empty except on Linux on x86."""
     file = Path("/proc/cpuinfo")
     match = re.search(r"^flags\s*:(.*)$", file.read_text(errors="replace") if file.is_file() else "", re.MULTILINE)
     flags = set(match[1].split()) if match else set()

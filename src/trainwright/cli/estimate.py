@@ -32,7 +32,7 @@ _TIMM = "timm/"  # prefix of timm's models on the hub
 
 @dataclass(frozen=True, slots=True)
 class _FoundModel:
-    """Model to estimate: its weights, and the model itself unless it is a folder of weights."""
+    """Model to estimate: the weights and, unless only a folder of weights is known, the model."""
 
     count: WeightCount
     module: nn.Module | None = None
@@ -40,7 +40,7 @@ class _FoundModel:
 
 
 def estimate(argv: Sequence[str]) -> int:
-    """Print the memory of a model per dtype; with a batch size also activations and KV cache."""
+    """Print the memory of a model for each dtype. With a batch size, also print activations and KV cache."""
     from trainwright.bigmodels.maps.sizes import dtype_byte_size
 
     wanted = _parser().parse_args(argv)
@@ -84,12 +84,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
-    """Add an option with dashes, and with underscores as in Accelerate."""
+    """Add an option whose name may be written with dashes, or with underscores as in Accelerate."""
     parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")), **settings)
 
 
 def _read(option: str, text: str, convert: Callable[[str], float]) -> float:
-    """Convert the value of an option, and name the option in an error."""
+    """Convert the value of an option. Errors name the option."""
     try:
         return convert(text)
     except ConfigurationError as error:
@@ -129,7 +129,8 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
             raise ConfigurationError(f"--{name.replace('_', '-')} {number}: write a number of at least 1.")
     if model.module is None:
         raise ConfigurationError(
-            "--devices and --device-memory need a model: stored weights do not define what is trained."
+            "--devices and --device-memory need a model, but stored weights do not contain its layers. Pass its "
+            "config.json, its name, or package.module:Class."
         )
     shape, facts = training_shape(model.module), dict[str, Any]()
     buckets = ZeroBuckets() if wanted.reduce_bucket_size is None else ZeroBuckets(reduce=wanted.reduce_bucket_size)
@@ -200,14 +201,14 @@ def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
 
 
 def _activation_bytes(model: _FoundModel, batch_size: int, sequence_length: int, *, loss: bool = False) -> int:
-    """Return the bytes that autograd keeps of a forward; with `loss`, including the model's own loss on tokens."""
+    """Return the bytes that autograd saves in a forward. With `loss`, include the model's own loss on tokens."""
     return sum(_stage_bytes(model, batch_size, sequence_length, loss=loss, pp=1)[0])
 
 
 def _stage_bytes(
     model: _FoundModel, batch_size: int, sequence_length: int, *, loss: bool, pp: int
 ) -> tuple[list[int], list[int]]:
-    """Return the bytes that autograd saves in each pipeline stage, and the bytes that each stage sends on."""
+    """Return the bytes that autograd saves in each pipeline stage, and the bytes that each stage sends to the next."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -217,7 +218,7 @@ def _stage_bytes(
     if batch_size < 1 or sequence_length < 1:
         raise ConfigurationError(f"--batch-size {batch_size} --sequence-length {sequence_length}: write at least 1.")
     if model.module is None or model.config is None:
-        raise ConfigurationError("--batch-size needs a transformers model: the inputs of others are unknown.")
+        raise ConfigurationError("--batch-size needs a transformers model: inputs of other models are unknown.")
     module: Any = copy.deepcopy(model.module)
     # Tensors on the CPU without memory: on the meta device torch would use other kernels, and models could not read
     # values.
@@ -269,22 +270,22 @@ def _image_size(module: object, config: dict[str, Any]) -> tuple[int, int]:
     if main != "pixel_values" or not size:
         lack = f"takes {main}" if main != "pixel_values" else "takes images, and its configuration has no image_size"
         raise ConfigurationError(
-            f"--batch-size: {type(module).__name__} {lack}; only the sizes of tokens and of such images follow from a "
-            "configuration. Remove it to estimate the weights alone."
+            f"--batch-size: {type(module).__name__} {lack}. Inputs are only known for tokens, and for images with "
+            "image_size. Remove --batch-size to estimate the weights alone."
         )
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
 
 
 def _keeps_keys_and_values(module: Any) -> bool:
-    """Return whether a transformers model has a KV cache; encoders and models of images do not."""
+    """Return whether a transformers model has a KV cache. Encoders and image models have none."""
     if "past_key_values" not in inspect.signature(module.forward).parameters:
         return False
     return bool(module.can_generate() or getattr(module.config, "is_decoder", True))
 
 
 def _num_positions(config: dict[str, Any] | None) -> int | None:
-    """Return the maximum number of tokens of a transformers model, or None if its configuration lacks it."""
+    """Return the maximum number of tokens of a transformers model. None if its configuration does not contain it."""
     found = (config or {}).get("max_position_embeddings") or (config or {}).get("n_positions")
     return found if isinstance(found, int) else None
 

@@ -37,7 +37,7 @@ LOADING = ("on_damaged", "allow_missing", "strict", "load_weights_only")  # argu
 def run_stage(stage: Stage, argv: Sequence[str]) -> int:
     """Read the configuration, build the Trainer, the task and the data, save the resolved configuration, and run.
 
-    Modules of the current folder can be named in class paths. Every rank calls this; the main one writes.
+    Class paths can name modules of the current folder. Call this function on every rank. Only the main process writes.
 
     Returns:
         0, or 130 if the run was ended by Ctrl-C.
@@ -67,7 +67,7 @@ predict = partial(run_stage, "predict")
 
 
 def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-    """Read a command line and its files. Modules of the current folder can be named in class paths."""
+    """Read a command line and its files. Class paths can name modules of the current folder."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -86,7 +86,7 @@ def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any
 
 
 def _predict(built: Namespace, settings: Namespace) -> None:
-    """Predict, and write the outputs on the main process; with `--output none` a user's callback does."""
+    """Predict, and write the outputs on the main process. With `--output none`, nothing is written."""
     trainer, keep = built.trainer, settings.output != "none"
     found = trainer.predict(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, return_predictions=keep)
     if keep and trainer.is_global_zero:
@@ -155,17 +155,20 @@ _KEY = "predictions"
 
 
 def write_predictions(batches: Sequence[Any], path: Path) -> dict[str, torch.Size]:
-    """Write the outputs of `predict_step`, joined along their first dimension, as one safetensors file.
+    """Concatenate outputs of `predict_step` along the first dimension, and write them as one safetensors file.
 
     Args:
-        batches: the outputs of `predict_step` for each batch, in order: tensors of shape (batch, …), saved under
-            "predictions", or mappings from names to such tensors, saved under those names.
-        path: the file; its folder is created.
+        batches: the output of `predict_step` for each batch, in order. An output is a tensor of shape (batch, …), which
+            is saved as "predictions", or a mapping from names to such tensors.
+        path: the file. A missing folder is created.
     """
     named = [_named(batch) for batch in batches]
     names = list(named[0]) if named else []
     if any(list(batch) != names for batch in named):
-        raise TaskError("predict_step returned different names for different batches; a file cannot hold them as one.")
+        raise TaskError(
+            "predict_step returned different names for different batches. Return the same names for all batches, or "
+            "write the outputs in a callback, with --output none."
+        )
     joined = {name: torch.cat([batch[name].cpu() for batch in named]).contiguous() for name in names}
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.tmp")

@@ -1,5 +1,6 @@
-"""The dispatcher: find the sub-command, run it, and turn our own errors into one readable line. It imports the standard
-library only, so that `trainwright --help` is fast.
+"""The dispatcher: find and run the sub-command, and print a `TrainwrightError` as one line.
+
+This module only imports the standard library, so that `trainwright --help` is fast.
 """
 
 from __future__ import annotations
@@ -59,9 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Returns:
-        0; 2 for a usage error (an unknown command, a `TrainwrightError`), printed to stderr without a
-        traceback unless `--traceback` is given; 130 after Ctrl-C; or the code that the command exits with. Other errors
-            are raised with their traceback.
+        The exit code of the command. 2 for an unknown command or a `TrainwrightError`, which is printed to stderr
+        without a traceback unless `--traceback` is passed. 130 after Ctrl-C. Other errors are raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback, arguments = _take_traceback_option(arguments)
@@ -117,14 +117,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _take_traceback_option(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Find `--traceback` before or after the command's name, and return the arguments without it."""
+    """Return whether `--traceback` is before or after the command's name, and the other arguments."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     ours = [word for word in arguments[:end] if word != "--traceback"]
     return len(ours) < end, ours + arguments[end:]
 
 
 def _exit_code(stop: SystemExit) -> int:
-    """Return the exit code of the interpreter, after printing its message."""
+    """Return the exit code of a SystemExit, after printing its message."""
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):

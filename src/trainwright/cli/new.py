@@ -1,7 +1,7 @@
-"""`trainwright new`: write a project that trains from one of the templates.
+"""`trainwright new`: write a training project from a template.
 
-A template is a folder of data under `trainwright.templates`. Files that end in `.jinja` are rendered and lose the
-suffix; all others are copied byte for byte. Names of files and folders may hold `{{ package }}`.
+A template is a folder in `trainwright.templates`. Files that end in `.jinja` are rendered, and the suffix is removed.
+Other files are copied unchanged. Names of files and folders may contain `{{ package }}`.
 """
 
 from __future__ import annotations
@@ -56,13 +56,12 @@ def template_names() -> list[str]:
 def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | None = None) -> list[PurePosixPath]:
     """Render a template into a folder.
 
-    Everything is rendered before anything is written; the files are then written next to the target and renamed, so
-    that an error leaves no partial project.
+    All files are rendered first, then written to a temporary folder and renamed. An error leaves no partial project.
 
     Args:
-        path: the folder to write; it may exist if it is empty; its parents are created.
+        path: the folder to write. It may be an existing empty folder. Missing parents are created.
         template: a name from `template_names()`.
-        name: the project's name; None: the last part of `path`. Default: None.
+        name: the project's name. Default: None, the last part of `path`.
     """
     known = template_names()
     if template not in known:
@@ -74,7 +73,7 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
         path.exists()
     except (OSError, RuntimeError) as error:  # a link to itself, a name that is too long
         raise ConfigurationError(
-            f"PATH {str(path)!r} cannot be a folder: {_first_line(error)}. Choose another."
+            f"PATH {str(path)!r} cannot be a folder: {_first_line(error)}. Choose another PATH."
         ) from None
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigurationError(f"{path} exists and is not an empty folder. Choose another PATH or empty it first.")
@@ -99,11 +98,11 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
 
 
 def project_names(name: str) -> dict[str, str]:
-    """Return the variables of the templates: `name` , `package` (a Python identifier) and `version` (ours)."""
+    """Return the variables of the templates: `name`, `package` (a Python identifier), `version` (of Trainwright)."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
         raise ConfigurationError(
-            f"--name {name!r} is not a project's name: letters, digits, '.', '-' and '_', a letter or digit at both "
-            "ends. Pass another one with --name."
+            f"--name {name!r} is not a project's name. Pass --name with letters, digits, '.', '-' and '_', and with a "
+            "letter or digit at both ends."
         )
     package = re.sub(r"[^a-z0-9]+", "_", name.lower())
     if package[0].isdigit() or keyword.iskeyword(package):
@@ -112,7 +111,7 @@ def project_names(name: str) -> dict[str, str]:
 
 
 def render(template: Traversable, names: Mapping[str, str]) -> dict[PurePosixPath, bytes]:
-    """Return the files of a template, rendered: path relative to the project → content."""
+    """Return the rendered files of a template by their paths relative to the project."""
     import jinja2
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
@@ -149,8 +148,9 @@ def _walk(folder: Traversable, above: tuple[str, ...] = ()) -> Iterator[tuple[tu
 
 
 def _publish(project: Path, path: Path) -> None:
-    """Publish the written files as the project: by one rename if the folder is new. An existing empty folder is kept
-    (it may be the working folder of a process) and gets the entries.
+    """Move the written files to the project's folder, with one rename if the folder is new.
+
+    An existing empty folder is not replaced, because it may be the working folder of a process.
     """
     if not path.exists():
         project.rename(path)

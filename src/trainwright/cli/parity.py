@@ -1,6 +1,7 @@
-"""`trainwright parity`: train the same steps under several strategies, and report where they first differ. Every
-strategy runs in separate processes, from one seed, on the same micro-batches in each step. The first one named is the
-reference.
+"""`trainwright parity`: train the same steps with several strategies, and report the first difference.
+
+Each strategy runs in separate processes, with the same seed and the same micro-batches in each step. The first strategy
+is the reference.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ STEP_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class ParityPlan:
-    """Plan of one run, JSON-compatible: `plan.json` of a folder, into which the run writes its steps or its error."""
+    """Plan of one run, stored as `plan.json` in a folder. The run writes its steps or its error into this folder."""
 
     strategy: str  # a name, or "module:name" of a strategy, a class or a function that makes one
     devices: int  # processes, if the strategy can run several
@@ -50,7 +51,7 @@ def parity(argv: Sequence[str]) -> int:
     """Compare strategies; see `trainwright parity --help`.
 
     Returns:
-        0 if all results are equal, 1 if one differs or could not train.
+        0 if all results are equal, 1 if a strategy has other results or could not train.
     """
     from trainwright.core.process import detect
 
@@ -58,8 +59,8 @@ def parity(argv: Sequence[str]) -> int:
     topology = detect()
     if topology.launcher != "none":
         raise ConfigurationError(
-            f"parity starts the processes of every strategy itself, but a launcher has started it ({topology}). Start "
-            "it without a launcher, and set the number of processes with --devices."
+            f"parity starts the processes of every strategy itself, but a launcher has started parity ({topology}). "
+            "Start parity without a launcher, and set the number of processes with --devices."
         )
     line = read_command_line(rest)
     _check_assignments(line.assignments)
@@ -122,7 +123,7 @@ def _bound(text: str) -> float:
 
 
 def class_path(text: str) -> str:
-    """Return the dotted path of `file.py:Class` or `package.module:Class`; a file's folder becomes importable."""
+    """Return the dotted path of `file.py:Class` or `package.module:Class`. Add the file's folder to `sys.path`."""
     module, _, name = text.rpartition(":")
     if not module or not name:
         raise ConfigurationError(
@@ -143,13 +144,13 @@ def _check_assignments(assignments: Sequence[tuple[str, str]]) -> None:
     for key, _ in assignments:
         if key.startswith("trainer.") and key not in known:
             raise ConfigurationError(
-                f"{key} cannot be set here: --steps are trained under --strategies with --devices, without loggers, "
-                f"callbacks and validation. Arguments of a step can be set: {', '.join(sorted(known))}."
+                f"{key} cannot be set here: use --steps, --strategies and --devices. Loggers, callbacks and validation "
+                f"are not used. Arguments that can be set: {', '.join(sorted(known))}."
             )
 
 
 def _read_strategies(text: str) -> list[tuple[str, str]]:
-    """Return the text of each strategy, and the strategy's import path or registry name."""
+    """Return the text of each strategy in the option, with the strategy's import path or registry name."""
     from trainwright.strategies.registry import STRATEGIES, make_strategy
 
     strategies = []
@@ -163,7 +164,9 @@ def _read_strategies(text: str) -> list[tuple[str, str]]:
             STRATEGIES.get(label)  # raises an error with the nearest name
         strategies.append((label, path))
     if len(strategies) < 2:
-        raise ConfigurationError("--strategies names fewer than two. Write, for example, --strategies single,ddp.")
+        raise ConfigurationError(
+            "--strategies names fewer than two strategies. Write, for example, --strategies single,ddp."
+        )
     return strategies
 
 
@@ -285,7 +288,7 @@ def _record(plan: ParityPlan, folder: Path) -> None:
 
 
 def load_strategy(plan: ParityPlan) -> tuple[Any, int]:
-    """Return the strategy for the Trainer, and its number of processes."""
+    """Return the strategy for the Trainer, and the number of processes."""
     from trainwright.strategies.registry import STRATEGIES, make_strategy
     from trainwright.strategies.strategy import Strategy
 

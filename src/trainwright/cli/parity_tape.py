@@ -1,6 +1,7 @@
-"""Record runs for `trainwright parity` in folders, and compare two of them. `facts.json` describes a run;
-`step-00000.safetensors` holds the initial parameters, `step-00001.*` the first step's data, loss, gradients and the
-parameters after it, and so on.
+"""Recording and comparison of runs for `trainwright parity`.
+
+Each run has a folder. `facts.json` describes the run. `step-00000.safetensors` contains the initial parameters. Files
+`step-00001.*` and so on contain a step's data, loss, gradients, and the parameters after the step.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Tape:
         return cls(label, folder, **json.loads((folder / "facts.json").read_text()), steps=steps)
 
     def tensors(self, step: int, kind: str) -> dict[str, torch.Tensor]:
-        """Read a step's gradients before clipping or its parameters after the step. Step 0 is the initial state."""
+        """Read a step's gradients before clipping, or the parameters after the step. Step 0 is the initial state."""
         file, prefix = self.folder / f"step-{step:05}.safetensors", f"{kind}/"
         names = [name for name in read_header(file) if name.startswith(prefix)]
         return {name.removeprefix(prefix): tensor for name, tensor in read_safetensors(file, names=names).items()}
@@ -74,8 +75,8 @@ class Tape:
 class StepTape(Callback):
     """Callback that records a run step by step, and makes randomness independent of the number of ranks.
 
-    Before each micro-batch every generator is seeded by its position in the order over all ranks. Dropout then draws
-    the same numbers for the same samples in any number of processes.
+    Before each micro-batch, all generators are seeded by the position of the micro-batch in the order over all ranks.
+    Dropout then draws the same numbers for the same samples with any number of processes.
     """
 
     order = Order.FIRST
@@ -96,7 +97,7 @@ class StepTape(Callback):
         if rest:
             raise ConfigurationError(
                 f"a step of {self.micro_batches} micro-batches cannot be divided over {dp_size} data-parallel ranks. "
-                f"Set trainer.accumulate_grad_batches, or --devices, so that {dp_size} divides their product."
+                f"Set trainer.accumulate_grad_batches or --devices: {dp_size} must divide their product."
             )
         if accumulate > 1 and not task.automatic_optimization:
             raise ConfigurationError(
@@ -172,7 +173,7 @@ class StepTape(Callback):
             (self.folder / f"{stem}.json").write_text(json.dumps(asdict(self._record)))
 
     def _compare_copies(self, parameters: Mapping[str, torch.Tensor]) -> list[list[Any]]:
-        """Return the rank and name of each parameter that differs from rank 0's. Collective."""
+        """Return the rank and the name of each parameter that differs from the parameter of rank 0. Collective."""
         mine = {name: _digest(tensor) for name, tensor in parameters.items()}
         all_ranks = self._engine.processes.gather_object(mine)
         return [
@@ -201,7 +202,7 @@ def _digest(tree: object) -> str:
 class Tolerance:
     """Allowed difference of two tensors: `atol + rtol × the largest absolute element of the reference`.
 
-    One bound for each tensor, because rounding in a sum is relative to its largest terms.
+    All elements of a tensor have the same bound, because rounding errors of a sum are relative to its largest terms.
     """
 
     atol: float
@@ -209,7 +210,7 @@ class Tolerance:
 
     @classmethod
     def of(cls, precision: str, atol: float | None, rtol: float | None) -> Tolerance:
-        """Return the requested tolerance, or the default for rounding in this precision."""
+        """Return the requested tolerance. Default: the tolerance for rounding errors in this precision."""
         default = {"64-true": cls(1e-10, 1e-8), "32-true": cls(1e-6, 1e-4)}.get(precision, cls(1e-3, 3e-2))
         return cls(default.atol if atol is None else atol, default.rtol if rtol is None else rtol)
 
@@ -220,7 +221,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """Value that differs by more than the tolerance."""
+    """A value that differs by more than the tolerance."""
 
     kind: str  # one of `KINDS`, or `COPY` for another rank's copy of a parameter
     name: str  # of the parameter; empty for the loss and the norm
@@ -253,7 +254,7 @@ class Comparison:
         return not self.found
 
     def notes(self) -> list[str]:
-        """Return sentences on micro-batches with other values, and on elements that are not compared."""
+        """Return messages about micro-batches with different values and about elements that are not compared."""
         notes = []
         if self.other_data:
             epoch, _, place = self.other_data[0].partition("/")
@@ -345,7 +346,7 @@ def compare(reference: Tape, other: Tape, tolerance: Tolerance) -> Comparison:
 
 
 def _gaps(mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return absolute differences: 0 where both are the same infinity or both NaN, infinite where only one is."""
+    """Return absolute differences: 0 for equal infinities or two NaNs, huge or infinite if only one value is finite."""
     same = (mine == other) | (mine.isnan() & other.isnan())
     return torch.where(same, 0.0, (mine - other).abs().nan_to_num(math.inf))
 

@@ -1,4 +1,4 @@
-"""`trainwright profile config.yaml`: train a few steps and show where their time goes."""
+"""`trainwright profile config.yaml`: train a few steps, and print the time of each part of a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _UNEVEN = 3.0  # the longest wait in means, from which batches that are prepared
 
 
 class _Gather(Callback):
-    """Callback that gathers the results of all ranks, and the values that the advice needs, at the end of training."""
+    """Callback that gathers the results of all ranks and the values for the advice at the end of training."""
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []  # of this rank, also of warm-up steps
@@ -69,7 +69,7 @@ class _Gather(Callback):
 
 
 class _NoLogger(Logger):
-    """Logger without effect, for callbacks that log values."""
+    """Logger that discards all values, for callbacks that need a logger."""
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Do nothing."""
@@ -79,7 +79,7 @@ class _NoLogger(Logger):
 
 
 def advice(result: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    """Return advice for the largest part of the time, and for each other part of at least 20 %."""
+    """Return advice for the part of a step with the longest time, and for each other part of at least 20 %."""
     step, parts = result["step_ms"], result["parts"]
     ranked = sorted(parts, key=lambda part: -parts[part])
     chosen = [part for i, part in enumerate(ranked) if not i or 100 * parts[part] / step >= _NOTABLE]
@@ -131,7 +131,7 @@ def _change_of_loader(result: Mapping[str, Any], facts: Mapping[str, Any], cores
 
 
 def profile(argv: Sequence[str]) -> int:
-    """Train a few steps and print where their time goes; see `trainwright profile --help`.
+    """Train a few steps, and print the time of each part of a step; see `trainwright profile --help`.
 
     Returns:
         0, or 130 after Ctrl-C.
@@ -154,7 +154,7 @@ def profile(argv: Sequence[str]) -> int:
     if wanted.apply:
         return tune(rest, names, wanted)
     if wanted.output or wanted.repeats != _REPEATS:
-        raise ConfigurationError("--output and --repeats are options of --apply. Add it.")
+        raise ConfigurationError("--output and --repeats are options of --apply. Add --apply.")
     parser, settings = read_settings("fit", read_command_line(rest))
     for name, value in _REPLACED.items():
         settings.trainer[name] = value
@@ -180,7 +180,7 @@ def profile(argv: Sequence[str]) -> int:
 
 
 def _named_remedies(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the names after `--apply`, and the arguments without them."""
+    """Return the names after `--apply`, and the other arguments."""
     end = list(argv).index("--apply") + 1 if "--apply" in argv else len(argv)
     names = list(takewhile(str.isidentifier, argv[end:]))
     return names, [*argv[:end], *argv[end + len(names) :]]

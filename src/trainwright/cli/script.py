@@ -38,7 +38,7 @@ class CLI:
         CLI(MyTask, MyData)       # python script.py fit --config config.yaml --trainer.max_epochs 3 --model.lr 0.01
 
     Keys are `model`, `data`, `trainer`, `optimizer`, `lr_scheduler`, `seed_everything` and the arguments of the stage
-    (`ckpt_path`, …). A file with `task` instead of `model` can be read too.
+    (`ckpt_path`, …). `task` is accepted instead of `model`.
 
     Args:
         model_class: the task's class, or a function that returns a task. Default: None. The configuration then names
@@ -49,24 +49,26 @@ class CLI:
             settings. Default: `SaveConfigCallback`.
         save_config_kwargs: further arguments of `save_config_callback`. Default: None.
         trainer_class: a subclass of Trainer, or a function that returns a Trainer. Default: `Trainer`.
-        trainer_defaults: defaults of the Trainer's arguments. Callbacks in it are added to the callbacks of the
+        trainer_defaults: defaults of the Trainer's arguments. Its callbacks are added to the callbacks of the
             configuration. Default: None.
         seed_everything_default: a seed. True selects a random seed, which is saved. False sets no seed. Default: True.
-        parser_kwargs: arguments of jsonargparse's parser, such as `default_config_files`. An entry with the name of a
-            stage has the arguments for this stage. Default: None.
-        subclass_mode_model: a configuration may name a sub-class of `model_class`. Default: False.
-        subclass_mode_data: a configuration may name a sub-class of `datamodule_class`. Default: False.
+        parser_kwargs: arguments of jsonargparse's parser, such as `default_config_files`. Under the name of a stage, a
+            dict with arguments for this stage. Default: None.
+        subclass_mode_model: whether a configuration may name a subclass of `model_class`. Default: False.
+        subclass_mode_data: whether a configuration may name a subclass of `datamodule_class`. Default: False.
         args: list of arguments, or a mapping instead of a file. Default: None, which is `sys.argv[1:]`.
         run: run the stage that the first argument names. False only builds the objects. Default: True.
-        auto_configure_optimizers: `optimizer` and `lr_scheduler` may be configured, and become the task's
+        auto_configure_optimizers: whether the keys `optimizer` and `lr_scheduler` exist. They replace the task's
             `configure_optimizers`. Default: True.
 
     Attributes:
         parser: the parser.
         subcommand: the stage; None with `run=False`.
-        config: the settings; with `run=True` under the stage's name: `cli.config.fit.trainer`.
+        config: the settings. With `run=True`, they are under the stage's name, as in `cli.config.fit.trainer`.
         config_init: `config` with objects instead of class paths.
-        model, datamodule, trainer: the built objects. `datamodule` may be None.
+        model: the task.
+        datamodule: the data module, or None.
+        trainer: the Trainer.
 
     Raises:
         ConfigurationError: a setting is not valid. With arguments from `sys.argv`, the error is printed and the script
@@ -116,7 +118,7 @@ class CLI:
     # For sub-classes
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        """Override to add arguments and links to the parser, and to set defaults; a `CLIParser`."""
+        """Override to add arguments and links to the parser (a `CLIParser`), and to set defaults."""
 
     def before_instantiate_classes(self) -> None:
         """Override to run code after the settings are read and before anything is built."""
@@ -126,7 +128,7 @@ class CLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the methods of the Trainer that can be run, each with its arguments that are not settings."""
+        """Return the names of the stages, each with the arguments of the Trainer's method that are not settings."""
         return {name: set(_GIVEN_BY_CLI) for name in ("fit", "validate", "test", "predict")}
 
     @staticmethod
@@ -151,7 +153,7 @@ class CLI:
         self.trainer = self.instantiate_trainer()
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
-        """Build the Trainer from the settings; `kwargs` override them. May be overridden."""
+        """Build the Trainer from the settings. `kwargs` override settings. May be overridden."""
         arguments = {**self._default_objects(), **_as_dict(self._built.get("trainer")), **kwargs}
         for name, value in self._default_objects().items():
             if arguments[name] is None:
@@ -280,7 +282,7 @@ class CLI:
         return {k: v for k, v in self.trainer_defaults.items() if k != "callbacks" and not _is_plain(v)}
 
     def _use_configured_optimizer(self) -> None:
-        """Set the task's `configure_optimizers` from the configuration, if it defines one."""
+        """Set the task's `configure_optimizers` if the configuration defines an optimizer."""
         if not self.auto_configure_optimizers:
             return
         optimizer, schedule = (_ClassRecipe.of(group, self._built, self._settings) for group in self.parser.automatic())
@@ -326,9 +328,9 @@ class _ClassRecipe(NamedTuple):
         """Return the recipe of a group of arguments, or None if the group is empty.
 
         Args:
-            group: Key and class, or bases, of the arguments.
-            built: The settings with objects in place of their descriptions.
-            given: The settings before; jsonargparse omits `dict_kwargs` in `built`.
+            group: key of the arguments, and their class or base classes.
+            built: the settings with objects instead of class paths.
+            given: the settings with class paths, because jsonargparse omits `dict_kwargs` in `built`.
         """
         if group is None:
             return None
@@ -342,7 +344,9 @@ class _ClassRecipe(NamedTuple):
         return cls(settings["class_path"], options)
 
     def make(self, argument: str, value: object) -> Any:
-        """Create the object from parameters or an optimizer: the first argument of a class, that name of a function."""
+        """Create the object from parameters or an optimizer: a class's first argument, or a function's argument of this
+        name.
+        """
         from trainwright.core.registry import import_object
 
         module, _, name = self.path.rpartition(".")
@@ -359,7 +363,7 @@ def _configure_optimizers(
 
 
 def _as_dict(settings: object) -> dict[str, Any]:
-    """Return a namespace's own values by name; objects in it are kept."""
+    """Return the values of a namespace by name. Nested objects are not converted."""
     if settings is None:
         return {}
     return dict(settings) if isinstance(settings, Mapping) else dict(vars(settings))

@@ -1,4 +1,4 @@
-"""`trainwright plan config.yaml`: print what a fit will do, without training."""
+"""`trainwright plan config.yaml`: print the plan of a fit, without training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def _sources(line: CommandLine) -> dict[str, str]:
-    """Return the file or `"command line"` for each argument of the Trainer and each section that is set in one."""
+    """Return the source of each configured argument of the Trainer and each section: a file or `"command line"`."""
     from trainwright.cli.configs.overrides import read_configs
 
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""`trainwright data`: files of tokens for language models."""
+"""`trainwright data`: token files for language models."""
 
 from __future__ import annotations
 

@@ -42,11 +42,12 @@ class Remedy:
 
     Attributes:
         section: `trainer`, `task` or `data`; `environment` for a variable, which a configuration cannot set.
-        argument: the argument's name. In `task` and `data` it is searched in nested classes, too.
+        argument: the argument's name. In `task` and `data`, arguments of nested classes are found, too.
         following: function that returns the value to try after the current value, or None if there is none.
-        tolerance: largest relative difference of losses. None: losses are not compared, and the remedy has to be named.
-        climbs: after a gain, try the next value, too.
-        needs: another argument of the same section that must be set.
+        tolerance: largest relative difference of losses. None does not compare losses, and `--apply` must name the
+            remedy.
+        climbs: after a gain, also try the next value.
+        needs: another argument of the section, which must be set.
     """
 
     section: str
@@ -83,7 +84,7 @@ class TrialRun:
     Attributes:
         step_ms: milliseconds of a step.
         losses: losses of all steps.
-        startup_s: seconds outside of the measured steps.
+        startup_s: duration of the run without the measured steps, in seconds.
     """
 
     step_ms: float
@@ -93,14 +94,15 @@ class TrialRun:
 
 @dataclass(frozen=True, slots=True)
 class TriedChange:
-    """One tried change, its costs and gain.
+    """One tried change, with its times and gain.
 
     Attributes:
-        remedy: the change, as overrides.
-        before, after: milliseconds of a step, or samples per second.
-        gain: percentage of a step's time that is saved.
-        losses: largest relative difference of losses; None: not compared.
-        result: text that says if the change is kept, or why not.
+        remedy: the change, as overrides of the configuration.
+        before: milliseconds of a step, or samples per second, without the change.
+        after: the same with the change.
+        gain: saved percentage of a step's time.
+        losses: largest relative difference of losses. None if losses are not compared.
+        result: whether the change is kept, or the reason why not, as text.
         proposed: the change saves time, but the user must apply it.
     """
 
@@ -123,14 +125,14 @@ class TriedChange:
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest difference of two series of losses, relative to the mean loss."""
+    """Return the largest difference between two series of losses, relative to the mean loss."""
     if len(one) != len(other) or not one:
         return float("nan")
     return _largest(abs(a - b) for a, b in zip(one, other, strict=True)) / max(fmean(map(abs, one)), 1e-12)
 
 
 def _largest(values: Iterable[float]) -> float:
-    """Return the maximum; NaN if there is one, which the order of values does not hide."""
+    """Return the maximum, or NaN if any value is NaN."""
     found = list(values)
     return max(found, default=0.0, key=lambda value: (math.isnan(value), value))
 
@@ -142,15 +144,17 @@ def judge(
     tolerance: float | None,
     sizes: tuple[int, int] = (1, 1),
 ) -> TriedChange:
-    """Decide whether a remedy is kept: every trial with it is faster than every one without it, and losses agree.
+    """Keep a remedy if every trial with it is faster than every trial without it, and losses agree.
 
-    Without an effect, this happens in one of 20 comparisons of three repetitions (of six with two).
+    A remedy without effect is faster by chance in one of 20 comparisons with three repetitions (one of 6 with two).
 
     Args:
         remedy: the change, as text.
-        before, after: repetitions without and with it.
-        tolerance: largest relative difference of losses. None: they are not compared.
-        sizes: batch sizes before and after. If they differ, times are those of as many samples.
+        before: trials without the change.
+        after: trials with the change.
+        tolerance: largest relative difference of losses. None does not compare losses.
+        sizes: batch sizes without and with the change. If they differ, times are compared for the same number of
+            samples.
     """
     growth = sizes[1] / sizes[0]
     olds, news = [each.step_ms for each in before], [each.step_ms / growth for each in after]
@@ -196,7 +200,7 @@ def _leaves(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def change(config: Mapping[str, Any], name: str) -> tuple[list[str], tuple[int, int]] | str:
     """Return the next overrides of a remedy and the batch sizes before and after, or the reason why there are none.
 
-    The overrides of `threads` are alternatives.
+    For `threads`, each override is an alternative.
     """
     remedy = REMEDIES[name]
     if name == "threads":
@@ -223,10 +227,11 @@ class Tuning:
     """Trials of one command.
 
     Args:
-        words: configuration and overrides.
-        steps, warmup: optimizer steps of a trial.
-        repeats: number of trials of each side of a comparison.
-        tell: function that receives each row as soon as it is known.
+        words: configuration files and overrides, as for `trainwright fit`.
+        steps: measured optimizer steps of a trial.
+        warmup: optimizer steps before the measured steps.
+        repeats: number of trials without and with a change, each.
+        tell: function that receives each row when it is complete.
     """
 
     def __init__(
@@ -246,7 +251,7 @@ class Tuning:
         return row
 
     def config(self, overrides: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the configuration with overrides and all defaults. Default: the kept remedies."""
+        """Return the configuration with all defaults and with overrides. Default: those of kept remedies."""
         import yaml
 
         found: dict[str, Any] = yaml.safe_load(
@@ -279,7 +284,7 @@ class Tuning:
         return TrialRun(found["step_ms"], found["losses"], seconds - self.steps * found["step_ms"] / 1000)
 
     def compare(self, old: Sequence[str], new: Sequence[str]) -> tuple[list[TrialRun], list[TrialRun]]:
-        """Run trials with two sets of overrides in turn."""
+        """Run trials alternately with two sets of overrides."""
         pairs = [(self.trial(old), self.trial(new)) for _ in range(self.repeats)]
         return [a for a, _ in pairs], [b for _, b in pairs]
 
@@ -292,7 +297,7 @@ class Tuning:
             return TriedChange(text, f"not kept: failed: {error}")
 
     def attempt_threads(self, words: Sequence[str]) -> None:
-        """Try numbers of threads, and propose each that gains."""
+        """Try numbers of threads, and propose each number that saves time."""
         for word in words:
             row = self.judged([word], REMEDIES["threads"])
             if row.kept:
@@ -302,7 +307,7 @@ class Tuning:
             self.add(row)
 
     def attempt(self, name: str, *, named: bool) -> None:
-        """Try the values of a remedy, and keep each that gains."""
+        """Try the values of a remedy, and keep each value that saves time."""
         remedy, proposed = REMEDIES[name], REMEDIES[name].tolerance is None and not named
         while True:
             found = change(self.config(), name)
@@ -325,7 +330,7 @@ class Tuning:
                 return
 
     def total(self) -> TriedChange | None:
-        """Return the row of all kept remedies, compared with the configuration itself; None if there are none."""
+        """Return the row for all kept remedies together, or None without kept remedies."""
         kept = [row for row in self.rows if row.kept]
         if not kept:
             return None
@@ -347,24 +352,26 @@ def _resolved(words: Sequence[str]) -> str:
 
 
 def tune(words: list[str], names: Sequence[str], wanted: Any) -> int:
-    """Try remedies one after another, print a table, and write the configuration with those that are kept.
+    """Try remedies one after another, print a table, and write the configuration with the kept remedies.
 
     Args:
         words: configuration and overrides, as for `trainwright fit`.
-        names: the remedies to try. Empty: all; those that change training are only proposed.
-        wanted: the options of the command.
+        names: the remedies to try. Empty tries all, but only proposes remedies that change training.
+        wanted: options of the command.
     """
     for name in names:
         if name not in REMEDIES:
             raise unknown("--apply", name, REMEDIES)
     if wanted.repeats < 2:
-        raise ConfigurationError(f"--repeats {wanted.repeats}: expected at least 2, to know the noise.")
+        raise ConfigurationError(f"--repeats {wanted.repeats}: expected at least 2, to measure the noise.")
     target = _target(words, wanted.output)
     tell = (lambda row: None) if wanted.json else (lambda row: print(row, flush=True))
     tuning = Tuning(words, wanted.steps, wanted.warmup, wanted.repeats, tell)
     start = tuning.config()
     if detect(start["trainer"]["launcher"]).world_size > 1:
-        raise ConfigurationError("--apply starts its trials itself: run it in one process, and set trainer.devices.")
+        raise ConfigurationError(
+            "--apply starts its trials itself. Run it without a launcher, and set trainer.devices."
+        )
     if start["seed_everything"] is None:
         tuning.seed = ["seed_everything=0"]
     if start["trainer"]["strategy"] == "ddp":
@@ -396,13 +403,13 @@ def tune(words: list[str], names: Sequence[str], wanted: Any) -> int:
 
 
 def _target(words: Sequence[str], output: str | None) -> Path:
-    """Return the file to write, which does not replace one that was not written by this command."""
+    """Return the file to write. Raise an error if it exists and was not written by this command."""
     from trainwright.cli.configs.overrides import read_command_line
 
     configs = read_command_line(words).configs
     target = Path(output) if output else (configs[-1] if configs else Path("config.yaml")).with_suffix(".tuned.yaml")
     if any(target.resolve() == each.resolve() for each in configs):
-        raise ConfigurationError(f"--output {target} is a file of the configuration. Give another one.")
+        raise ConfigurationError(f"--output {target} is a file of the configuration. Write another file.")
     if target.exists() and not (target.is_file() and target.read_text().startswith(_MARK)):
         raise ConfigurationError(f"{target} exists and was not written by --apply. Give another file: --output FILE.")
     return target

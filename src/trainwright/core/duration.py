@@ -131,10 +131,11 @@ def parse_time(value: Any, name: str) -> Duration:
 class Interval:
     """Interval that becomes due at step boundaries.
 
-    An interval that ends within a step is due at the step's end. This does not shift later multiples of the interval.
+    If a multiple of `every` is reached within a step, the interval is due at the end of the step. Later multiples do
+    not shift.
 
     Args:
-        every: the length. None or a value of 0 means never.
+        every: length of the interval. None or a value of 0 disables it.
     """
 
     __slots__ = ("_field", "_next", "_span", "every")
@@ -146,17 +147,17 @@ class Interval:
         self._next = self._span
 
     def align(self, state: TrainState) -> None:
-        """Set the next multiple after `state`, at the start of a run or after a resume."""
+        """Set the next due time to the first multiple after `state`, at the start of a run or after a resume."""
         now = getattr(state, self._field)
         self._next = self._span if self._span == float("inf") else (now // self._span + 1) * self._span
 
     @property
     def counts_steps(self) -> bool:
-        """True if its unit is optimizer steps."""
+        """True if the unit is optimizer steps."""
         return self._field == "step"
 
     def left(self, state: TrainState) -> float:
-        """Return the remaining length until the interval is due, in its unit."""
+        """Return the remaining length until the interval is due, in the interval's unit."""
         return self._next - float(getattr(state, self._field))
 
     def due(self, state: TrainState) -> bool:

@@ -15,7 +15,7 @@ from trainwright.core.tree import move
 
 
 class ExportMixin(nn.Module):
-    """Methods of a task that export its `forward`.
+    """Mixin for tasks with methods that export `forward`.
 
     Attributes:
         example_input_array: an example of `forward`'s argument.
@@ -25,7 +25,7 @@ class ExportMixin(nn.Module):
     __jit_ignored_attributes__ = ("example_input_array",)  # read by torch.jit.script, which knows no type Any
 
     def to_onnx(self, file_path: str | Path | None = None, input_sample: object = None, **options: Any) -> Any:
-        """Write `forward` in evaluation mode as an ONNX file. `options` are passed to `torch.onnx.export`.
+        """Export `forward` in evaluation mode to ONNX. `options` are passed to `torch.onnx.export`.
 
         Args:
             file_path: the file to write. Default: None, which only returns the program.
@@ -44,9 +44,9 @@ class ExportMixin(nn.Module):
             return torch.onnx.export(self, positional, None if file_path is None else str(file_path), **options)
 
     def export(self, example_input: object = None, **options: Any) -> torch.export.ExportedProgram:
-        """Export `forward` in evaluation mode, with `options` of `torch.export.export`.
+        """Export `forward` in evaluation mode. `options` are passed to `torch.export.export`.
 
-        `example_input` corresponds to `input_sample` of `to_onnx`.
+        See `input_sample` of `to_onnx` for `example_input`.
         """
         positional, named = self._example("export", "example_input", example_input)
         with evaluating(self):
@@ -59,7 +59,7 @@ class ExportMixin(nn.Module):
         example_inputs: object = None,
         **kwargs: Any,
     ) -> torch.jit.ScriptModule:
-        """Return `forward` as TorchScript, in evaluation mode. torch has deprecated TorchScript: prefer `export`.
+        """Return `forward` in evaluation mode as TorchScript. torch has deprecated TorchScript; prefer `export`.
 
         Args:
             file_path: the file to write. Default: None, which only returns the module.

@@ -36,22 +36,22 @@ class DataHooks:
         """Download or write data, on one process per node, before `setup`. Other processes lack attributes set here."""
 
     def setup(self, stage: str) -> None:
-        """Prepare for `"fit"`, `"validate"`, `"test"` or `"predict"`, on every rank."""
+        """Prepare for the stage `"fit"`, `"validate"`, `"test"` or `"predict"`. Called on every rank."""
 
     def teardown(self, stage: str) -> None:
-        """Clean up after a stage, on every rank."""
+        """Clean up after a stage. Called on every rank."""
 
     def train_dataloader(self) -> Any:
-        """Return the training loader, or several in a list, dict or `CombinedLoader`."""
+        """Return the training loader, or a list, dict or `CombinedLoader` of several loaders."""
 
     def val_dataloader(self) -> Any:
-        """Return the validation loader, or a list of several."""
+        """Return the validation loader, or a list of validation loaders."""
 
     def test_dataloader(self) -> Any:
-        """Return the test loader, or a list of several."""
+        """Return the test loader, or a list of test loaders."""
 
     def predict_dataloader(self) -> Any:
-        """Return the prediction loader, or a list of several."""
+        """Return the prediction loader, or a list of prediction loaders."""
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         """Change a batch on the host before it is moved."""

@@ -108,15 +108,15 @@ class HyperparametersMixin:
     ) -> None:
         """Save the arguments of `__init__` (or the named ones) in `self.hparams`, in checkpoints and in the loggers.
 
-        Call it in `__init__`. If a base class calls it, the arguments of the sub-class's `__init__` are saved too.
+        Call this method in `__init__`. If a base class calls it, arguments of the subclass's `__init__` are saved, too.
 
         Args:
-            args: names of the arguments to save. Default: all. Or a single mapping or `argparse.Namespace`, whose
-                entries are saved directly. If it is an argument of `__init__`, loading from a checkpoint passes it as
-                that argument.
+            args: names of the arguments to save, or one mapping or `argparse.Namespace`, whose entries are saved.
+                Default: all arguments. If the mapping is an argument of `__init__`, loading from a checkpoint passes it
+                as this argument.
             ignore: names to skip. Default: None.
             frame: the frame of `__init__`. Default: None, the caller's frame.
-            logger: also pass them to the loggers when training starts. Default: True.
+            logger: also pass hyper-parameters to the loggers when training starts. Default: True.
 
         Checkpoints save numbers (also of NumPy), text, paths, dates, dtypes, devices, enumerations, sets, lists,
         tuples, dicts. Other values (a module, a tensor, a function), and values that would be restored as another type

@@ -1,4 +1,4 @@
-"""Measures of a model: norms of its gradients, and the operations of a forward."""
+"""Measures of a model: gradient norms, and the number of floating-point operations of a forward."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from trainwright.core.tree import is_cut
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
-    """Return the norm of each parameter's gradient and of all together, for logging. Never waits for the device.
+    """Return the norm of each parameter's gradient and the total norm, for logging. Never waits for the device.
 
     For sharded gradients the norms are those of full gradients, and the call is collective.
 
     Args:
-        module: the model; parameters without a gradient are skipped.
+        module: the model. Parameters without a gradient are skipped.
         norm_type: the p of the p-norm, above 0, or `"inf"` for the largest magnitude.
         group_separator: separator of `grad_2.0_norm` and the parameter's name. Default: `"/"`.
 
     Returns:
-        `grad_{p}_norm/{name}` → 0-dim tensor on the device, and `grad_{p}_norm_total`; empty without gradients.
+        0-dim tensors on the device by name: `grad_{p}_norm/{parameter}` and `grad_{p}_norm_total`. Empty without
+        gradients.
 
     Raises:
         ConfigurationError: p is not above 0.
@@ -35,7 +36,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
         raise ConfigurationError(f"grad_norm(norm_type={norm_type!r}): write a number above 0, or 'inf'.")
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ConfigurationError(
-            "grad_norm: this rank holds one stage of the model, and sees no gradients of the others. Set "
+            "grad_norm: this rank has one stage of the model, and no gradients of other stages. Set "
             "gradient_clip_val: the norm over all stages is then `result.grad_norm` in on_train_step_end."
         )
     norms: dict[str, torch.Tensor] = {}
@@ -74,7 +75,7 @@ def measure_flops(
     Args:
         model: the model. It is not changed, except that `loss_fn` computes gradients.
         forward_fn: runs the forward and returns its output.
-        loss_fn: computes a loss from the output, whose backward is counted too. Default: None.
+        loss_fn: computes a loss from the output. The backward of the loss is counted, too. Default: None.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -12,9 +12,9 @@ import torch
 class MetricValue(float):
     """Float with the methods of a 0-dim tensor.
 
-    It is a float in formatting, JSON, comparison and arithmetic. `item()` returns a plain float, `cpu()`, `detach()`
-    and `clone()` the value itself, and `numpy()` a 0-dim array. Other attributes of tensors, and torch's functions,
-    treat it as `torch.tensor(value)`.
+    Formatting, JSON, comparison and arithmetic treat the value as a float. `item()` returns a plain float. `cpu()`,
+    `detach()` and `clone()` return the value itself. `numpy()` returns a 0-dim array. Other tensor attributes and
+    torch's functions treat the value as `torch.tensor(value)`.
     """
 
     __slots__ = ()

@@ -1,7 +1,8 @@
-"""Rank and world size of this process, detected from the launcher's environment: the only reader of environment
-variables. The known launchers are torchrun (and everything that sets its variables), Slurm's srun, MPI (Open MPI,
-MPICH, Intel MPI) and none. The result, a `Topology`, states which variables it was read from. `Trainer(launcher=...)`
-overrides a wrong detection.
+"""Detection of this process's rank and world size from the launcher's environment variables.
+
+Known launchers are torchrun (and launchers that set its variables), Slurm's srun, MPI (Open MPI, MPICH, Intel MPI) and
+none. The result, a `Topology`, contains the variables that were read. `Trainer(launcher=...)` overrides a wrong
+detection. No other module reads environment variables.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Registries of short names for objects that are imported on first use. A registry maps a short name, such as `"ddp"`
-or `"csv"`, to a class, or to the text `"module:attribute"` that is imported at the first look-up. Adding a strategy, a
-logger or a callback takes one line, and an unused entry costs nothing.
+"""Registries of short names for objects that are imported on first use.
+
+A registry maps a short name, such as `"ddp"` or `"csv"`, to a class or to a text `"module:attribute"`, which is
+imported at the first look-up. To add a strategy, a logger or a callback, add one line.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Registry(Generic[T]):
 
     Args:
         kind: the kind of the entries, in the singular, for error messages: `"strategy"`.
-        entries: name → object, or name → `"module:attribute"`. Default: None.
+        entries: objects, or texts `"module:attribute"`, by name. Default: None.
     """
 
     def __init__(self, kind: str, entries: dict[str, T | str] | None = None) -> None:

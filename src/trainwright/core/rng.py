@@ -25,7 +25,7 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
             Default: True.
         verbose: accepted for compatibility; nothing is printed. Default: False.
 
-    Call it on every rank with the same seed, so that models are initialized equally.
+    Call this function on every rank with the same seed, so that models are initialized equally.
     """
     del workers, verbose
     seed = 0 if seed is None else int(seed)

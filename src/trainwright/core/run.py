@@ -1,5 +1,6 @@
-"""The `Run` protocol: the interface of a run for callbacks, tasks and loggers. Code written against `Run` works under
-any trainer and can be tested without one.
+"""The `Run` protocol: the interface of a run for callbacks, tasks and loggers.
+
+Code that only uses `Run` works with any trainer, and can be tested without a trainer.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class SchedulerConfig:
     Attributes:
         scheduler: the torch scheduler (anything with `step`, `state_dict` and `load_state_dict`).
         interval: `"step"` (completed optimizer steps) or `"epoch"`.
-        frequency: number of intervals between its steps.
-        monitor: name of the logged metric for `ReduceLROnPlateau`; None for the others.
+        frequency: number of intervals between two steps of the scheduler.
+        monitor: name of the logged metric for `ReduceLROnPlateau`. None for other schedulers.
         strict: raise an error if the monitored metric was not logged. False warns.
         name: name of the schedule in LearningRateMonitor.
         paused: a callback has paused the schedule, which then does not step.
@@ -54,8 +55,8 @@ class SaveRequest:
         remote: URL of a folder to which the published checkpoint is uploaded. Checkpoints in `remove` are deleted there
             too. If `folder` is None, the remote folder of the run's ModelCheckpoint is used, if any.
         link: name of a relative symbolic link in the same folder to create or update after the checkpoint is published.
-        fresh: the name was free when it was chosen. If it exists when the new checkpoint is complete, another run has
-            written it, and the save is an error. If False, an existing checkpoint of this name is replaced.
+        fresh: `name` is the name of a new checkpoint. The save raises if another run has written a checkpoint of this
+            name. False replaces an existing checkpoint of this name.
     """
 
     name: str
@@ -81,7 +82,7 @@ class TrialSteps(Protocol):
     """Trial steps within a run that do not change it; see `Run.trial_steps`."""
 
     def capacity(self) -> int | None:
-        """Return the largest batch that the data can fill on every rank; None if its length is unknown."""
+        """Return the largest batch size that the data can fill on every rank. None if its length is unknown."""
 
     def at_end(self, action: Callable[[], None]) -> None:
         """Call `action` after all state is restored and before loaders are recreated. Not called after an error."""
@@ -94,8 +95,8 @@ class TrialSteps(Protocol):
 
         Raises:
             ConfigurationError: the loader cannot be created.
-            TrainwrightError: another rank failed with another error than out of memory. An error of this rank is raised
-                here.
+            TrainwrightError: another rank failed with an error other than out of memory. An error on this rank is
+                raised unchanged.
         """
 
     def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
@@ -194,9 +195,9 @@ class Run(Protocol):
     def callback_metrics(self) -> Mapping[str, float]:
         """The latest value of every logged metric.
 
-        Reading it fetches values that were logged since the last flush, which waits for the device. It never
-        communicates: between two flushes each rank reads its own values. In `on_*_epoch_end` the epoch's aggregates are
-        included.
+        Reading this property fetches values that were logged since the last flush, which waits for the device. Never
+        communicates: between two flushes, each rank reads its own values. In `on_*_epoch_end`, the aggregates of the
+        epoch are included.
         """
 
     @property

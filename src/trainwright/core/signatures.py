@@ -1,6 +1,8 @@
-"""Signatures of users' hooks and steps: checked once, before a run. A hook is called with the positional arguments that
-its base class declares, in that order. `dataloader_idx` comes last and only with several loaders, or if it is required.
-A hook may omit it, and a step also its `batch_idx`.
+"""Signatures of users' hooks and steps, which are checked once before a run.
+
+A hook is called with the positional arguments that its base class declares. `dataloader_idx` is the last argument. It
+is passed with several loaders, or if the hook requires it. A hook may omit `dataloader_idx`, and a step also
+`batch_idx`.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ def bind(
 
 
 def _by_keyword(taken: Taken, names: Sequence[str]) -> list[str]:
-    """Return the arguments that a function accepts by keyword only; those of a batch may be."""
+    """Return the arguments that a function accepts by keyword only. Arguments of a batch may be keyword-only."""
     return [each for each, _ in taken.keyword_only if each in names and ("batch_idx" in names or LOADER in names)]
 
 

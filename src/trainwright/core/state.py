@@ -90,7 +90,7 @@ class Group:
         num_samples: number of samples of the group over all ranks. If None, this rank's samples are counted.
         weights: weight of each micro-batch in the mean over the group and all ranks, times the number of data-parallel
             ranks. None is `1 / len(batches)` for each. Padding has weight 0.
-        index: index in `batches` of the current or last micro-batch.
+        index: index of the current or last micro-batch in `batches`.
         last_output: detached `outputs` of the last micro-batch, if a hook uses them. Empty if the micro-batch was
             skipped.
         last_batch: the last micro-batch on the device, if a hook uses it.
@@ -113,13 +113,14 @@ class SkippedData:
     Attributes:
         reason: the reason, as text.
         epoch: 0-based.
-        step: completed optimizer steps when it was skipped.
+        step: completed optimizer steps when the data was skipped.
         first_batch: index of the first micro-batch in its epoch (the `batch_idx` of hooks).
         num_batches: micro-batches of one rank. None is the remainder of the epoch.
         unit: unit of `start` and `stop`: `"samples"` or `"micro_batches"` over all ranks, or `"batch"` (of one rank) if
             the loader supports no other unit.
-        start, stop: the range in the epoch, `stop` excluded. None is the epoch's end.
-        sample_ids: for each rank the indices in the data set, in order; None if unknown.
+        start: first position of the range in the epoch.
+        stop: end of the range, exclusive. None is the epoch's end.
+        sample_ids: data set indices for each rank, in order. None if unknown.
     """
 
     reason: str
@@ -150,7 +151,7 @@ class SkipRestOfEpoch(Exception):
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
     """Return the state of a learning-rate schedule without the function that torch 2.9's SWALR stores in it.
 
-    The constructor of SWALR sets that function. Schedules inside a SequentialLR or ChainedScheduler are included.
+    SWALR's constructor sets this function again. Schedules inside a SequentialLR or ChainedScheduler are included.
     """
     state: dict[str, Any] = _without_functions(scheduler.state_dict())
     return state

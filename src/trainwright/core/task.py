@@ -29,8 +29,8 @@ _RUNTIME_ATTRIBUTES = ("_run", "_sink")
 class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     """Base class of tasks. A sub-class defines `training_step` and `configure_optimizers`.
 
-    Pass it to `Trainer.fit`. It is a plain `torch.nn.Module`: define layers in `__init__` (or `configure_model`), call
-    them as usual. State dicts have your own parameter names, whatever strategy or compiler wraps the step.
+    Pass a task to `Trainer.fit`. A task is a `torch.nn.Module`: define layers in `__init__` or `configure_model`, and
+    call them as usual. State dicts contain your parameter names, without prefixes of strategies or compilers.
 
     Attributes:
         automatic_optimization: set to False in `__init__` to run backward and the optimizers yourself.
@@ -84,22 +84,22 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         """Build large layers here instead of in `__init__`. A strategy chooses the device. May be called twice."""
 
     def configure_callbacks(self) -> Any:
-        """Return the callback(s) of this task. Each replaces the Trainer's callbacks of the same type."""
+        """Return a callback, or a list of callbacks. Each replaces the Trainer's callbacks of the same type."""
         return []
 
     def shard_units(self) -> Iterable[nn.Module] | None:
         """Return the modules that a sharding strategy shards and gathers one at a time, for example `self.blocks`.
 
-        The steps must call each of them as a module (`block(x)`). Parameters of other modules stay gathered during the
-        step. Called after the model is built. None leaves the choice to the strategy's arguments.
+        The steps must call each of these modules (`block(x)`). Parameters of other modules stay gathered during a step.
+        Called after the model is built. None uses the strategy's arguments.
         """
         return None
 
     def pipeline_stages(self) -> Sequence[Sequence[nn.Module]] | None:
         """Return the modules of each stage of a pipeline, in the order in which the model calls them.
 
-        The first argument of each module is the output of the previous one. A module that several stages use is listed
-        in each of them. Called after the model is built. None lets the strategy divide the layers.
+        The first argument of each module is the output of the previous module. List a module that several stages use in
+        each of these stages. Called after the model is built. None lets the strategy divide the layers.
         """
         return None
 
@@ -121,8 +121,9 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     def num_items(self, batch: Batch) -> int | torch.Tensor | None:
         """Return the number of items over which `training_step` has averaged the loss of this micro-batch.
 
-        Override it if micro-batches differ, for example by `(batch["labels"] != -100).sum()`. Each step's gradient is
-        then the mean over all items of all micro-batches and ranks. By default every micro-batch has the same weight.
+        Override this method if micro-batches have different numbers of items. For example, return `(batch["labels"] !=
+        -100).sum()`. The gradient of a step is then the mean over the items of all micro-batches and ranks. By default,
+        every micro-batch has the same weight.
         """
         return None
 
@@ -134,8 +135,8 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         `position_ids` are added and, if there are `labels`, also `shift_labels`, which the losses of transformers'
         models use. A task that computes its loss itself must compare its outputs with `batch["shift_labels"]`.
 
-        Override it for other batches. Shift targets to the position of the output that predicts them before splitting,
-        and pass the positions to the model, because a rank's part is not contiguous.
+        Override this method for other batches. Before splitting, shift each target to the position of the output that
+        predicts it. Pass the positions to the model, because a rank's part is not contiguous.
 
         Example:
             def split_sequences(self, batch, split):
@@ -188,7 +189,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     # Manual optimization (automatic_optimization = False)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of several.
+        """Return the optimizer, or a list of several optimizers.
 
         Args:
             use_pl_optimizer: in manual optimization, wrap the optimizers so that `step` handles precision, hooks and
@@ -453,11 +454,11 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         weights_only: bool | None = None,
         **overrides: object,
     ) -> Self:
-        """Build the task from a checkpoint's hyper-parameters and load its weights. No pickle is read.
+        """Build the task from a checkpoint's hyper-parameters, and load the weights. No pickle is read.
 
         Args:
             checkpoint_path: folder or URL (`s3://…`) of the checkpoint.
-            map_location: device for the weights. Default: None, the CPU.
+            map_location: device for the task. Default: None, the device on which `__init__` creates the weights.
             hparams_file: a YAML or JSON file of hyper-parameters to use instead of those in the checkpoint.
                 Default: None.
             strict: raise an error for missing or unexpected weights. Default: None, which is `strict_loading`.

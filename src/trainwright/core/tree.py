@@ -25,8 +25,8 @@ Batch: TypeAlias = Any
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: object) -> Any:
     """Return `tree` with `fn` applied to every tensor. Containers keep their types. Other leaves are unchanged.
 
-    Containers are lists, tuples (also named ones), dicts and other mutable mappings, and dataclasses. Other objects are
-    leaves, also those with a `to` method (a PackedSequence, a graph batch): see `move`.
+    Containers are lists, tuples, named tuples, dicts and other mutable mappings, and dataclasses. Other objects are
+    leaves, including objects with a `to` method, such as a PackedSequence (see `move`).
     """
     return _map(fn, tree, None)
 
@@ -106,8 +106,8 @@ def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def move_module(module: Module, device: torch.device) -> Module:
     """Move a module to a device and return it.
 
-    Parameters remain the same objects, because optimizers and tied layers reference them. `nn.Module.to` replaces them
-    on devices that a package adds to torch (2.13).
+    Parameters remain the same objects, because optimizers and tied layers reference them. In torch 2.13, `nn.Module.to`
+    replaces parameters on devices that a package adds to torch.
     """
     future, kinds = torch.__future__, {device.type, *(parameter.device.type for parameter in module.parameters())}
     is_added = any(properties(kind).module is not None for kind in kinds)
@@ -125,7 +125,7 @@ def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None 
     Copies to the host and to MPS are synchronous, so the result may be read, and the source changed, immediately.
 
     Args:
-        tree: a batch. Other objects in it that have a method `to(device)` are moved too.
+        tree: a batch. Objects in the batch with a method `to(device)` are moved, too.
         device: the target.
         float_dtype: dtype for floating-point tensors. Default: None, which changes no dtype.
     """
@@ -146,7 +146,7 @@ def is_cut(value: object) -> TypeGuard[DTensor]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, which shares memory with it. Other tensors are returned unchanged."""
+    """Return this rank's shard of a DTensor, without a copy. Other tensors are returned unchanged."""
     found: torch.Tensor = tensor.to_local() if is_cut(tensor) else tensor
     return found
 
@@ -162,7 +162,7 @@ def full_numel(parameter: torch.Tensor) -> int:
 def batch_size(batch: Batch) -> int:
     """Return the number of samples in `batch`: the leading length of the first tensor with a dimension, else 1.
 
-    A list of strings counts its entries. It reads shapes only, never values.
+    A list of strings has one sample per entry. Only shapes are read, never values.
     """
     kind = type(batch)
     if kind is tuple or kind is list:

@@ -1,6 +1,6 @@
-"""Samplers, data sets and loaders with Accelerate's names that divide data over processes or skip first batches.
+"""Samplers, data sets and loaders with Accelerate's names. They divide data over processes or skip first batches.
 
-They are for loops that build their own loaders. A Trainer and `Accelerator.prepare` divide loaders themselves.
+Use them in user-written training loops. A Trainer and `Accelerator.prepare` divide loaders automatically.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class SeedableRandomSampler(RandomSampler):
 
     Args:
         data_source, replacement, num_samples: see `RandomSampler`.
-        generator: is seeded with `data_seed + epoch` at the start of each pass. Default: a new generator.
+        generator: generator that is seeded with `data_seed + epoch` at the start of each pass. Default: a new
+            generator.
         data_seed: seed of epoch 0, the same on every process. Default: torch's initial seed at construction.
     """
 
@@ -66,7 +67,7 @@ class BatchSamplerShard(BatchSampler):
         num_processes: number of processes. Default: 1.
         process_index: index of this process. Default: 0.
         split_batches: divide each batch over the processes. Default: False.
-        even_batches: all processes get the same number of batches. Default: True.
+        even_batches: return the same number of batches on all processes. Default: True.
 
     Raises:
         ConfigurationError: `process_index` is out of range, or the batch size for `split_batches` is unknown or not
@@ -95,7 +96,7 @@ class BatchSamplerShard(BatchSampler):
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
-        """Return the number of batches of this process. The last may be missing without `even_batches`."""
+        """Return the number of batches of this process. Without `even_batches`, processes may differ by one batch."""
         if self.split_batches:
             return self.total_length
         length, rest = divmod(self.total_length, self.num_processes)
@@ -145,8 +146,8 @@ class IterableDatasetShard(IterableDataset[Any]):
     completed with samples of the first round, or dropped.
 
     Args:
-        dataset: the data set. Its method `set_epoch` is called. If it has none, its `generator` (a `torch.Generator`)
-            is seeded with the epoch at the start of each pass.
+        dataset: the data set. Its method `set_epoch` is called. Without such a method, its `generator` (a
+            `torch.Generator`) is seeded with the epoch at the start of each pass.
         batch_size: samples per batch of one process, or with `split_batches` of all processes. Default: 1.
         drop_last: drop an incomplete last round. Default: False.
         num_processes, process_index, split_batches: see `BatchSamplerShard`, also for errors.
@@ -213,7 +214,7 @@ class RoundLoader(DataLoader[Any]):
 
 
 class SkipBatchSampler(BatchSampler):
-    """Batches of another batch sampler without the first ones. Every pass skips them.
+    """Batch sampler that skips the first batches of another batch sampler in every pass.
 
     Args:
         batch_sampler: a batch sampler, or another iterable of batches.
@@ -227,7 +228,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of the batch sampler, with those that are skipped."""
+        """Number of batches of the batch sampler, including skipped batches."""
         return len(cast(Sized, self.batch_sampler))
 
     def __len__(self) -> int:
@@ -245,7 +246,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkipDataLoader(DataLoader[Any]):
-    """DataLoader that skips the first batches of every pass. For an iterable data set they are fetched and dropped.
+    """DataLoader that skips the first batches of every pass. Batches of an iterable data set are fetched and dropped.
 
     Args:
         skip_batches: number of batches that are skipped. Default: 0.

@@ -29,8 +29,8 @@ class CombinedLoader:
     - "sequential": one loader after the other. A batch is that of a single loader: 80 batches.
 
     Args:
-        iterables: loaders in a list, tuple or dict, nested arbitrarily. A list of batches is not a loader here: wrap it
-            in a DataLoader.
+        iterables: loaders in a list, tuple or dict, nested arbitrarily. Wrap a list of batches in a DataLoader, because
+            a list counts as a list of loaders.
         mode: see above. Default: `"min_size"`.
 
     Raises:
@@ -44,7 +44,7 @@ class CombinedLoader:
             )
         members = leaves_of(iterables)
         if not members:
-            raise ConfigurationError("CombinedLoader has no member.")
+            raise ConfigurationError("CombinedLoader has no member. Pass at least one loader.")
         for member in members:
             if not hasattr(member, "__iter__"):
                 raise ConfigurationError(f"CombinedLoader: {type(member).__name__} cannot be iterated over.")
@@ -62,7 +62,7 @@ class CombinedLoader:
         return combined_count(self.mode, counts)
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        """Yield `(batch, batch_idx, dataloader_idx)`, of which a step receives only the batch.
+        """Yield `(batch, batch_idx, dataloader_idx)`. A training step only receives the batch.
 
         In `"sequential"` mode `batch_idx` counts within a loader. In other modes `dataloader_idx` is 0.
         """
@@ -177,9 +177,9 @@ class PreparedCombined(PreparedLoader):
         self._has_warned = True
         if self.options.rank == 0:
             warnings.warn(
-                f"{self.options.title}: member {index} has {min(counts)} to {max(counts)} batches on the ranks, so "
-                "that some ranks get None in a round in which others get its batch. Parameters that only its batches "
-                "use are not used there: pass strategy='ddp_find_unused_parameters_true', or mode='max_size_cycle'.",
+                f"{self.options.title}: member {index} has {min(counts)} to {max(counts)} batches on the ranks. When a "
+                "rank has no more batches of this member, it gets None, and parameters that only this member uses are "
+                "unused. Pass strategy='ddp_find_unused_parameters_true', or mode='max_size_cycle'.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
@@ -293,7 +293,7 @@ def _again_and_again(make: Callable[[], Any]) -> Iterator[Any]:
 
 
 def combined_count(mode: Mode, counts: list[int]) -> int:
-    """Return the number of batches of a combination in `mode`, from those of its members."""
+    """Return the number of batches of a combination in `mode`, from the numbers of its members."""
     if mode == "min_size":
         return min(counts)
     return sum(counts) if mode == "sequential" else max(counts)

@@ -22,7 +22,7 @@ _LOAD_DATA = "trainwright.checkpoint.load_task:load_data_from_checkpoint"
 
 
 class DataModule(HyperparametersMixin, DataHooks):
-    """Base class that downloads, splits and loads the data of a run.
+    """Base class for data modules, which download, split and load the data of a run.
 
     Pass a sub-class to `Trainer.fit(task, datamodule=...)`. The loaders are plain `DataLoader`s, which are divided over
     ranks automatically. Every hook is optional. `prepare_data` runs on one process, other hooks on every rank.
@@ -123,7 +123,7 @@ def _loader_of(dataset: Dataset[Any], *, batch_size: int, num_workers: int, shuf
 
 
 def _has_pinned_memory() -> bool:
-    """Return whether loaders can pin batches for this machine's accelerator. torch 2.13 cannot for MPS, and warns."""
+    """Return whether loaders can pin batches for this machine's accelerator. False for MPS (torch 2.13)."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and properties(accelerator.type).copies_beside
 

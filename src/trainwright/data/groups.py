@@ -1,8 +1,9 @@
 """Split a loader's batches into groups: the micro-batches of one optimizer step, with their weights.
 
-A group's gradient is the mean over its real micro-batches on all ranks. Ranks average their gradients, so a real
-micro-batch has weight `world / (real micro-batches of all ranks in the group)`. Padding has weight 0. Without padding
-and with equal numbers on all ranks, the weights are None, which means `1 / len(batches)` each.
+A group's gradient is the mean over the group's real micro-batches on all ranks. Ranks average their gradients. A real
+micro-batch therefore has weight `world / (real micro-batches of all ranks in the group)`, and padding has weight 0.
+Without padding and with equal numbers on all ranks, the weights are None: each micro-batch has weight `1 /
+len(batches)`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
     """Return the number of batches of an epoch under a limit; None if unknown.
 
     Args:
-        limit: an int, the maximum number of batches; or a float up to 1.0, a fraction of the epoch, rounded down. A
-            float above 1.0 is a number of batches. None is no limit.
+        limit: maximum number of batches (an int), or a fraction of the epoch (a float up to 1.0), rounded down. A float
+            above 1.0 is a number of batches. None means no limit.
         num_batches: number of batches of the epoch; None if unknown.
         name: name of the argument for messages, such as "limit_train_batches".
 
@@ -87,7 +88,7 @@ def iterate_groups(
     not reference earlier batches after the next group is requested.
 
     Args:
-        loader: the prepared loader, after `set_epoch`. In lock step if there are several ranks.
+        loader: the prepared loader, after `set_epoch`. With several ranks it must be in lock step.
         accumulate: micro-batches of one rank in a group. The last group may have fewer. Default: 1.
         limit: maximum number of batches, counted from the epoch's start. Default: None, no limit.
         start_batch: this rank's first batch in this epoch. Default: 0.
@@ -162,7 +163,7 @@ def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: 
 
 
 def _finish(loader: PreparedLoader, batches: Iterator[Any], rounds: int) -> None:
-    """Read a stateful loader to the end of its data, where many such loaders restart."""
+    """Read a stateful loader to the end of its data, because many stateful loaders reset their position there."""
     if loader.stateful and rounds == loader.num_batches:
         next(batches, None)
 
@@ -171,7 +172,8 @@ def check_end(loader: PreparedLoader, batch: int, limit: int | None) -> None:
     """Check after `batch` rounds of an evaluation that the loader returned as many batches as its length.
 
     Warns:
-        TrainwrightWarning: it returned fewer. With several ranks in lock step this raises a ConfigurationError.
+        TrainwrightWarning: the loader returned fewer batches. With several ranks in lock step, a ConfigurationError is
+        raised instead.
     """
     counts = loader.counts
     if counts is not None:
@@ -213,7 +215,7 @@ def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
     message = f"{options.title} ended after {batch} of the {rounds} batches of its declared length."
     if options.world > 1 and options.in_lockstep:
         raise ConfigurationError(
-            f"{message} The other ranks wait for the rest. Return the true length, or define none."
+            f"{message} The other ranks wait for the rest. Return the true length in __len__, or define no __len__."
         )
     warnings.warn(message, TrainwrightWarning, stacklevel=3)
 
@@ -247,14 +249,14 @@ def _looking_ahead(
 
 @dataclass(frozen=True)
 class _Agreement:
-    """Exchange of the number of micro-batches, once per group, between ranks with loaders without length."""
+    """Exchange of the number of micro-batches of a group between ranks whose loaders have no length."""
 
     world: int
     uneven: Uneven
     agree: Agree
 
     def reach(self, name: str, first: int, have: int, *, has_more: bool, can_replay: bool) -> tuple[int, int, bool]:
-        """Return the number of the group's rounds and of its real micro-batches over all ranks, and whether any follow.
+        """Return the numbers of rounds and of real micro-batches (all ranks) in the group, and whether a group follows.
 
         Zero rounds mean the end of the epoch. Collective. Errors are raised on every rank.
         """

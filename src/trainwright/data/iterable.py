@@ -61,10 +61,10 @@ def set_place(rank: int, world: int) -> None:
 
 
 def shard_info() -> tuple[int, int]:
-    """Return `(index, count)`: this process's shard, and the number of shards, which is ranks times loader workers.
+    """Return `(index, count)`: the index of this process's shard, and the number of shards (ranks × loader workers).
 
-    Call it inside the `__iter__` of a data set whose attribute `is_sharded` is True. Outside of a worker process the
-    count is the number of data-parallel ranks. Not collective.
+    Call this function in the `__iter__` of a data set whose attribute `is_sharded` is True. Outside of a worker
+    process, `count` is the number of data-parallel ranks. Not collective.
     """
     return _shard_of(*_place)
 
@@ -93,16 +93,15 @@ class WorkerPlace:
 class ShardedIterable(IterableDataset[Any]):
     """Wrapper that divides any iterable data set over ranks and loader workers in blocks of one batch.
 
-    Each process iterates over the complete data set and keeps its own blocks. Block b of `block` consecutive samples
-    belongs to rank b mod world, and there to worker (b div world) mod workers. The batches therefore equal those of one
-    process without workers, of which micro-batch m belongs to rank m mod world. Every process reads all samples, but
-    decodes and collates only its own. A data set that can open its own part should have a method `shard(index, count)`
-    instead.
+    Each process iterates over the complete data set and returns the samples of its own blocks. Block b of `block`
+    consecutive samples belongs to worker (b div world) mod workers of rank b mod world. The batches therefore equal
+    those of one process without workers. Every process reads all samples, but only collates its own samples. A data set
+    that can read a part of its samples should have a method `shard(index, count)` instead.
 
     Args:
-        dataset: the data set, which yields samples in the same order in every process. Its method `set_epoch(epoch)`,
-            if any, is called before each epoch, also in persistent workers. Its length, if any, is that of the complete
-            data set.
+        dataset: the data set. It must yield samples in the same order in every process. If it has a method
+            `set_epoch(epoch)`, this method is called before each epoch, also in persistent workers. If it has a length,
+            this is the length of the complete data set.
         block: samples in a block. Default: None, the loader's batch size (1 if the loader does not batch).
 
     Raises:
@@ -119,7 +118,7 @@ class ShardedIterable(IterableDataset[Any]):
         self._epoch = _shared_number()
 
     def placed(self, rank: int, world: int, *, block: int) -> ShardedIterable:
-        """Return a copy for one of `world` ranks. `block` is used unless the user has set a block size."""
+        """Return a copy for one of `world` ranks. `block` is the block size if the user has not set one."""
         kind = _KeptShard if keeps_state(self.dataset) else ShardedIterable
         placed = kind(self.dataset, block=self.block or block)
         placed.rank, placed.world = rank, world
@@ -156,7 +155,7 @@ def _shared_number() -> torch.Tensor:
 
 
 class _KeptShard(ShardedIterable):
-    """`ShardedIterable` whose data set has a state. The state also counts the samples that were read."""
+    """`ShardedIterable` whose data set has a state. Its own state also contains the number of read samples."""
 
     dataset: StatefulIterable
 
@@ -194,7 +193,7 @@ def _blocks(samples: Iterator[Any], block: int, mine: int, count: int, first: in
 
 
 class ByShardMethod(IterableDataset[Any]):
-    """Iterable data set that calls `shard(index, count)` of another one in the iterating process."""
+    """Iterable data set that calls `shard(index, count)` of another data set in the iterating process."""
 
     def __init__(self, dataset: HasShards, rank: int, world: int) -> None:
         self.dataset: Any = dataset
@@ -225,8 +224,8 @@ class _KeptPart(ByShardMethod):
 class KeptStream(IterableDataset[Any]):
     """Wrapper of a data set with a state in a loader worker. It adds to the state whether the data set has ended.
 
-    torchdata (0.11) requests another batch after a resume from a worker that had ended. A data set that resets its
-    position at its end would then restart and repeat samples.
+    After a resume, torchdata (0.11) requests another batch from a worker whose data set had ended. A data set that
+    resets its position at its end would then restart and repeat samples.
     """
 
     def __init__(self, dataset: StatefulIterable) -> None:
@@ -302,7 +301,7 @@ def is_divided(dataset: object) -> bool:
 
 
 def place_iterable(dataset: object, *, rank: int, world: int, num_workers: int, block: int, name: str) -> Any:
-    """Return the iterable that replaces `dataset` in the loader of one rank, so that no sample is read twice.
+    """Return the iterable that replaces `dataset` in the loader of one rank. No sample is read on two ranks.
 
     Raises:
         ConfigurationError: there are several ranks or workers and the data set does not declare how it is divided.

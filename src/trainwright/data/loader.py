@@ -55,7 +55,7 @@ def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
         loader: the user's loader.
         options: stage, rank, and how data is divided.
 
-    Every rank must call it, because it may communicate through `agree`.
+    Call this function on every rank, because it may communicate through `agree`.
 
     Raises:
         ConfigurationError: the loader is empty, an iterable does not declare how it is divided, ranks are uneven with
@@ -68,7 +68,7 @@ def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
 
 def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
     if isinstance(loader, PreparedLoader):
-        raise ConfigurationError(f"{options.title} is already prepared; pass the loader itself, `.raw`.")
+        raise ConfigurationError(f"{options.title} is already prepared. Pass the original loader, its attribute raw.")
     if isinstance(loader, (list, tuple, Mapping)) and holds_loaders(loader):
         loader = CombinedLoader(loader, "max_size_cycle" if options.stage == "train" else "sequential")
     if isinstance(loader, CombinedLoader):
@@ -100,7 +100,7 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
 
 
 def _check_split(loader: object, options: LoaderOptions) -> LoaderOptions:
-    """Check that each batch of a loader can be divided over the ranks, and return the options to do so.
+    """Check that each batch of a loader can be divided over the ranks. Return the options for this division.
 
     If the loader drops incomplete batches, all ranks drop the last one together.
 
@@ -161,7 +161,7 @@ class PreparedDataLoader(_PreparedByIndex):
         if getattr(loader, "next_iter_state", None) is not None:
             raise ConfigurationError(
                 f"{options.title} got a state by load_state_dict before it was passed to the Trainer. The position in "
-                "map-style data is counted in samples and kept in checkpoints: pass a new loader, and ckpt_path."
+                "map-style data is counted in samples and saved in checkpoints. Pass a new loader, and ckpt_path."
             )
         more: dict[str, Any] = {slot: dealer, "worker_init_fn": options.worker_start(loader.worker_init_fn)}
         if options.per_sample_rng and callable(getattr(loader.dataset, "__getitems__", None)):
@@ -370,8 +370,10 @@ class PreparedIterable(PreparedLoader):
 
 
 class _WorkerSeeds:
-    """Seeds of a loader's workers from (seed, epoch, rank). Unlike torch's seeds they are not drawn from a global
-    generator, which a resumed run would use more often. A user's own generator is used instead, if any.
+    """Seeds of a loader's workers, computed from (seed, epoch, rank).
+
+    torch draws these seeds from a global generator, whose state differs after a resume. If the loader has its own
+    generator, this generator is used.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -385,7 +387,7 @@ class _WorkerSeeds:
 
 
 def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer, bool]:
-    """Return the replacement of the loader's sampler, and whether it divides the data over all ranks."""
+    """Return the sampler that replaces the loader's sampler, and whether it divides the data over all ranks."""
     batched = loader.batch_sampler is not None
     seeding: Seeding = "batch" if loader.num_workers > 0 else "none"
     if options.per_sample_rng:
@@ -468,7 +470,7 @@ def copy_loader(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any
 def holds_loaders(tree: object) -> bool:
     """Return whether a list, tuple or dict contains loaders rather than batches.
 
-    True if its first entry is a DataLoader or CombinedLoader. Any other iterable may be a batch.
+    True if the first entry is a DataLoader or CombinedLoader, because other iterables may be batches.
     """
     while isinstance(tree, (list, tuple, Mapping)) and tree:
         tree = next(iter(tree.values() if isinstance(tree, Mapping) else tree))

@@ -37,7 +37,7 @@ class LoaderOptions:
             `"pad"`.
         lockstep: all ranks run the same number of rounds. Default: None, which is True in training, and in evaluation
             the value of `lockstep_evaluation`.
-        lockstep_evaluation: run evaluations in lock step too, because every forward is collective. Default: False.
+        lockstep_evaluation: also run evaluations in lock step. Needed if every forward is collective. Default: False.
         agree: function that gathers a short list of integers from every rank, in rank order, on the host. With None and
             several ranks, undivided loaders must have the same number of batches on every rank. Default: None.
         shuffle: shuffle with the default sampler. Default: None, the loader's setting.

@@ -1,8 +1,7 @@
-"""The order in which samples are visited, as a function of the position: no list is stored, and there is no state.
+"""The order of samples, computed from the position. No list and no state are stored.
 
-An epoch's order is a keyed permutation of `range(n)`. Its value at any position has the same cost, needs no memory that
-grows with `n`, and depends on the key alone, so a run resumes at sample 10⁹ by arithmetic and every rank and worker
-computes the same order.
+An epoch's order is a keyed permutation of `range(n)`. Any position is computed in constant time and memory, from the
+key alone. A run therefore resumes at sample 10⁹ by arithmetic, and every rank and worker computes the same order.
 """
 
 from __future__ import annotations

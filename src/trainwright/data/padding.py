@@ -1,7 +1,7 @@
 """Padding to gather unequal numbers of rows from several ranks.
 
-Evaluation repeats no sample, so ranks may have unequal numbers of results. Collectives need equal shapes: rows are
-padded to the longest rank, gathered by the strategy, and trimmed.
+Evaluation repeats no sample, so that ranks may have unequal numbers of results. Collectives need equal shapes. Rows are
+therefore padded to the length of the longest rank, gathered by the strategy, and trimmed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def pad_to(tensor: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tenso
         length: number of rows of the result.
 
     Returns:
-        The padded tensor, shape (length, ...), the tensor itself if n = length; and the mask, shape (length,), bool.
-        Does not wait for the device.
+        The padded tensor of shape (length, ...), and the bool mask of shape (length,). If n = length, the tensor is not
+        copied. Does not wait for the device.
 
     Raises:
         ValueError: the tensor has no first dimension, or more than `length` rows.

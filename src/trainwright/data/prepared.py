@@ -1,4 +1,4 @@
-"""A loader prepared for one data-parallel rank: rounds of an epoch, padding, and resuming.
+"""Loaders that are prepared for one data-parallel rank: rounds of an epoch, padding, and resuming.
 
 Ranks may have different numbers of batches. In lock step (training, and evaluation if every forward communicates) every
 rank must run the same number of rounds. With the policy "pad", a rank without further batches repeats its last batch
@@ -115,9 +115,9 @@ class PreparedLoader(ABC):
     def position(self, batch: int) -> dict[str, int]:
         """Return the position in the data after `batch` rounds of the current epoch, for `set_epoch`.
 
-        It is a JSON-compatible dict, the same on every rank, with the key `batch`. If the number of `samples` or
-        `micro_batches` consumed by all ranks can be computed, it is added, and any number of ranks can continue.
-        Otherwise `world` is added, the required number of ranks.
+        The position is a JSON-compatible dict with the key `batch`, the same on every rank. It also contains the number
+        of `samples` or `micro_batches` that all ranks have consumed, if this number can be computed. Any number of
+        ranks can then resume. Otherwise it contains `world`, the required number of ranks.
         """
         return {"batch": batch, "world": self.options.world}
 
@@ -142,9 +142,9 @@ class PreparedLoader(ABC):
                 `iterate(resume["batch"])` then begins with the next batch, and `num_batches` includes earlier rounds.
                 Default: None.
 
-        Every rank must call it, because it communicates if each rank has its own loader and `agree` was passed. It
-        raises an error for data without a batch, for uneven ranks with the policy "error", and for a position that
-        requires another number of ranks.
+        Call this method on every rank, because it communicates if each rank has its own loader and `agree` was passed.
+        Raises an error if the data has no batch, if ranks are uneven with the policy "error", and if `resume` requires
+        another number of ranks.
         """
         options = self.options
         if resume and resume.get("world", options.world) != options.world:
@@ -161,8 +161,8 @@ class PreparedLoader(ABC):
     def iterate(self, start_batch: int = 0) -> Iterator[Any]:
         """Return an iterator over this rank's batches of the current epoch, from round `start_batch` on.
 
-        No earlier batch is fetched. Without padding it is the loader's own iterator. It communicates, by one call of
-        `agree` per round, only in evaluations in lock step over a loader without length.
+        No earlier batch is fetched. Without padding, the loader's own iterator is returned. The iterator only
+        communicates in evaluations in lock step over a loader without length: it calls `agree` once per round.
         """
         self.release_state()
         self._ended_at = None
@@ -266,7 +266,7 @@ class PreparedLoader(ABC):
             vars(self._loader)["_iterator"] = None  # it would be used again
 
     def keep_run_out(self, state: dict[str, Any] | None) -> None:
-        """Record that this rank has no batch left while others continue.
+        """Record that this rank has no further batch while other ranks continue.
 
         `state` is the loader's state before the last batches. A resumed run fetches one of these batches again for
         padding.
@@ -329,7 +329,7 @@ class PreparedLoader(ABC):
 
     @abstractmethod
     def _count(self) -> list[int] | int | None:
-        """Return the number of batches of every rank, or only this rank's number, or None, as far as known."""
+        """Return the number of batches of every rank. If unknown, return this rank's number or None."""
 
     @abstractmethod
     def _open(self, start_batch: int) -> Iterator[Any]:

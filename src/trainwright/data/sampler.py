@@ -75,12 +75,13 @@ class Dealer(Sampler[Any], ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return the JSON-compatible values on which the epoch's order depends besides its seed. A position is only
-        valid for equal values.
+        """Return the JSON-compatible values on which the epoch's order depends, except the seed.
+
+        A position is only valid for equal values.
         """
 
     def start(self, batch: int) -> None:
-        """Let the next iteration begin at this rank's batch in round `batch` of the epoch.
+        """Set the first round of the next iteration to round `batch` of the epoch.
 
         Raises:
             ConfigurationError: the round is before the anchor of `set_epoch`.
@@ -280,13 +281,13 @@ class ShardedBatchSampler(Dealer):
 class BatchShard(Dealer):
     """Index batches of a user's sampler, divided over the ranks: micro-batch m belongs to rank m mod world.
 
-    Skipping draws and discards indices, and fetches no data. Every rank, and a resumed run, must draw the same indices.
-    The global CPU generators are therefore seeded by (seed, epoch) until the sampler has returned its first batch, and
-    then restored. Generators among the sampler's attributes (of torch, NumPy or Python) are seeded too, and its
-    `set_epoch` is called.
+    To skip batches, indices are drawn and discarded, and no data is fetched. Every rank and a resumed run must draw the
+    same indices. The global CPU generators are therefore seeded by (seed, epoch) until the sampler has returned its
+    first batch, and then restored. Generators in the sampler's attributes (of torch, NumPy or Python) are seeded, too,
+    and the sampler's `set_epoch` is called.
 
     Args:
-        batch_sampler: an iterable of index batches (or of single indices); with a length if the epoch has one.
+        batch_sampler: an iterable of index batches, or of single indices. May have a length.
         rank, world: this rank and the number of data-parallel ranks. With `0, 1` all batches belong to this rank.
         seed: seed of the run. Default: 0.
         seeding: seeds sent with the indices; see `trainwright.data.seeding`. Default: `"none"`.
@@ -344,7 +345,7 @@ class BatchShard(Dealer):
                 generator.state = state
 
     def _twin(self) -> BatchShard:
-        """Return a copy with a copy of the user's sampler, because the sampler may have a state."""
+        """Return a copy of this object and of the user's sampler, because the sampler may have a state."""
         twin = copy.copy(self)
         twin.batch_sampler = copy.copy(self.batch_sampler)
         own = getattr(twin.batch_sampler, "__dict__", {})
@@ -402,7 +403,7 @@ class BatchShard(Dealer):
 
 
 class SplitBatchShard(BatchShard):
-    """Parts of each batch of a user's batch sampler, one for each rank. Round i is the sampler's batch i.
+    """Batch sampler that divides each batch of a user's batch sampler over the ranks. Round i is the sampler's batch i.
 
     A rank's part has `batch_size // world` indices. If the batch size is unknown, each batch is divided evenly. If a
     short batch has no index for a rank, the rank gets the batch's first index as padding.

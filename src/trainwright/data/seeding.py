@@ -91,9 +91,9 @@ def _arrive(value: object, seed: int) -> Any:
 class SeededIndices(list[Any]):
     """Indices of one batch, with a seed for the loader worker that receives them.
 
-    Random augmentation then depends only on (seed, epoch, micro-batch): not on the number of workers, not on how many
-    batches that worker fetched before, and not on a resume in between. Unpickling in a worker process seeds `random`,
-    numpy's global generator and torch's CPU generator, and returns a plain list.
+    Random augmentation then depends only on (seed, epoch, micro-batch), and not on the number of workers, earlier
+    batches of the worker, or a resume. Unpickling in a worker process seeds `random`, numpy's global generator and
+    torch's CPU generator, and returns a plain list.
     """
 
     def __init__(self, indices: Iterable[Any], seed: int) -> None:
@@ -180,7 +180,7 @@ def seed_each_sample(batches: Iterator[Any], key: int, *, here: bool) -> Iterato
     Args:
         batches: batches of a sampler.
         key: see `sample_key`.
-        here: the data is fetched in this process, right after an index is drawn. False if workers fetch it.
+        here: True if this process fetches the data, directly after an index is drawn. False if workers fetch the data.
     """
     for indices in batches:
         if isinstance(indices, Iterable) and not isinstance(indices, (str, bytes)):
@@ -201,8 +201,9 @@ class Indexed(Protocol):
 
 
 class OneByOne(Dataset[Any]):
-    """Map-style data set that fetches samples one by one. `__getitems__` of the wrapped data set is not used, because
-    samples of a full batch have no separate random numbers.
+    """Map-style data set that fetches samples of another data set one by one.
+
+    `__getitems__` of the other data set is not used, because it would fetch all samples with one seed.
     """
 
     def __init__(self, dataset: Indexed) -> None:
@@ -239,7 +240,7 @@ def fetch_seeded(fetch: Callable[[Any], Any], indices: Iterable[Any], key: int) 
 class SeededTurns(Sampler[Any]):
     """Sampler of a loader over an iterable data set. It sends one seed per batch to the workers, instead of indices.
 
-    Its state is the number of seeds so far. A loader that restores its sampler's state continues with the same seeds.
+    The state is the number of seeds that were sent. A loader that restores this state continues with the same seeds.
     """
 
     def __init__(self, batch_size: int | None) -> None:
@@ -253,7 +254,7 @@ class SeededTurns(Sampler[Any]):
         self._next = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of seeds so far, and their key."""
+        """Return the number of seeds that were sent, and their key."""
         return {"turn": self._next, "key": self.key}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

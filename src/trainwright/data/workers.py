@@ -35,8 +35,8 @@ B = TypeVar("B", bound=Iterator[Any])
 class WorkerStart:
     """Initialization of a worker, which then ignores signals that announce the end of a run.
 
-    Such signals are sent to the whole process group. The training process must finish its step and save, and ends its
-    workers itself (see `Workers`). Workers also end when the training process is killed.
+    Such signals are sent to all processes of a process group. The training process must finish its step and save a
+    checkpoint, and then ends the workers (see `Workers`). Workers also end when the training process is killed.
 
     Raises:
         ConfigurationError: workers cannot send tensors, because the path of the temporary folder is too long.
@@ -69,7 +69,7 @@ def _check_temporary_folder() -> None:
 
 
 class _OutlivesFirst:
-    """Signal handler that ignores the first signal and signals shortly after it.
+    """Signal handler that ignores the first signal, and further signals within a short time.
 
     A signal to a process group may reach a process twice. A later signal, which `Workers` sends to a worker that does
     not end, is not ignored.

@@ -12,12 +12,12 @@ _PERIOD_S = 1.0  # how long a wish of one rank may stay unheard
 class Agreement:
     """Exchange of a few numbers between ranks, on the host, at counts that are the same on every rank.
 
-    Each exchange also schedules the next one by the slowest rank's pace: about a second later, after 1 to `at_most`
-    counts.
+    Each exchange also schedules the next exchange: about a second later at the speed of the slowest rank, after 1 to
+    `at_most` counts.
 
     Args:
         processes: the processes of the run.
-        at_most: maximum number of counts between two exchanges. There is an exchange at each multiple of it.
+        at_most: maximum number of counts between two exchanges. Each multiple of `at_most` has an exchange.
     """
 
     def __init__(self, processes: Processes, at_most: int) -> None:

@@ -1,10 +1,10 @@
 """Operations on tensors and objects across the processes of a script, with Accelerate's names.
 
 The functions traverse lists, tuples (also named ones), mappings and dataclasses, and exchange every tensor separately.
-A collective function must be called on every process, in the same order, with the same structure. It uses the processes
-of `PartialState`, which is created if needed. A single process does not communicate. A collective function first
-compares a hash of the arguments of all processes on the host. If operations, shapes or dtypes differ, every process
-raises an error that shows them all, while torch's backends would crash, hang or return wrong values.
+Call a collective function on every process, in the same order and with the same structure. It uses the processes of
+`PartialState`, which is created if needed. A single process does not communicate. A collective function first compares
+operations, shapes and dtypes of all processes on the host, by a hash. If they differ, every process raises an error
+that lists the calls of all processes. torch's backends would crash, hang or return wrong values.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | list[str] | None = None,
 ) -> Any:
-    """Return nested tensors, and other objects with a `to` method, on a device. Not collective.
+    """Move nested tensors, and other objects with a `to` method, to a device. Not collective.
 
     Args:
         tensor: nested tensors.
         device: the target.
-        non_blocking: do not wait for copies from pinned memory or to the host. Synchronize before you read the latter.
-            Default: False.
+        non_blocking: do not wait for copies from pinned memory or to the host. Synchronize before you read copies on
+            the host. Default: False.
         skip_keys: keys of mappings whose values are not moved, at every depth. Default: None.
     """
     place = torch.device(device)
@@ -103,7 +103,7 @@ def send_to_device(
 
 
 def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
-    """Concatenate the tensors of several equal structures, leaf by leaf. Not collective.
+    """Concatenate the tensors of several structures with equal nesting, leaf by leaf. Not collective.
 
     Args:
         data: the structures, at least one.
@@ -172,7 +172,7 @@ def gather(tensor: object) -> Any:
 def gather_object(object: object) -> Any:
     """Return the concatenated lists of all processes, in the order of the processes. Collective.
 
-    Uses pickle and the host, so it is for small objects.
+    Objects are pickled and sent through the host, so they should be small.
 
     Args:
         object: a list or tuple of picklable objects, of any length.
@@ -225,14 +225,14 @@ def broadcast(tensor: object, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Overwrite a list in place with that of one process, and return it. Collective. Uses pickle and the host.
+    """Overwrite a list in place with the list of one process, and return it. Collective. Uses pickle and the host.
 
     Args:
         object_list: picklable objects.
         from_process: the source of the list. Default: 0.
 
     Raises:
-        ConfigurationError: no such process.
+        ConfigurationError: `from_process` does not exist.
     """
     state = PartialState()
     if state.num_processes > 1:
@@ -327,9 +327,10 @@ def slice_tensors(
     """Return nested tensors, each a view of a slice of its first dimension. Not collective.
 
     Args:
-        data: Tensors in lists, tuples and mappings.
-        tensor_slice: The slice.
-        process_index, num_processes: Accepted for compatibility, without effect.
+        data: tensors in lists, tuples and mappings.
+        tensor_slice: the slice.
+        process_index: accepted for compatibility, without effect.
+        num_processes: accepted for compatibility, without effect.
 
     Raises:
         TypeError: A leaf is not a tensor.

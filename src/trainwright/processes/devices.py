@@ -1,4 +1,4 @@
-"""The available accelerators and those that a run uses."""
+"""Selection of accelerators for a run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _has_tpu() -> bool:
 
 
 def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
-    """Return the device indices of this node for a `devices=` argument: one process each.
+    """Return the device indices of this node for a `devices=` argument. Each index is used by one process.
 
     Args:
         devices: a count, `-1` or `"auto"` for all (one on the CPU), a list of indices, or text such as `"2"` or
@@ -76,7 +76,9 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
     if isinstance(devices, (list, tuple)):
         indices = [int(index) for index in devices]
         if not indices:
-            raise ConfigurationError(f"devices={given!r} names none. Write a count, 'auto', or indices such as [0, 3].")
+            raise ConfigurationError(
+                f"devices={given!r} names no device. Write a count, 'auto', or indices such as [0, 3]."
+            )
         if len(set(indices)) != len(indices) or min(indices) < 0:
             raise ConfigurationError(f"devices={given!r}: indices must be different and not negative.")
     elif isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
@@ -85,7 +87,7 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
         raise ConfigurationError(f"devices={given!r}: write a count of at least 1, -1, 'auto' or a list of indices.")
     if kind == "xla" and indices != list(range(len(indices))):
         raise ConfigurationError(
-            f"devices={given!r}: torch_xla gives each process its device. Write their number: devices={len(indices)}."
+            f"devices={given!r}: torch_xla assigns the devices to processes. Write a count: devices={len(indices)}."
         )
     if available is not None and max(indices) >= available:
         raise ConfigurationError(
@@ -154,8 +156,8 @@ def kernel_choice(
 def peak_memory(device: torch.device) -> int | None:
     """Return the peak memory of this process in bytes. Does not wait for the device.
 
-    On an accelerator it is the memory allocated for tensors, on the CPU the resident memory of the process. None if the
-    device or the system does not report it.
+    On an accelerator, this is the memory allocated for tensors. On the CPU, it is the resident memory of the process.
+    None if the device or the system does not report its memory.
     """
     if device.type == "cpu":
         if sys.platform == "win32":

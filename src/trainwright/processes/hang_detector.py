@@ -1,8 +1,8 @@
 """Monitor of each rank of a distributed run, which detects failed ranks and reports a run that hangs.
 
-A hanging collective does not report the reason. Each rank therefore has a daemon thread with its own connection to the
-store of the process group. The thread never takes part in a collective and never uses a device. It only reads the
-Trainer's counters, and adds no work to a step. The threads communicate through these keys of the store:
+A hanging collective does not report a reason. Each rank therefore has a daemon thread, with a separate connection to
+the store of the process group. The thread runs no collectives, uses no device, and adds no work to a step. It only
+reads the Trainer's counters. The threads communicate through these keys of the store:
 
     events              counter that grows whenever `failure` or `stall/N` is written; the only key read at every beat
     failure             the rank that failed first, with its traceback
@@ -57,10 +57,11 @@ class HangDetector:
 
     Args:
         store: separate connection to the store of the process group, with a prefix for this stage.
-        rank, world_size: this rank and the number of ranks.
+        rank: this rank.
+        world_size: number of ranks.
         position: returns the progress of this rank. It is called in the monitor thread and must not change any state.
         hang_timeout_s: seconds without progress after which all ranks report their positions. None disables the report.
-        timeout_s: seconds after which a collective fails, for the report.
+        timeout_s: seconds after which a collective fails. Only used in the report.
         store_dies_with_rank_0: True if the process of rank 0 serves the store, False if torchrun's agent does.
         interrupt_only: after the failure of another rank, raise a WorkerError in the main thread instead of ending this
             process. A process that does not react is ended, except in a notebook.
@@ -106,18 +107,18 @@ class HangDetector:
     # Called by the training thread
 
     def start(self) -> None:
-        """Start monitoring. Communicates with the store only; does not wait for other ranks."""
+        """Start monitoring. Communicates with the store only, and does not wait for other ranks."""
         # A thread that uses the store during interpreter shutdown would abort the process.
         atexit.register(self.close)
         self._thread.start()
 
     def leave(self, error: BaseException) -> None:
-        """Report the error with which this rank leaves the run. Waits for the store, some seconds at most.
+        """Report the error that ends this rank's run. Waits at most some seconds for the store.
 
         If another rank has failed first, a note is added to the error.
 
         Raises:
-            WorkerError: the error is only the interrupt of this rank after the failure of another rank.
+            WorkerError: another rank has failed, and the error is only the interrupt of this rank.
         """
         self._error = error
         self._wake.set()
@@ -130,7 +131,7 @@ class HangDetector:
         error.add_note(f"This followed the failure of another rank:\n{found.text}")
 
     def close(self) -> None:
-        """Stop monitoring. Waits for the store, some seconds at most. A second call has no effect."""
+        """Stop monitoring. Waits at most some seconds for the store. A second call has no effect."""
         atexit.unregister(self.close)
         self._stopping = True
         self._wake.set()
@@ -203,7 +204,7 @@ class HangDetector:
     # A rank that fails
 
     def _tell(self) -> None:
-        """Post this rank's failure, unless it is the consequence of a known failure of another rank."""
+        """Post this rank's failure, unless another rank's known failure is the cause."""
         error = self._error
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._shared.set(f"left/{self._rank}", f"{type(error).__name__}: {error}")

@@ -27,7 +27,8 @@ class LateCalls:
 
     Args:
         store: Separate connection to the store of the process group.
-        rank, world_size: This rank, and the number of ranks.
+        rank: this rank.
+        world_size: number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:

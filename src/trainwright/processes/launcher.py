@@ -1,8 +1,8 @@
-"""Start the other processes of a run from this one: the only writer of environment variables.
+"""Start of the other processes of a run. No other module writes environment variables.
 
-The process that called the Trainer becomes rank 0 and keeps the results; the others are new interpreters that receive
-the work through cloudpickle. The calling script is not run again: it needs no `__main__` guard, and classes defined in
-a notebook work.
+The process that called the Trainer becomes rank 0 and returns the results. Other ranks are new interpreters, which
+receive the work through cloudpickle. The calling script is not run again. It needs no `__main__` guard, and may be a
+notebook that defines classes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run_in_processes(
     """Run `work()` in this process as rank 0 and in `num_processes - 1` new ones, and return rank 0's result.
 
     Args:
-        work: function that cloudpickle can pickle. It reads its rank from the variables that torchrun would set.
+        work: function that cloudpickle can pickle. It reads its rank from the same variables as under torchrun.
         num_processes: processes on this node, ≥ 2.
         by_value: objects whose classes may be in modules that a new interpreter cannot import. Default: `()`.
         before: picklable function that is called first in the new processes. Default: None.
@@ -247,8 +247,10 @@ def clear_environment() -> Iterator[None]:
 
 
 def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
-    """Return work for `trainwright.processes.worker`, with classes and functions of modules that a new interpreter
-    cannot import. These follow in a second pickle, so that the worker can enter them into their modules.
+    """Return pickled work for `trainwright.processes.worker`.
+
+    Classes and functions of modules that a new interpreter cannot import are in a second pickle, so that the worker can
+    add them to their modules.
 
     Args:
         work: see `worker.main`.

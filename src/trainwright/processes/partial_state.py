@@ -479,8 +479,8 @@ def _wait_for(store: Any, turn: str, timeout: timedelta) -> None:
     while not store.check([turn]):
         if time.monotonic() - start_s > timeout.total_seconds():
             raise TimeoutError(
-                f"the process that goes first was not done within {timeout}. If that is expected, increase "
-                "PartialState(timeout=...)."
+                f"the process that goes first has not ended its block within {timeout}. If the block needs longer, "
+                "increase PartialState(timeout=...)."
             )
         time.sleep(look_s)
         look_s = min(2 * look_s, _LONGEST_LOOK_S)
@@ -491,7 +491,7 @@ def _wait_for(store: Any, turn: str, timeout: timedelta) -> None:
 
 def _check_index(name: str, index: int | None, num_processes: int | None) -> None:
     if index is None:
-        raise ConfigurationError(f"on which process? Write, for example, {name}=0.")
+        raise ConfigurationError(f"{name} is missing. Write, for example, {name}=0.")
     if index < 0 or (num_processes is not None and num_processes > 1 and index >= num_processes):
         known = "0 and up" if num_processes is None else f"0 to {num_processes - 1}"
-        raise ConfigurationError(f"{name}={index}, but no process has this index. They are {known}.")
+        raise ConfigurationError(f"{name}={index}, but no process has this index. Valid indices are {known}.")

@@ -1,4 +1,4 @@
-"""The processes of a run and their communication on the host."""
+"""Processes of a run, and communication between them on the host."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Helpers(Protocol):
-    """Work of the other ranks while rank 0 runs the main work."""
+    """Protocol for work of other ranks while rank 0 runs the main work."""
 
     def serve(self) -> None:
         """Execute rank 0's requests until rank 0 calls `dismiss`."""
@@ -173,11 +173,12 @@ class Processes:
 
 
 class AbsentOthers(Processes):
-    """Replacement of the other processes in trial steps of one rank, without communication. Each process is assumed to
-    have the same values as this one.
+    """Replacement of `Processes` for trial steps of one rank, without communication.
+
+    The other processes are assumed to have the same values as this process.
 
     Args:
-        real: the processes of the run, which define ranks and numbers of ranks.
+        real: the processes of the run, which define the ranks.
     """
 
     def __init__(self, real: Processes) -> None:
@@ -403,7 +404,7 @@ class ProcessGroup(Processes):
 
 
 def length_of_time(name: str, value: float | datetime.timedelta | Duration | str) -> datetime.timedelta:
-    """Return a timeout as a timedelta, from seconds, a timedelta, a Duration, or text such as `"30 min"`."""
+    """Convert a timeout (seconds, a timedelta, a Duration, or text such as `"30 min"`) to a timedelta."""
     if isinstance(value, datetime.timedelta):
         return value
     duration = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)

@@ -33,7 +33,7 @@ def _length(inputs: object, name: str) -> int:
             raise ConfigurationError(f"{name} has values of different lengths ({shown}). They must have equal lengths.")
         return next(iter(lengths.values()), 0)
     if isinstance(inputs, torch.Tensor) and inputs.dim() == 0:
-        raise TypeError(f"{name} is a tensor without a dimension, which cannot be split. Give it one.")
+        raise TypeError(f"{name} is a tensor without a dimension, which cannot be split. Add a dimension.")
     if isinstance(inputs, (list, tuple, torch.Tensor)):
         return len(inputs)
     if isinstance(inputs, Sized) and callable(getattr(inputs, "select", None)):

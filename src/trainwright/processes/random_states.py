@@ -55,4 +55,4 @@ def synchronize_rng_state(rng_type: str | RNGType | None = None, generator: torc
         module = torch.get_device_module(state.device)
         module.set_rng_state(state.joined().broadcast_object(module.get_rng_state(state.device)), state.device)
     else:
-        raise ConfigurationError(f"rng_type={kind!r}: this process has 'torch', 'generator' and {state.device.type!r}.")
+        raise ConfigurationError(f"rng_type={kind!r}: expected 'torch', 'generator' or {state.device.type!r}.")

@@ -169,13 +169,13 @@ def _placement(ray: Any, job: RayJob) -> Iterator[Any]:
         strategy = "STRICT_SPREAD" if job.num_machines > 1 else "STRICT_PACK"
         alive = sum(bool(node["Alive"]) for node in ray.nodes())
         if alive < job.num_machines:
-            raise ConfigurationError(f"num_machines={job.num_machines}, and the Ray cluster has {alive}.")
+            raise ConfigurationError(f"num_machines={job.num_machines}, and the Ray cluster has {alive} machines.")
     group = ray.util.placement_group(bundles, strategy=strategy)
     try:
         if not group.wait(_READY_S):
             raise ConfigurationError(
                 f"the Ray cluster did not free {bundles} within {_READY_S:g} s. Other jobs use them, or no machine has "
-                "as many."
+                "enough."
             )
         yield group
     finally:

@@ -34,9 +34,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class SignalHandler:
-    """Signal handler of Trainwright. In a forked process it applies the system's default action.
+    """Signal handler of Trainwright. In a forked process, the handler runs the system's default action.
 
-    multiprocessing, for example, ends a forked process by SIGTERM and waits for it.
+    For example, multiprocessing ends a forked process by SIGTERM and waits until the process has ended.
     """
 
     def __init__(self) -> None:

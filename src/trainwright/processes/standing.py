@@ -1,4 +1,4 @@
-"""Position of a rank: the Trainer's counters, and the activity of its main thread, read from another thread."""
+"""Position of a rank: the Trainer's counters and the activity of the main thread, read by another thread."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _place(frame: FrameType) -> str:
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """Mark that distinguishes a process from all others, including later processes with the same number."""
+    """Mark that distinguishes a process from all others, including later processes with the same process ID."""
 
     node: str  # equal for processes that see each other: host, and namespace of process numbers where there are such
     pid: int

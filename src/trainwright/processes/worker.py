@@ -29,8 +29,9 @@ def end_with(parent: int, folder: Path) -> None:
 
 
 def define(definitions: list[type | FunctionType]) -> None:
-    """Enter classes and functions that were sent by value into their modules, so that their instances can be pickled
-    here, by a worker of a DataLoader or for another rank.
+    """Add classes and functions that were sent by value to their modules.
+
+    Their instances can then be pickled, for workers of a DataLoader or for another rank.
     """
     sys.modules["__main__"] = ModuleType("__main__")  # that of the script, instead of this file
     for definition in definitions:
@@ -40,9 +41,9 @@ def define(definitions: list[type | FunctionType]) -> None:
 
 
 def main(work_file: str) -> int:
-    """Run the pickled work and return the exit code. If it fails, write the traceback to `error-RANK.txt` beside it.
+    """Run the pickled work and return the exit code. If the work fails, write the traceback to `error-RANK.txt`.
 
-    The parent process has just written the file, in a folder that only this user can access.
+    The file is trusted, because the parent process has written it, in a folder that only this user can access.
     """
     error_file = Path(work_file).with_name(f"error-{variable('RANK')}.txt")
     error_file.unlink(missing_ok=True)  # of an earlier attempt

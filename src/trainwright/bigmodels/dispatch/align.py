@@ -178,7 +178,9 @@ class AlignDevicesHook(ModelHook):
             self._number = self.prefetcher.add(self)
 
     def note_shared(self, present: Collection[int]) -> None:
-        """Record which offloaded weights are shared with modules that are not offloaded, given their parameter ids."""
+        """Record which offloaded weights are also in modules that are not offloaded, given those modules' parameter
+        ids.
+        """
         for slot in self._slots:
             slot.is_shared = slot.former is not None and id(slot.former) in present
 
@@ -279,7 +281,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def load(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Load the weights into the module. They stay loaded until this thread has called `unload` as many times.
+        """Load the weights into the module. They stay loaded until this thread has called `unload` for each `load`.
 
         If the weights are already loaded, they stay on the device of the earlier use. `device` is the device for a use
         outside of a forward.

@@ -48,7 +48,7 @@ class LoadedKeys(NamedTuple):
 
 
 class LoadOptions(NamedTuple):
-    """Arguments of `load_checkpoint_in_model`. With `needs_values`, a weight without values after it is an error."""
+    """Arguments of `load_checkpoint_in_model`. `needs_values`: raise if a weight has no values after loading."""
 
     device_map: Mapping[str, Device] | None
     folder: PathLike | None
@@ -219,8 +219,8 @@ def _check_has_values(targets: list[Target], checkpoint: PathLike, options: Load
     to_write = [target.names[0] for target in left if target.device is None and not is_on_disk(target)]
     if to_write and options.folder is None:
         raise ConfigurationError(
-            f"the map puts {_list(to_write)} on the disk, and {checkpoint} does not contain them. Pass offload_folder, "
-            "a folder to write the model's own values to."
+            f"the device map puts {_list(to_write)} on the disk, and {checkpoint} does not contain them. Pass "
+            "offload_folder, a folder to write the model's own values to."
         )
 
 
@@ -346,8 +346,8 @@ def _write_once(
     """Write tensors to the folder, unless it already contains them from the same checkpoint."""
     if folder is None:
         raise ConfigurationError(
-            f"parts of the model are on the disk, and {checkpoint} is not safetensors, which would be used directly. "
-            "Pass offload_folder, a folder to write them to."
+            f"the device map puts parts of the model on the disk, and {checkpoint} is not safetensors, which would be "
+            "used directly. Pass offload_folder, a folder to write these parts to."
         )
     origin = _origin(Path(checkpoint))
     index = read_offload_index(folder)

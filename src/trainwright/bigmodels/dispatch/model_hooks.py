@@ -247,11 +247,12 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 class CpuOffload(ModelHook):
-    """Hook that stores a model on the CPU, and moves it to a device when it is called. It then stays on the device.
+    """Hook that stores a model on the CPU, and moves it to a device at a call. The model then stays on the device.
 
     Args:
         execution_device: The device that runs the model. Default: the current accelerator, or the CPU.
-        prev_module_hook: The hook of the previous model of a pipeline, which is moved to the CPU first.
+        prev_module_hook: The hook of the previous model of a pipeline. A call of this model first moves the previous
+            model to the CPU.
     """
 
     def __init__(

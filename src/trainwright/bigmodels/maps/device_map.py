@@ -131,7 +131,7 @@ def resolve_device_map(
         model: A model on any device.
         device_map: `"auto"` or `"balanced"`: distribute evenly over the accelerators. `"balanced_low_0"`: distribute
             evenly, with as little as possible on the first accelerator. `"sequential"`: fill each device before the
-            next one. Or a map.
+            next one. A map is only checked.
         max_memory: See `get_max_memory`. This argument and those below have no effect if `device_map` is a map.
         no_split_module_classes, dtype, special_dtypes, offload_buffers: See `infer_auto_device_map`.
 
@@ -185,7 +185,7 @@ def get_balanced_memory(
         max_memory: See `get_max_memory`. If `max_memory` is None and there is one accelerator, 10 % of its memory stay
             free.
         no_split_module_classes, dtype, special_dtypes: See `infer_auto_device_map`.
-        low_zero: Place on the first accelerator only the modules that do not fit the others.
+        low_zero: Place only those modules on the first accelerator that do not fit the other accelerators.
 
     Raises:
         ConfigurationError: A device, size or dtype is unknown.

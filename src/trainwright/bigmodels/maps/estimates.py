@@ -113,7 +113,7 @@ def count_stored_weights(path: Path) -> WeightCount:
 def count_stage_bytes(
     forward: Callable[[], Any], model: nn.Module, stages: Sequence[Sequence[nn.Module]]
 ) -> tuple[list[int], list[int]]:
-    """Return the bytes that autograd saves in each pipeline stage, and the bytes that each stage sends on.
+    """Return the bytes that autograd saves in each pipeline stage, and the bytes that each stage sends to the next.
 
     `forward` calls the model, with gradients enabled. Fake tensors (`torch._subclasses.FakeTensorMode`) take no memory.
     A stage ends with the call of its last module. Tensors that two stages save count in both stages. The model's

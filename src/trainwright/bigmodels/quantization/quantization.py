@@ -124,8 +124,8 @@ class TorchaoQuantizationConfig:
             )
         if self.group_size != 128 and self.quant_type != "int4_weight_only":
             raise ConfigurationError(
-                f"group_size={self.group_size} is of quant_type='int4_weight_only'; {self.quant_type!r} has a scale "
-                "for each row. Remove it."
+                f"group_size={self.group_size} needs quant_type='int4_weight_only'; {self.quant_type!r} has a scale "
+                "for each row. Remove group_size."
             )
         if self.torch_dtype is not None:
             self.torch_dtype = _to_dtype("torch_dtype", self.torch_dtype)

@@ -61,7 +61,7 @@ class MappedFile:
         self._mapped: set[tuple[int, int]] = set()  # parts that were loaded before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MappedFile:
-        """Map the same file again. Changes that were made to its tensors in memory are not copied."""
+        """Map the same file again. Changes of the original's tensors in memory are not copied."""
         self.check()
         twin = copy.copy(self)
         twin._use(os.dup(self._descriptor))  # the path may name another file by now

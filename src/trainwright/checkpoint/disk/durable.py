@@ -29,8 +29,8 @@ class FileEntry:
     """One file of a checkpoint.
 
     Attributes:
-        size: its length in bytes.
-        xxh3_128: the XXH3 128-bit hash of its bytes, 32 hexadecimal digits. It finds damage, not forgery.
+        size: length of the file in bytes.
+        xxh3_128: XXH3 128-bit hash of the file, as 32 hexadecimal digits. The hash detects damage, not forgery.
     """
 
     size: int
@@ -55,7 +55,7 @@ def fault_point(event: str, path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Return a context that adds `path` to system errors, because errors of an open file do not name the file."""
+    """Return a context that adds `path` to system errors. Errors of an open file do not name the file."""
     try:
         yield
     except OSError as error:
@@ -65,14 +65,14 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class HashingFile:
-    """A new file that is hashed while it is written, and synced when it is closed or before.
+    """A new file that is hashed while it is written, and synced to the disk when it is closed.
 
     Args:
         path: must not exist.
         size: number of bytes that will be written, if known. Large files are hashed in a second thread.
 
     Attributes:
-        entry: size and hash of the bytes written; set by `finish`, or at the end of the `with` block.
+        entry: size and hash of the written bytes. Set by `finish` or at the end of the `with` block.
     """
 
     def __init__(self, path: Path, *, size: int = 0) -> None:
@@ -138,7 +138,9 @@ class HashingFile:
 
 
 class _Hash:
-    """The XXH3 hash of consecutive chunks. A second thread, if requested, is at most one chunk behind."""
+    """The XXH3 hash of consecutive chunks, computed in a second thread on request. The thread is at most one chunk
+    behind.
+    """
 
     def __init__(self, *, in_thread: bool) -> None:
         self._digest = xxhash.xxh3_128()
@@ -186,7 +188,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, *, sync: bool = True) -> None:
-    """Create `folder` and missing parents, and sync their parents. With `sync=False`, call `sync_new_folders` later."""
+    """Create and sync `folder` and missing parents. With `sync=False`, `sync_new_folders` must be called later."""
     if folder.is_dir():
         return
     make_folder(folder.parent, sync=sync)
@@ -221,7 +223,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def hidden(path: Path, role: str) -> Path:
-    """Return a new hidden name beside `path`; `role` is `"tmp"`, `"old"` or `"del"` (see `staging`)."""
+    """Return an unused hidden path beside `path` for a `role`: `"tmp"`, `"old"` or `"del"` (see `staging`)."""
     return path.with_name(f".{path.name}.{role}-{os.urandom(8).hex()}")
 
 

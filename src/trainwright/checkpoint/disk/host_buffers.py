@@ -1,8 +1,8 @@
 """Host buffers that are reused between saves, and the copy of a checkpoint's tensors into them.
 
-Training waits only for this copy. Tensors that are known not to change for some time are copied later. The bytes of the
-files fill a list of blocks one after the other, so that a growing state only adds blocks, and each file is written from
-a few large contiguous ranges.
+Training waits only for this copy. Tensors that do not change before the next optimizer step are copied later. The bytes
+of the files fill consecutive blocks of memory. A larger state only adds blocks, and each file is written from a few
+large contiguous ranges.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ class HostBuffers:
         return sum(block.numel() for block in self._blocks)
 
     def release(self) -> None:
-        """Free the memory. Staged copies must not be used afterwards."""
+        """Free the memory. Copies in the buffers must not be used afterwards."""
         self._blocks.clear()
         self._starts.clear()
 
     def stage(self, files: Sequence[PlannedFile]) -> LaterCopy | None:
         """Copy the tensors of `files` into the buffers, and make the files refer to the copies.
 
-        Overwrites the previous content. Blocks until the copies are done, including those from devices; afterwards the
-        tensors may change. Devices copy at the same time.
+        Overwrites the previous copies. Blocks until the copies from all devices, which run in parallel, are done.
+        Afterwards the tensors may change.
 
         Returns:
-            The remaining copies of large host tensors in files that are `at_rest`, or None. Call `finish` of the result
-            before these files are read or these tensors change.
+            The copies of large host tensors that are made later, for files with `at_rest`. Call `finish` of the result
+            before these files are read or these tensors change. None if all copies are done.
         """
         starts: dict[int, int] = {}
         end = 0
@@ -129,7 +129,7 @@ class HostBuffers:
                 missing -= size
 
     def fillings(self) -> Iterator[Callable[[], Any]]:
-        """Yield functions that each write to a part of the memory, so that the system maps its pages.
+        """Yield functions that each write to a part of the memory, so that the system maps the pages.
 
         On a virtual machine, mapping can take seconds for a gigabyte. Staged copies are overwritten.
         """
@@ -139,7 +139,7 @@ class HostBuffers:
                 yield partial(_fill, block, done, size)
 
     def _spans(self, start: int, count: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Yield the locations of `count` bytes from `start` on: a block, an offset in it, and a length."""
+        """Yield the locations of `count` bytes from `start` on: block, offset in the block, and length."""
         number = bisect.bisect_right(self._starts, start) - 1
         while count:
             block, offset = self._blocks[number], start - self._starts[number]

@@ -1,4 +1,4 @@
-"""Copies within host memory, either immediately by several threads, or later by every thread that needs them."""
+"""Copies within host memory, made immediately by several threads, or later by the threads that need them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def copy_now(copies: Sequence[Copy], num_threads: int) -> None:
 
 
 class LaterCopy:
-    """Copies that are made when a thread calls `finish`. `tensors`, the sources, must not change before."""
+    """Copies that are made when a thread calls `finish`. The source `tensors` must not change before this call."""
 
     def __init__(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
         self._left = iter(copies)

@@ -1,4 +1,4 @@
-"""Files written in the background of training: with O_DIRECT if possible, and hashed by a low-priority thread."""
+"""Files that are written during training: with O_DIRECT if possible, and hashed by a low-priority thread."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
 class LowPriorityFile(HashingFile):
     """A `HashingFile` that uses little processor time. Written data must stay in memory until the file is closed.
 
-    The thread `quiet` hashes the data. If the system supports `O_DIRECT`, large files are written with it, which takes
+    The thread `quiet` hashes the data. Large files are written with `O_DIRECT` if the system supports it, which takes
     about a tenth of the processor time of the page cache. `O_DIRECT` needs addresses, offsets and lengths that are
-    multiples of a disk block. `quiet` writes other data through the page cache.
+    multiples of a disk block. The thread `quiet` writes all other data through the page cache.
     """
 
     def __init__(self, path: Path, *, size: int, quiet: LowPriorityThread) -> None:

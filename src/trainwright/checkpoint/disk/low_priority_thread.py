@@ -47,9 +47,9 @@ def run_at_lowest_priority() -> None:
 class LowPriorityThread:
     """A lowest-priority thread that runs functions in order.
 
-    One thread, the owner, adds work with `put` and waits for it with `finish`. On a busy machine the low-priority
-    thread may rarely run, and unprivileged users cannot raise a priority again. After `hurry` the owner therefore runs
-    the remaining work itself. Each function should be short and release the GIL.
+    One thread, the owner, adds work with `put` and calls `finish` to wait until all work is done. On a busy machine a
+    low-priority thread may rarely run, and unprivileged users cannot increase its priority. After `hurry` the owner
+    therefore runs the remaining work itself. Each function should be short and release the GIL.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class LowPriorityThread:
                 self._changed.wait(_LOOK_S)
 
     def finish(self) -> None:
-        """Block until all work is done. Raise the first error. Work after an error is not run."""
+        """Block until all work is done, and raise the first error. Functions after the one that failed are not run."""
         self.rest()
         self._do_all()
         error, self._error = self._error, None

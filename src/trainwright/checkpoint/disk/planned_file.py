@@ -25,8 +25,8 @@ class Weight:
     """A tensor whose values are read while its file is written.
 
     Attributes:
-        like: a meta tensor of its shape and dtype.
-        read: yields its elements in order as flat tensors on the CPU, which may share one buffer.
+        like: meta tensor with the shape and dtype of the weight.
+        read: yields the weight's elements in order as 1-D CPU tensors. Successive tensors may share one buffer.
         in_memory: the tensor, if it is in memory.
     """
 
@@ -62,11 +62,11 @@ class PlannedFile:
     """One file, ready to be written.
 
     Attributes:
-        path: relative to its folder.
-        head: its first bytes: all of a JSON file; header length and header of a safetensors file.
+        path: path relative to the checkpoint folder.
+        head: first bytes of the file. JSON files consist of it, safetensors files begin with it (length and header).
         tensors: the tensors that follow without gaps, in this order, on any device. They are not copies.
         staged: copies of the tensors' bytes in host memory, as consecutive ranges; `tensors` is then empty.
-        streamed: used instead of `tensors`: weights that are read while the file is written.
+        streamed: weights that are read while the file is written. `tensors` is then empty.
         at_rest: only the next step of an optimizer changes the tensors.
     """
 
@@ -110,8 +110,8 @@ def write_files(
 ) -> dict[str, FileEntry]:
     """Write files below `folder`, into existing folders, and block until they are on the disk.
 
-    With `quiet`, this low-priority thread writes and hashes `staged` files. By default, files are written at full
-    speed, and large files are hashed in a second thread.
+    The low-priority thread `quiet` writes and hashes files with `staged` copies. Default: None, which writes at full
+    speed and hashes large files in a second thread.
 
     Returns:
         Size and hash of each file by its path.

@@ -37,7 +37,7 @@ def load_json(data: bytes, origin: str) -> Any:
         return found
 
     def constant(word: str) -> Any:
-        raise CheckpointError(f"{origin}: {word} is not JSON.")
+        raise CheckpointError(f"{origin} contains {word}, which is not JSON. Use another file.")
 
     check_json_size(data, origin)
     try:
@@ -100,7 +100,7 @@ def check_relative(path: object, origin: str) -> str:
 
 
 def inside(folder: Path, relative: str, origin: str) -> Path:
-    """Return `folder / relative`. Raise a `CheckpointError` if it leaves `folder`, symbolic links included."""
+    """Return `folder / relative`. Raise a `CheckpointError` if this path, or a symbolic link in it, leaves `folder`."""
     path = folder / PurePosixPath(check_relative(relative, origin))
     with reading(path):  # such as a link to itself
         target, root = path.resolve(), folder.resolve()

@@ -1,1 +1,1 @@
-"""The format on disk: what a checkpoint's folder holds, written and read."""
+"""The format of checkpoints on disk: layout, writing and reading."""

@@ -1,8 +1,8 @@
 """Conversion of state trees to JSON and tensors and back, exactly and without pickle.
 
-`encode` turns nested plain data into a JSON value and a dict of tensors, which the value refers to by name. `decode`
-reverses this. JSON's own types are written directly. Any other value is an object whose key `"$"` holds its type:
-`{"$": "tuple", "v": [1, 2]}`.
+`encode` converts nested plain data to a JSON value and a dict of tensors. The JSON value refers to the tensors by name.
+`decode` reverses this. JSON's own types are written directly. Any other value becomes an object with its type under the
+key `"$"`: `{"$": "tuple", "v": [1, 2]}`.
 
 Reading never imports or calls anything that the file names. Only the types in this module can be read.
 """
@@ -72,7 +72,7 @@ FindShards = Callable[[str, tuple[int, ...], str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The sources of a tree's tensors: full tensors by name, and a function that finds sharded tensors, or None."""
+    """The sources of a tree's tensors: full tensors by name, and optionally a function that finds sharded tensors."""
 
     tensors: Mapping[str, torch.Tensor]
     shards: FindShards | None = None
@@ -86,14 +86,14 @@ def encode(
     Args:
         tree: nested None, numbers, text, bytes, built-in containers, Counters, OrderedDicts, defaultdicts of a built-in
             factory, torch tensors, sizes, dtypes and devices, numpy arrays and scalars, dates and times, paths and
-            `Duration`s. Keys and members of sets may be any of these that is hashable, except tensors. Subclasses are
-            not supported.
+            `Duration`s. Dict keys and set members must be hashable and not tensors. Subclasses are not supported.
         root: the prefix of paths in error messages and tensor names.
-        shards: receives each `TensorShards` in the tree by name. None: `TensorShards` are an error.
+        shards: dict that receives each `TensorShards` in the tree by name. Default: None, which raises for
+            `TensorShards`.
 
     Returns:
-        The JSON value, and the tensors by their path in the tree: detached, not copied. A tensor object that occurs
-        twice has only one entry.
+        The JSON value, and the detached tensors by their path in the tree. Tensors are not copied. A tensor object that
+        occurs twice has only one entry.
 
     Raises:
         CheckpointError: the tree has a value of another type, contains itself, or is nested more than 150 levels deep.
@@ -104,9 +104,9 @@ def encode(
 
 
 def decode(value: object, tensors: Mapping[str, torch.Tensor], shards: FindShards | None = None) -> Any:
-    """Rebuild the tree that `encode` split.
+    """Rebuild the tree from the results of `encode`.
 
-    The tensors of the tree are the objects in `tensors`.
+    The tree contains the tensor objects of `tensors`, not copies.
 
     Raises:
         CheckpointError: a tensor is missing, or the value is not a result of `encode`.
@@ -114,7 +114,9 @@ def decode(value: object, tensors: Mapping[str, torch.Tensor], shards: FindShard
     try:
         return _decode(value, Stores(tensors, shards))
     except RecursionError as error:
-        raise CheckpointError("the saved state is nested too deeply. Trainwright did not write it.") from error
+        raise CheckpointError(
+            "the saved state is nested too deeply for a state that Trainwright has written."
+        ) from error
 
 
 def _join(path: str, key: object) -> str:
@@ -239,9 +241,9 @@ class _Encoder:
     def _refused(self, value: object, path: str) -> CheckpointError:
         kind = type(value)
         return CheckpointError(
-            f"{path or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it is "
-            "JSON and tensors, never pickle. Save plain data instead (numbers, text, lists, dicts, tensors, arrays, "
-            "dates, paths), for example from state_dict(), and rebuild the object on load."
+            f"{path or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold, "
+            "because it contains JSON and tensors, but no pickle. Save plain data instead (numbers, text, lists, "
+            "dicts, tensors, arrays, dates, paths), for example from state_dict(), and rebuild the object on load."
         )
 
 
@@ -302,7 +304,10 @@ def _decode(value: object, stores: Stores) -> Any:
         return {key: _decode(item, stores) for key, item in value.items()}
     decoder = _DECODERS.get(value[TAG]) if isinstance(value[TAG], str) else None
     if decoder is None:
-        raise CheckpointError(f"the saved state holds a {value[TAG]!r}, which this Trainwright cannot read.")
+        raise CheckpointError(
+            f"the saved state holds a {value[TAG]!r}, which this Trainwright cannot read. Upgrade Trainwright, or use "
+            "another checkpoint."
+        )
     try:
         return decoder(value, stores)
     except (CheckpointError, RecursionError):
@@ -420,7 +425,8 @@ _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
 def plan_tree(
     stem: str, tree: object, *, root: str = "", shards: dict[str, TensorShards] | None = None
 ) -> list[PlannedFile]:
-    """Encode `tree` as `stem.json` and, for tensors, `stem.safetensors`. Other arguments are those of `encode`.
+    """Plan the file `stem.json` for a state tree and, if it has tensors, `stem.safetensors`. See `encode` for
+    arguments.
 
     All values except tensors are encoded immediately. Tensors are not copied.
     """
@@ -429,7 +435,7 @@ def plan_tree(
 
 
 def plan_pair(stem: str, value: object, tensors: Mapping[str, torch.Tensor]) -> list[PlannedFile]:
-    """Plan `stem.json` with a JSON value and, if there are tensors, `stem.safetensors`."""
+    """Plan the file `stem.json` for a JSON value and, if there are tensors, `stem.safetensors`."""
     text = check_json_size(dump_json(value).encode() + b"\n", f"{stem}.json")
     files = [PlannedFile(f"{stem}.json", text)]
     if tensors:
@@ -438,7 +444,7 @@ def plan_pair(stem: str, value: object, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def read_tree(folder: Path, stem: str, *, copy: bool = True, shards: FindShards | None = None) -> Any:
-    """Read the files of `plan_tree`. Tensors are on the CPU. `copy=False` leaves them mapped to the file."""
+    """Read the files of `plan_tree`. Tensors are on the CPU. With `copy=False` they are mapped from the file."""
     path = inside(folder, f"{stem}.json", str(folder))
     if not path.is_file():
         raise CheckpointError(f"{path} is missing.")

@@ -7,8 +7,8 @@
       trainer.json                     progress, schedulers, callbacks, ... (+ trainer.safetensors)
       rng/rank-00000.json              one per rank (+ .safetensors)
 
-In a sharded checkpoint, model/ holds the tree model/state.json instead. model/ and optimizer/ then also hold two files
-for each rank: rank-00000.safetensors with its shards, and rank-00000.json, which describes them.
+In a sharded checkpoint, model/ holds the tree state.json instead. model/ and optimizer/ then also hold two files for
+each rank: rank-00000.safetensors has the rank's shards, and rank-00000.json describes these shards.
 
 Every path in a manifest or an index is relative and stays inside its folder, so that checkpoints can be moved.
 """
@@ -73,7 +73,7 @@ class NewerFormatError(CheckpointError):
 
 
 def upgraded(trees: Trees, version: int) -> Trees:
-    """Convert trees of the format `version` to the newest format."""
+    """Return state trees of format `version`, converted to the newest format."""
     for number in range(version, FORMAT_VERSION):
         if number not in UPGRADES:
             raise CheckpointError(f"format_version={version} is older than this Trainwright can read.")
@@ -82,7 +82,7 @@ def upgraded(trees: Trees, version: int) -> Trees:
 
 
 def check_format_version(version: object, origin: str) -> int:
-    """Check the version that the file `origin` states, and return it.
+    """Return the format version from the file `origin` after checking it.
 
     Raises:
         NewerFormatError: the version is newer than `FORMAT_VERSION`.
@@ -93,14 +93,14 @@ def check_format_version(version: object, origin: str) -> int:
     if version > FORMAT_VERSION:
         raise NewerFormatError(
             f"{origin}: format_version={version} is newer than {FORMAT_VERSION}, the newest that this Trainwright "
-            "reads. Upgrade it: pip install -U trainwright"
+            "reads. Upgrade Trainwright: pip install -U trainwright"
         )
     return version
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a checkpoint: its files by path relative to the checkpoint folder, and whether a resume needs it."""
+    """Part of a checkpoint: files by path relative to the checkpoint folder, and whether a resume needs the part."""
 
     files: dict[str, FileEntry]
     required: bool = True
@@ -113,13 +113,13 @@ class Manifest:
     Attributes:
         step: completed optimizer steps.
         epoch: finished epochs.
-        created: UTC time in ISO 8601 with microseconds; sorts as text.
+        created: UTC time of writing in ISO 8601 with microseconds. Text order is time order.
         kind: `"full"` checkpoints can be resumed. `"weights"` checkpoints contain only the model and the
             hyper-parameters.
-        parts: `"trainer"`, `"model"`, `"optimizer"`, `"rng"`.
-        topology: sizes of the run that wrote the checkpoint, `{"world_size": 4}`.
+        parts: the parts by name: `"trainer"`, `"model"`, `"optimizer"`, `"rng"`.
+        topology: sizes of the run that wrote the checkpoint, such as `{"world_size": 4}`.
         versions: versions of trainwright, torch and python.
-        metrics: the latest metrics when the checkpoint was written. May contain NaN and infinities.
+        metrics: the latest metric values at the time of writing. They may be NaN or infinite.
         format_version: format of the files on the disk. The other attributes have been converted to the newest format.
     """
 
@@ -143,7 +143,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, origin: str) -> Manifest:
-        """Parse the bytes that `to_bytes` wrote; `origin` names the file in messages.
+        """Parse the result of `to_bytes`. Error messages name `origin` as the file.
 
         Raises:
             CheckpointError: the manifest was changed, has a newer format, or names a file outside its folder.
@@ -207,14 +207,14 @@ def _text(value: object) -> str:
 
 
 def sealed(values: dict[str, Any]) -> bytes:
-    """Return an object as JSON whose last entry, the seal, is the hash of the rest."""
+    """Return an object as JSON, with a seal as the last entry: the hash of all bytes before the seal."""
     text = dump_json({**values, "seal": _UNSEALED}, indent=2).encode() + b"\n"
     digest = xxhash.xxh3_128_hexdigest(text)
     return _SEAL.sub(f'"seal": "{digest}"\n}}\n'.encode(), text)
 
 
 def seal_fits(data: bytes) -> bool:
-    """Return whether `data` ends with a seal that equals the hash of the rest. Parses nothing."""
+    """Return whether `data` ends with a seal that equals the hash of the bytes before it. Parses nothing."""
     seal = _SEAL.search(data, max(0, len(data) - _SEAL_BYTES))
     if seal is None:
         return False
@@ -224,7 +224,7 @@ def seal_fits(data: bytes) -> bool:
 
 
 def check_not_newer(data: bytes, origin: str) -> None:
-    """Raise a `NewerFormatError` if the version at the beginning of a file is newer. Reads nothing else."""
+    """Raise a `NewerFormatError` if the format version at the beginning of `data` is newer. Parses nothing else."""
     stated = _VERSION.match(data)
     if stated is not None and int(stated[1]) > 0:
         check_format_version(int(stated[1]), origin)
@@ -265,21 +265,21 @@ class Snapshot:
     """The content of a checkpoint, in memory.
 
     Attributes:
-        state: `TrainState.to_dict()`.
-        model: the task's state dict by plain names. None: there is no model part.
-        optimizers: one tree of `named_optimizer_state` each.
+        state: result of `TrainState.to_dict()`.
+        model: the task's state dict, without name prefixes of wrappers. None: the checkpoint has no model part.
+        optimizers: the result of `named_optimizer_state` for each optimizer.
         trainer: values that `codec.encode` accepts, by name: schedulers, callbacks, `hyper_parameters`, ... The name
             `"progress"` is reserved.
-        rng: one tree per rank; a full checkpoint needs `world_size` of them.
-        metrics: the latest values, also stored in the manifest.
+        rng: RNG states, one tree per rank. A full checkpoint needs `world_size` trees.
+        metrics: the latest metric values. The manifest contains them, too.
         world_size: number of processes in the run.
-        kind: `"weights"` has no optimizers and no RNG states.
-        missing: set by reading: the requested parts that are absent and were allowed to be.
-        in_shards: for writing: tensors are `TensorShards`, and all ranks write parts of the checkpoint (see
+        kind: `"full"` or `"weights"`. The latter has no optimizers and no RNG states.
+        missing: set by `read_checkpoint`: requested parts that the checkpoint lacks, if this is allowed.
+        in_shards: used for writing. True: tensors are `TensorShards`, and each rank writes its shards (see
             `plan_share`).
-        overlaps: for writing: only `torch.optim.Optimizer.step` changes the optimizers' tensors, so that
-            `AsyncWriter` may copy them until the next step.
-        extra: for writing: a folder on the same disk whose files become part of the checkpoint.
+        overlaps: used for writing. True: only `torch.optim.Optimizer.step` changes the optimizers' tensors, so that
+            `AsyncWriter` may copy these tensors until the next step.
+        extra: used for writing. A folder on the same disk, whose files are moved into the checkpoint.
     """
 
     state: dict[str, Any] = field(default_factory=dict)

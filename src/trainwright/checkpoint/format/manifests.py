@@ -1,4 +1,4 @@
-"""Search for checkpoint folders, and comparison of their files with their manifests. No part is parsed here."""
+"""Search for checkpoint folders, and comparison of their files with their manifests. Parts are not parsed here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """A checkpoint folder and its manifest; its files have not been verified."""
+    """A checkpoint folder and its manifest. The files in the folder have not been verified."""
 
     path: Path
     manifest: Manifest
@@ -49,7 +49,7 @@ def read_manifest(path: Path | str) -> Manifest:
     """Return the manifest of the checkpoint folder `path`. Reads nothing else.
 
     Raises:
-        FileNotFoundError: `path` does not exist; the message lists the checkpoints in its folder.
+        FileNotFoundError: `path` does not exist. The message lists the checkpoints in the parent folder of `path`.
         CheckpointError: `path` is a file, or the manifest is missing, damaged or of a newer format.
     """
     return open_checkpoint(path).manifest
@@ -68,7 +68,7 @@ def open_checkpoint(path: Path | str | FoundCheckpoint) -> FoundCheckpoint:
 
 
 def _locate(path: Path) -> Path:
-    """Return the folder to read for `path`. After a crash, this may be a folder with a hidden name."""
+    """Return the folder to read for `path`. After a crash, the checkpoint may be in a folder with a hidden name."""
     with reading(path):  # the name may be invalid
         if path.is_dir():
             return path
@@ -102,7 +102,7 @@ def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None
 
     Args:
         path: the checkpoint folder.
-        hashes: hash every file. False only finds missing files and wrong sizes.
+        hashes: compare the hash of every file, too. False compares only names and sizes of files.
         parts: the parts to compare. Default: all.
 
     Raises:
@@ -118,7 +118,7 @@ def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None
 def problems_of(
     found: FoundCheckpoint, *, hash_files: HashFiles | None = hash_files, parts: Iterable[str] | None = None
 ) -> list[str]:
-    """Return the problems of the files of a checkpoint's parts. `hash_files=None` compares sizes only."""
+    """Return messages about wrong files of a checkpoint's parts. `hash_files=None` compares sizes only."""
     wanted = set(found.manifest.parts if parts is None else parts)
     listed = [
         (name, relative, entry)
@@ -155,17 +155,17 @@ def _file_problem(folder: Path, relative: str, entry: FileEntry) -> str | None:
 
 
 def find_checkpoints(folder: Path | str) -> list[FoundCheckpoint]:
-    """Return the checkpoints in `folder` (not below it), by step and then by time of writing.
+    """Return the checkpoints directly in `folder`, by step and then by time of writing.
 
-    Only manifests are read; a folder without a readable one is skipped. A checkpoint that a crash left under a hidden
-    name while it was being replaced is included. If `folder` does not exist, the list is empty.
+    Only manifests are read. Folders without a readable manifest are skipped. A checkpoint that has a hidden name
+    because its replacement crashed is included. If `folder` does not exist, the list is empty.
     """
     found = [item for _, item in scan(Path(folder)) if isinstance(item, FoundCheckpoint)]
     return sorted(found, key=lambda item: (item.manifest.step, item.manifest.created, item.path.name))
 
 
 def scan(folder: Path) -> Iterator[OpenResult]:
-    """Yield the path of each folder that looks like a checkpoint, with the open checkpoint or the error."""
+    """Yield the path of each folder with a manifest or `trainer.json`, and the checkpoint or the error."""
     if not folder.is_dir():
         return
     for entry in sorted(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""The model part of a checkpoint: Hugging Face's sharded safetensors layout, readable by other libraries as it is."""
+"""The model part of a checkpoint, in Hugging Face's sharded safetensors layout, which other libraries can read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict without the name prefixes that wrappers add. Two equal names raise `CheckpointError`."""
+    """Return a state dict without the name prefixes of wrappers. Two equal names raise `CheckpointError`."""
     found: dict[str, Any] = {}
     for long_name, value in state_dict.items():
         name = plain_name(long_name)
@@ -40,10 +40,10 @@ def load_plain_state(
     """Load a state dict into `module` in place. Names may have the prefixes that wrappers add.
 
     Returns:
-        The module's names that are not in `state`, and those of `state` that are not in the module.
+        Two lists of names: missing (only in the module) and unexpected (only in `state`).
 
     Raises:
-        CheckpointError: shapes differ, or with `strict`, names differ.
+        CheckpointError: shapes differ, or `strict=True` and names differ.
     """
     own = {plain_name(name): name for name in module.state_dict()}
     renamed = {own.get(plain_name(name), name): value for name, value in state.items()}
@@ -51,9 +51,9 @@ def load_plain_state(
         found = module.load_state_dict(renamed, strict=strict)
     except RuntimeError as error:
         if "size mismatch" in str(error):
-            hint = " Build it with the sizes below, or rename the layers to initialize and pass strict=False."
+            hint = " Build it with the sizes below, or rename the layers with other sizes and pass strict=False."
         else:
-            hint = " Pass strict=False to load the weights whose names are found in both."
+            hint = " Pass strict=False to load only the weights whose names are in both."
         raise CheckpointError(f"the saved weights do not fit {type(module).__name__}.{hint} {error}") from error
     if found is None:  # an overridden load_state_dict may return nothing
         return [], []
@@ -63,13 +63,13 @@ def load_plain_state(
 def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> list[PlannedFile]:
     """Plan the files of a state dict: numbered safetensors shards with an index. Copies and writes nothing.
 
-    Tied names (the same memory with the same strides) are stored once, under the first name, and recorded in the
-    index. Complex and rare 1-byte dtypes are stored as views of plain ones, also recorded in the index. Other values
+    Tied tensors (same memory, shape and strides) are stored once, under the first name. Tensors of complex and rare
+    1-byte dtypes are stored as views with a dtype of safetensors. The index records both. Values that are not tensors
     (`get_extra_state`) are encoded by `codec`.
 
     Args:
         state_dict: name → tensor, on any device.
-        max_shard_bytes: size of a shard's tensors; a larger tensor gets a shard of its own.
+        max_shard_bytes: largest total size of the tensors in one shard. A larger tensor gets its own shard.
     """
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
@@ -127,8 +127,8 @@ def memory_key(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
 def deal_out(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
     """Divide tensors into shards. Return the names in each shard. There is at least one shard, which may be empty.
 
-    A tensor larger than `max_shard_bytes` gets a shard of its own, and the current shard stays open, as in
-    huggingface_hub's `split_torch_state_dict_into_shards`: a shard of the same number holds the same tensors.
+    A tensor larger than `max_shard_bytes` gets its own shard, and later tensors are added to the shard before it. The
+    result is that of huggingface_hub's `split_torch_state_dict_into_shards`.
     """
     shards: list[list[str]] = []
     present: list[str] = []
@@ -148,14 +148,14 @@ def deal_out(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
 
 
 def shard_names(num: int, *, stem: str = "model", suffix: str = ".safetensors", infix: str = "") -> list[str]:
-    """Return the file names of `num` shards. `infix` is inserted for temporary names, which no complete model has."""
+    """Return the file names of `num` shards. A nonempty `infix` is inserted for temporary names."""
     return [f"{stem}{infix and f'-{infix}'}-{number:05d}-of-{num:05d}{suffix}" for number in range(1, num + 1)]
 
 
 def shard_index(
     sizes: Mapping[str, int], shards: Mapping[str, Sequence[str]], metadata: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Return a model's index: `sizes` are bytes by name, `shards` are file → names, `metadata` has further entries."""
+    """Return a model's index from bytes by tensor name, tensor names by file, and further metadata."""
     files = {name: file for file, names in shards.items() for name in names}
     return {
         "metadata": {"total_size": sum(sizes.values()), **metadata},
@@ -175,7 +175,7 @@ class ShardIndex:
 
 
 def read_index(path: Path, files: Collection[str] | None = None) -> ShardIndex:
-    """Read an index; its shards must exist beside it and, if given, be among `files`."""
+    """Read an index. The shards must exist in the folder of the index and, unless `files` is None, be among `files`."""
     index = read_json(path)
     try:
         weight_map: dict[str, str] = dict(index["weight_map"])
@@ -197,7 +197,7 @@ def read_index(path: Path, files: Collection[str] | None = None) -> ShardIndex:
         shards[path.parent / file].append(name)
     for name, first in tied.items():
         if first not in weight_map:
-            raise CheckpointError(f"{path} ties {name!r} to {first!r}, which it does not hold.")
+            raise CheckpointError(f"{path} ties {name!r} to {first!r}, which the index does not contain.")
     return ShardIndex(list(weight_map), shards, tied, dtypes, str(notes["extra"]) if "extra" in notes else None)
 
 
@@ -210,10 +210,10 @@ def read_model(
         folder: holds `model.safetensors.index.json` and its shards, or one `model.safetensors`.
         device: device of the tensors.
         copy: see `read_safetensors`.
-        files: the files of the manifest, which may be read in addition to the index. None: all files may be read.
+        files: files of the manifest. Other files are not read, except the index. Default: None, which allows all files.
 
     Returns:
-        Name → tensor; tied names hold the same tensor.
+        Tensors by name. Tied names have the same tensor.
 
     Raises:
         CheckpointError: the index is damaged, or a shard is outside `folder`, missing or incomplete.

@@ -21,8 +21,8 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
     """Return the state of a torch optimizer, keyed by parameter name instead of position.
 
     Args:
-        optimizer: its `state_dict()` is called, so its state-dict hooks run.
-        names: parameter → name, for every parameter of the optimizer. Prefixes that wrappers add are removed.
+        optimizer: the optimizer. Its `state_dict()` is called, so that its state-dict hooks run.
+        names: name of each parameter of the optimizer. Prefixes that wrappers add are removed.
 
     Returns:
         `{"class": name, "groups": [{hyper-parameters..., "params": [names]}], "state": {name: {key: value}}}`, with
@@ -77,12 +77,13 @@ def load_named_optimizer_state(
     """Load the result of `named_optimizer_state` into an optimizer over the same parameters, in any order.
 
     Calls `optimizer.load_state_dict`, so that its hooks run and tensors are moved to each parameter's device. A tensor
-    that was saved in its parameter's dtype is cast to the parameter's current dtype; others keep theirs. Groups are
-    matched by their parameters, and then in order. Afterwards the optimizer shares no memory with `tree`.
+    that was saved in the dtype of its parameter is cast to the parameter's current dtype. Other tensors keep their
+    dtype. Groups are matched by their parameters, and the remaining groups in order. Afterwards the optimizer shares no
+    memory with `tree`.
 
     Raises:
-        CheckpointError: the class or the number of groups differs, a parameter is missing on either side or has no
-            saved state (each is named), or the parameters of an LBFGS have a different order. The optimizer is
+        CheckpointError: the class or the number of groups differs, a parameter is missing on one side or has no saved
+            state (the message names it), or the parameters of an LBFGS have a different order. The optimizer is
             unchanged.
     """
     own_class = type(optimizer).__qualname__
@@ -105,7 +106,7 @@ def load_named_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS) and own_groups != saved_names:
         raise CheckpointError(
             f"LBFGS was saved with the parameters in the order {saved_names[0]}, and now their order is "
-            f"{own_groups[0]}. Its state requires the saved order."
+            f"{own_groups[0]}. Pass the parameters to LBFGS in the saved order."
         )
     groups = []
     for group, match in zip(packed["param_groups"], matches, strict=True):
@@ -151,7 +152,7 @@ class _Kept:
 
 
 def _kept(value: Any, dtype: torch.dtype | None, device: torch.device, key: object = None) -> Any:
-    """Wrap in `_Kept` every value of a state that torch would cast, or convert from another iterable.
+    """Wrap every value of a state in `_Kept` that torch would cast, or convert to another container.
 
     `dtype` is the parameter's dtype when it was saved. None: all its states have that dtype.
     """
@@ -221,7 +222,9 @@ def _check_names(
 
 
 def _match_groups(own: list[list[str]], saved: list[list[str]]) -> list[int]:
-    """Return each group's saved group, by index: a group with the same members, or else the next unused group."""
+    """Return the index of the saved group for each group: the one with the same parameters, or else the next unused
+    one.
+    """
     free = dict.fromkeys(range(len(saved)))
     matches: list[int | None] = []
     for group in own:

@@ -1,7 +1,7 @@
 """Conversion of torchao's quantized optimizer states to plain tensors and back.
 
-torchao stores a state in a tensor subclass: codes of 8 or 4 bits, and a scale for each block of codes. A checkpoint
-stores these tensors in a dictionary. Reading it creates only the classes that this module lists.
+torchao stores a state in a tensor subclass with codes of 8 or 4 bits, and a scale for each block of codes. A checkpoint
+stores the tensors of codes and scales in a dictionary. Reading creates only the classes that this module lists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def flatten_quantized(tensor: torch.Tensor) -> Any:
-    """Return a quantized state as a dictionary of its tensors, which share its memory; other tensors unchanged.
+    """Return a quantized state as a dictionary of its tensors, without copies. Return other tensors unchanged.
 
     Keys: `"quantized"` (the name of the class), `"shape"`, `"dtype"`, `"signed"`, and the tensors `"codes"` (in bytes),
     `"scale"` and, for 8 and 4 bits, `"qmap"`. The tensors of a sharded state are sharded in the same way.
@@ -71,7 +71,7 @@ def _check(flat: dict[str, Any]) -> None:
 
 
 def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Shard the full tensors of a flattened state like the parameter `like`, with `shard(full, like)`.
+    """Shard the full tensors of a flattened state like the parameter `like`, by calls of `shard(full, like)`.
 
     Not collective. A block of codes that would be split between ranks raises `CheckpointError`.
     """
@@ -131,9 +131,9 @@ def _built(flat: dict[str, Any], device: torch.device) -> torch.Tensor:
 
 
 def _sharded_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
-    """Return a tensor that is sharded like `like`, with `local` as this rank's shard; `local` if `like` is not sharded.
+    """Return a tensor sharded like `like` from this rank's shard. If `like` is not sharded, return `local` unchanged.
 
-    `shape` is the full shape. None: a vector with the same number of elements on every rank.
+    `shape` is the full shape. None means a vector with the same number of elements on every rank.
     """
     if not is_cut(like):
         return local

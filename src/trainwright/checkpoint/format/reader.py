@@ -55,11 +55,11 @@ def read_checkpoint(
         path: the checkpoint folder, or an open checkpoint.
         verify: hash the files of the parts first. Missing files and wrong sizes are always detected.
         parts: any of `"trainer"`, `"model"`, `"optimizer"`, `"rng"`. Default: all parts of the checkpoint's kind.
-        allow_missing: parts that may be absent, in addition to parts that the manifest marks as not required. Absent
-            parts are named in `Snapshot.missing` and in a warning. A damaged part is still an error.
+        allow_missing: parts that may be absent, in addition to parts that the manifest marks as not required. A warning
+            and `Snapshot.missing` name the absent parts. Damaged parts always raise.
         device: device of the model's tensors. All other tensors are on the CPU.
-        copy_model: False returns the model's and the optimizers' tensors mapped to the files (see `read_model`), and
-            sharded tensors as `SavedTensor`. The caller must copy them.
+        copy_model: False returns tensors of the model and the optimizers that are mapped from the files (see
+            `read_model`), and sharded tensors as `SavedTensor`. The caller must copy these tensors.
 
     Raises:
         FileNotFoundError: `path` does not exist.
@@ -84,7 +84,7 @@ def _snapshot(
     copy: bool,
     copy_model: bool,
 ) -> Snapshot:
-    """Parse the parts that are present. Without `copy` and `copy_model` all tensors stay mapped to their files."""
+    """Parse the parts that exist. With `copy=False` and `copy_model=False`, all tensors are mapped from the files."""
     manifest = found.manifest
     snapshot = Snapshot(
         metrics=dict(manifest.metrics),
@@ -108,8 +108,8 @@ def check_checkpoint(
 ) -> Manifest:
     """Hash and parse the parts of a checkpoint, and return its manifest.
 
-    `read_checkpoint` can then read it with `verify=False`. One process calls it for all ranks. `hash_files` reads every
-    byte of the parts. The other arguments and errors are those of `read_checkpoint`.
+    Afterwards, call `read_checkpoint` with `verify=False`. Call this function on one process for all ranks.
+    `hash_files` reads every byte of the parts. See `read_checkpoint` for the other arguments and the errors.
     """
     found = open_checkpoint(path)
     wanted = _wanted(found, parts, allow_missing)
@@ -133,7 +133,7 @@ def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: 
 def _examine(
     found: FoundCheckpoint, wanted: Sequence[str], allow_missing: Sequence[str], hash_files: HashFiles | None
 ) -> list[str]:
-    """Return the requested parts that are absent and may be absent. Other absent parts and damage are errors."""
+    """Return the requested parts that are absent. Raise if an absent part is required, or a part is damaged."""
     folder, manifest = found.path, found.manifest
     missing = [name for name in wanted if _is_absent(folder, manifest, name)]
     lost = [
@@ -150,7 +150,7 @@ def _examine(
 
 
 def _is_absent(folder: Path, manifest: Manifest, name: str) -> bool:
-    """Return whether a part is not listed, or all its files are missing. If only some are missing, it is damaged."""
+    """Return whether a part is not listed or lacks all files. A part that lacks only some files is damaged."""
     part = manifest.parts.get(name)
     if part is None:
         return True
@@ -174,7 +174,7 @@ def _missing_parts(folder: Path, manifest: Manifest, lost: list[str]) -> str:
 def _read_parts(
     found: FoundCheckpoint, present: Sequence[str], device: torch.device | str, *, copy: bool, copy_model: bool
 ) -> dict[str, Any]:
-    """Return part → tree, in the format version of the checkpoint."""
+    """Return the state tree of each part, in the format version of the checkpoint."""
     folder, parts = found.path, found.manifest.parts
     trees: dict[str, Any] = {}
     shards = {name: find_shards(found, name, copy=copy_model) for name in ("optimizer", "model") if name in present}
@@ -256,7 +256,7 @@ def _list_of(check: Check) -> Check:
 
 
 def _with(**checks: Check) -> Check:
-    """Return a check for a dict that also checks the named entries that are present."""
+    """Return a function that checks a dict and those of the named entries that the dict has."""
     return lambda value: (
         isinstance(value, dict) and all(name not in value or check(value[name]) for name, check in checks.items())
     )

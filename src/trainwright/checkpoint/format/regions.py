@@ -1,4 +1,4 @@
-"""Sharded tensors: the regions of the full tensor that shards hold, and the elements that two regions share."""
+"""Regions of sharded tensors: the elements of a full tensor that a shard contains."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ Region = Box | Span
 class TensorShards:
     """The shards of a tensor that this rank saves; a leaf of the state of a `Snapshot`.
 
-    Every rank has a `TensorShards` at the same path of its tree. The regions of all ranks cover the tensor without
-    overlaps. Of replicated values, only one rank saves a copy.
+    Every rank has a `TensorShards` at the same path of its state. The regions of all ranks cover the tensor without
+    overlaps. Only one rank saves a replicated shard.
 
     Attributes:
         shape: shape of the full tensor.
-        dtype: type of its elements.
+        dtype: dtype of the tensor.
         held: this rank's regions, each with its values on any device. Values have the shape of the box, or are 1-D for
             a span.
     """
@@ -82,7 +82,7 @@ def fits(region: Region, shape: tuple[int, ...]) -> bool:
 def copy_common(
     target: torch.Tensor, wanted: Region, source: torch.Tensor, held: Region, shape: tuple[int, ...]
 ) -> None:
-    """Copy the elements that two regions of a tensor of `shape` share.
+    """Copy the common elements of two regions of a tensor of shape `shape`.
 
     `source` contains the values of the region `held`. `target` receives the values of the region `wanted`. Both may
     have additional trailing dimensions.
@@ -97,9 +97,9 @@ def copy_common(
 def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
     """Return whether any two regions of one tensor share an element.
 
-    Boxes are sorted along one dimension and divided into groups that share no index, and each group then along the
-    next. This separates the shards of ranks in near-linear time. A layout that would take too long to compare raises
-    `CheckpointError`.
+    Boxes are sorted along one dimension and divided into groups that share no index. Each group is then divided along
+    the next dimension. This separates the shards of ranks in near-linear time. A layout that would take too long to
+    compare raises `CheckpointError`.
     """
     boxes = [box for region in regions for box in _boxes(region, shape) if math.prod(box.lengths)]
     work = _PASSES_PER_BOX * len(boxes) * (len(shape) + 1) + _FREE_WORK
@@ -139,7 +139,7 @@ def _divide(boxes: list[Box], dim: int) -> list[list[Box]]:
 
 
 def _boxes(region: Region, shape: tuple[int, ...]) -> list[Box]:
-    """Return a region as boxes, in the order of their elements."""
+    """Return boxes that cover a region, in the order of the elements."""
     return [region] if isinstance(region, Box) else list(_split(region.start, region.stop, shape))
 
 

@@ -62,7 +62,9 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()} | _SPECIAL
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the format's name of a dtype, such as `"F32"`, or torch's name of one that is stored as a view."""
+    """Return the safetensors name of a dtype, such as `"F32"`. For a dtype that is stored as a view, return torch's
+    name.
+    """
     name = _DTYPE_NAMES.get(dtype, str(dtype))
     if name not in _BY_NAME:
         raise _unsupported(dtype)
@@ -76,14 +78,14 @@ def _unsupported(dtype: torch.dtype) -> CheckpointError:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype for a name of `dtype_name`."""
+    """Return the dtype for a result of `dtype_name`."""
     if name not in _BY_NAME:
         raise CheckpointError(f"{name!r} is not a dtype that a checkpoint can hold.")
     return _BY_NAME[name]
 
 
 def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
-    """Return `tensor`, or a view of it with a dtype that safetensors can store and the name of the original dtype.
+    """Return a tensor that safetensors can store, and None. If it is a view of another dtype, return the original name.
 
     Complex numbers become pairs of reals (a last dimension of 2), rare 1-byte floats become uint8. Tensors without
     plain bytes (quantized, sparse, meta, DTensors, ...) raise `CheckpointError`.
@@ -128,8 +130,9 @@ def plan_safetensors(
 
     Args:
         path: path of the file, relative to the checkpoint folder.
-        tensors: on any device. Each is written, also if several share memory.
-        metadata: text for the header, besides `{"format": "pt"}`, which transformers needs.
+        tensors: tensors by name, on any device. Tensors that share memory are each written.
+        metadata: further metadata for the header. The header always contains `{"format": "pt"}`, which transformers
+            needs.
         native: accept dtypes that only newer readers support (`NATIVE_NAMES`).
     """
     if sys.byteorder != "little":
@@ -235,8 +238,8 @@ def read_safetensors(
         path: path of the file.
         device: device of the tensors.
         names: names of the tensors to read. Default: all.
-        copy: False leaves tensors on the CPU mapped to the file, for values that are copied soon: they are read on
-            first use, and writing to them does not change the file.
+        copy: False returns CPU tensors that are mapped from the file, for values that are copied soon. The values are
+            read on first use. Writing to such a tensor does not change the file.
     """
     header = read_header(path)
     chosen = [name for name in header if name != "__metadata__"] if names is None else list(names)

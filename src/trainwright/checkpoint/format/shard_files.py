@@ -40,7 +40,7 @@ RANK_STEM = "rank"
 
 
 def plan_shards(folder: str, rank: int, shards: Mapping[str, TensorShards]) -> list[PlannedFile]:
-    """Plan the files in `folder` for the shards that `rank` holds of a part's tensors. Copies and writes nothing."""
+    """Plan the files in `folder` for this rank's shards of a part. Copies and writes nothing."""
     stem = f"{folder}/{RANK_STEM}-{rank:05d}"
     entries: list[dict[str, Any]] = []
     tensors: dict[str, torch.Tensor] = {}
@@ -64,7 +64,7 @@ def _words(region: Region) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A shard on the disk: its tensor and region, its file and name there, and the full tensor's dtype and shape."""
+    """A shard on the disk: its file, name in the file and region, and the full tensor's name, dtype and shape."""
 
     tensor: str
     region: Region
@@ -75,11 +75,11 @@ class _Stored:
 
 
 class ShardFiles:
-    """The shards of one part of a checkpoint, by tensor name. The files are memory-mapped.
+    """The shards of one part of a checkpoint, by tensor name. Files are memory-mapped.
 
     Args:
         folder: the checkpoint folder.
-        part: the part's folder within it.
+        part: the part's folder in `folder`.
         files: the files that the manifest lists for the part.
     """
 
@@ -94,12 +94,12 @@ class ShardFiles:
                 self._by_name.setdefault(shard.tensor, []).append(shard)
 
     def find(self, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
-        """Return a tensor whose values are read on use, after checking that its shards cover it without overlaps.
+        """Check that shards cover a tensor without overlaps, and return the tensor. Values are read on use.
 
         Args:
             name: name of the tensor.
             shape: shape of the full tensor.
-            dtype: name of its dtype, see `dtype_name`.
+            dtype: name of the dtype; see `dtype_name`.
 
         Raises:
             CheckpointError: shards are missing, overlap, or belong to another tensor.
@@ -109,8 +109,8 @@ class ShardFiles:
             if shard.shape != shape or shard.dtype != dtype:
                 raise CheckpointError(
                     f"the shards of {name!r} do not belong to a {dtype} tensor of shape {shape}: {shard.file.name} has "
-                    f"one of a {shard.dtype} tensor of shape {shard.shape}. Copy the files of all ranks again, or use "
-                    "another checkpoint."
+                    f"a shard of a {shard.dtype} tensor of shape {shard.shape}. Copy the files of all ranks again, or "
+                    "use another checkpoint."
                 )
         regions = [shard.region for shard in found]
         held, wanted = sum(map(num_elements, regions)), num_elements(full_region(shape))
@@ -122,7 +122,7 @@ class ShardFiles:
         return SavedTensor(self, name, shape, dtype)
 
     def read(self, name: str, shape: tuple[int, ...], dtype: str, region: Region) -> torch.Tensor:
-        """Read a region of a tensor into new host memory. Reads only that region from the files."""
+        """Read a region of a tensor into new host memory. Only this region is read from the files."""
         # A dtype that is stored as a view of another one is assembled as that view.
         made, special = to_storable(torch.empty(lengths_of(region), dtype=dtype_of(dtype)))
         for shard in self._by_name.get(name, []):
@@ -138,7 +138,7 @@ class ShardFiles:
 
 
 def _read_index(path: Path, file: Path, header: Mapping[str, Any]) -> list[_Stored]:
-    """Return the shards that an index lists, after comparing each with the header of its safetensors file."""
+    """Return the shards in an index, after comparing each with the header of the safetensors file."""
     found = []
     with reading(path, f"is not an index of the shards in {file.name}"):
         for entry in read_json(path)["pieces"]:
@@ -169,7 +169,7 @@ def _integers(values: object) -> tuple[int, ...]:
 class SavedTensor(torch.Tensor):
     """A sharded tensor in a checkpoint. Each operation on the tensor reads the values from the files.
 
-    It has the full shape, and its device is the CPU. Operations return plain tensors. Created by `ShardFiles`.
+    The tensor has the full shape and the CPU as device. Operations return plain tensors. `ShardFiles` creates it.
     """
 
     _files: ShardFiles

@@ -1,8 +1,9 @@
 """The hidden folders beside checkpoints, and their cleanup after a crash.
 
-A hidden name is `.{name}.{role}-{16 hex digits}`. A `tmp` folder is being written, an `old` one is being replaced by a
-newer checkpoint of the same name, a `del` one is being deleted. A crash between the two renames of a replacement leaves
-an `old` folder without its successor. Readers then use it, and `clean_stale` renames it back.
+A hidden name is `.{name}.{role}-{16 hex digits}`. A `tmp` folder is being written, an `old` folder is being replaced by
+a newer checkpoint of the same name, and a `del` folder is being deleted. A crash between the two renames of a
+replacement leaves an `old` folder without the newer checkpoint. Readers then use the `old` folder, and `clean_stale`
+restores its name.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def replaced_checkpoint(path: Path) -> Path | None:
-    """Return the hidden `old` folder of a replacement of `path` that a crash interrupted; None if `path` exists."""
+    """Return the `old` folder of `path` if a crash has interrupted its replacement. Return None if `path` exists."""
     if os.path.lexists(path) or not path.parent.is_dir():
         return None
     found = [
@@ -41,9 +42,9 @@ def replaced_checkpoint(path: Path) -> Path | None:
 def clean_stale(folder: Path | str) -> list[Path]:
     """Remove the hidden folders of crashed writers and deletions in `folder`.
 
-    A checkpoint whose replacement did not finish is renamed back. A hidden folder is deleted only if its name has the
-    form above, it contains only entries of a checkpoint, no running process has locked it, and it is not a link. Call
-    this function on one process, before writing. Returns the removed hidden paths.
+    A checkpoint whose replacement did not finish gets its name back. A hidden folder is deleted only if its name has
+    the form above, it contains only entries of a checkpoint, no running process has locked it, and it is not a link.
+    Call this function on one process, before writing. Returns the hidden paths that no longer exist.
     """
     folder = Path(folder)
     gone: list[Path] = []

@@ -1,4 +1,4 @@
-"""Writing of a checkpoint: into a hidden folder that is synced, completed by its manifest, and renamed."""
+"""Writing of a checkpoint: a hidden folder is written, synced, completed by the manifest, and renamed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Contents:
     """A snapshot encoded into files, ready to be written.
 
     Attributes:
-        parts: part → its files, with paths relative to the checkpoint folder.
+        parts: files of each part, with paths relative to the checkpoint folder.
         step, epoch, kind, world_size, metrics, format_version: values for the manifest.
         extra: see `Snapshot`.
     """
@@ -80,10 +80,10 @@ class Contents:
 
 
 def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Contents:
-    """Encode a snapshot except its tensors, and plan its files. Copies and writes nothing.
+    """Plan the files of a snapshot, and encode all values except tensors. Copies and writes nothing.
 
     Raises:
-        CheckpointError: a value cannot be saved (its path is named), or a full snapshot lacks RNG states.
+        CheckpointError: a value cannot be saved (the message names its path), or a full snapshot lacks RNG states.
     """
     _check_snapshot(snapshot)
     # The small parts come first, so that a full or read-only disk fails before gigabytes are written.
@@ -100,7 +100,7 @@ def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTE
 def plan_share(snapshot: Snapshot, rank: int) -> Contents:
     """Plan one rank's files of a sharded checkpoint. Rank 0 also writes all values that are not sharded.
 
-    Called on every rank with the rank's snapshot. Not collective. See `plan_checkpoint`.
+    Call this function on every rank with the rank's snapshot. Not collective. See `plan_checkpoint`.
     """
     _check_snapshot(snapshot)
     parts = _plan_small(snapshot) if rank == 0 else {}
@@ -151,12 +151,12 @@ def write_checkpoint(
 ) -> Path:
     """Write `snapshot` as the checkpoint folder `path`. Blocks until it is on the disk.
 
-    Even after a kill or a power failure, `path` holds its previous content or all of the new checkpoint. After an error
-    no temporary folder remains. Call this function on one process only. Waits for the devices. Not collective. The
-    snapshot's tensors must not change before it returns.
+    After a kill or a power failure, `path` holds either the previous checkpoint or the complete new one. After an
+    error, no temporary folder remains. Call this function on one process only. Not collective. Waits for the devices.
+    The snapshot's tensors must not change until this function returns.
 
     Args:
-        path: the folder to create, with its parents. A checkpoint there is replaced.
+        path: the folder to create, with missing parents. An existing checkpoint is replaced.
         snapshot: the content.
         max_shard_bytes: see `plan_model`.
         fresh: see `Draft`.
@@ -165,7 +165,7 @@ def write_checkpoint(
         `path`.
 
     Raises:
-        CheckpointError: see `plan_checkpoint`; or `path` holds something that is not a checkpoint.
+        CheckpointError: see `plan_checkpoint`. Also if `path` exists and is not a checkpoint.
         OSError: the disk is full or not writable, or another system error.
     """
     check_target(Path(path))
@@ -175,20 +175,20 @@ def write_checkpoint(
 def write_contents(
     path: Path | str, contents: Contents, *, quiet: LowPriorityThread | None = None, fresh: bool = False
 ) -> Path:
-    """Write the result of `plan_checkpoint` like `write_checkpoint`; `quiet` is passed to `write_files`."""
+    """Write the result of `plan_checkpoint`; see `write_checkpoint`, and `write_files` for `quiet`."""
     with Draft(path, fresh=fresh) as draft:
         draft.publish(contents, draft.write(contents, quiet=quiet))
     return draft.path
 
 
 class Draft:
-    """A checkpoint that is being written: a hidden folder beside its final path, locked by this process.
+    """A checkpoint that is being written into a hidden folder beside the final path. This process locks the folder.
 
     The folder is deleted at the end of the `with` block unless it was published.
 
     Args:
-        path: the final folder. Anything there that is not a checkpoint is an error.
-        fresh: the name was unused when it was chosen. `publish` then fails if a checkpoint has this name now.
+        path: the final folder. Raises if it exists and is not a checkpoint.
+        fresh: `path` is the name of a new checkpoint. `publish` then raises if a checkpoint with this name exists.
     """
 
     def __init__(self, path: Path | str, *, fresh: bool = False) -> None:
@@ -225,7 +225,7 @@ class Draft:
             make_folder(sub, sync=False)
 
     def write(self, contents: Contents, *, quiet: LowPriorityThread | None = None) -> dict[str, FileEntry]:
-        """Write this process's files into the folder; return size and hash of each. Blocks until they are synced."""
+        """Write this process's files, and return their sizes and hashes. Blocks until the files are synced."""
         self.make_folders(contents)
         return write_files(self.folder, contents.files, quiet=quiet)
 
@@ -237,7 +237,7 @@ class Draft:
             entries: every file in the folder, including those of other processes.
 
         Raises:
-            CheckpointError: the draft is `fresh`, and `path` has become another checkpoint.
+            CheckpointError: the draft is `fresh`, and another run has written a checkpoint to `path`.
         """
         folders = self._folders(contents)
         if contents.extra is not None:
@@ -270,7 +270,7 @@ class Draft:
         self._published = True
 
     def _move_extra(self, extra: Path) -> list[Path]:
-        """Move the entries of a folder into the draft; return their folders."""
+        """Move the entries of a folder into the draft. Return the folders that contain them."""
         found = []
         for folder, _, files in os.walk(extra):
             found.append(self.folder / Path(folder).relative_to(extra))
@@ -280,7 +280,7 @@ class Draft:
         for entry in list(extra.iterdir()):
             if entry.name == MANIFEST or (self.folder / entry.name).exists():
                 raise CheckpointError(
-                    f"a save hook wrote {entry.name!r}, which is a name of the checkpoint itself. Choose another."
+                    f"a save hook wrote {entry.name!r}, which is a name of the checkpoint itself. Choose another name."
                 )
             os.replace(entry, self.folder / entry.name)
         extra.rmdir()
@@ -291,7 +291,7 @@ class Draft:
 
 
 def check_target(path: Path) -> None:
-    """Check that a checkpoint may be written as `path`: the name is not hidden, and only a checkpoint is replaced."""
+    """Raise a `CheckpointError` if the name of `path` is hidden, or `path` exists and is not a checkpoint."""
     if not path.name or path.name.startswith("."):
         raise CheckpointError(f"{str(path)!r} is not a valid checkpoint name: it must not be empty or begin with '.'.")
     if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -306,11 +306,11 @@ def _check_snapshot(snapshot: Snapshot) -> None:
     if snapshot.kind not in PARTS:
         raise CheckpointError(f"kind={snapshot.kind!r}, expected one of {', '.join(PARTS)}.")
     if PROGRESS in snapshot.trainer:
-        raise CheckpointError(f"trainer[{PROGRESS!r}]: this name is reserved. Choose another.")
+        raise CheckpointError(f"trainer[{PROGRESS!r}]: this name is reserved. Choose another name.")
     if snapshot.kind == "full" and len(snapshot.rng) != snapshot.world_size:
         raise CheckpointError(
             f"a full checkpoint of world_size={snapshot.world_size} got {len(snapshot.rng)} RNG states, expected one "
-            "from each rank. Gather them, or write kind='weights'."
+            "from each rank. Gather the states of all ranks, or write kind='weights'."
         )
 
 

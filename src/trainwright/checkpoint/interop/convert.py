@@ -1,6 +1,7 @@
 """Conversion of other programs' checkpoints.
 
-It reads a Lightning `.ckpt`, a state dict, and folders of Accelerate, DeepSpeed and torch.distributed.checkpoint.
+Sources are Lightning's `.ckpt` files, state dicts, and folders of Accelerate, DeepSpeed and
+torch.distributed.checkpoint.
 
 Pickles are parsed and never executed (see `torch_file`), unless the caller trusts them.
 """
@@ -61,9 +62,11 @@ class ConvertOptions:
         trust_pickle: unpickle with `torch.load(weights_only=False)`, which runs any code that the file names.
         drop_unknown: skip and report values that are neither tensors nor plain data. Default: False, which raises an
             error for such values.
-        param_names: for each optimizer, the names of its parameters in its order, if the file does not store them.
-        optimizer_classes: for each optimizer, the name of its class, if the file does not store it.
-        step, epoch: completed optimizer steps and finished epochs, used instead of the file's. Default: the file's.
+        param_names: for each optimizer, the parameter names in the optimizer's order. Needed if the file does not store
+            the names.
+        optimizer_classes: for each optimizer, the name of the class. Needed if the file does not store the class.
+        step: number of completed optimizer steps. Default: None, the file's.
+        epoch: number of finished epochs. Default: None, the file's.
     """
 
     trust_pickle: bool = False
@@ -80,7 +83,7 @@ class Converted:
 
     Attributes:
         path: the new checkpoint.
-        source: the kind of file that was read.
+        source: description of the file that was read.
         kind: `"full"` checkpoints can be resumed. `"weights"` checkpoints can only be loaded.
         step, epoch: completed optimizer steps and finished epochs.
         num_tensors: number of tensors of the model.
@@ -99,22 +102,22 @@ class Converted:
 def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertOptions | None = None) -> Converted:
     """Write the checkpoint `target` from the checkpoint of another program.
 
-    The optimizers are converted, keyed by parameter name, if the file or `options` give the parameter names and the
-    class of each. Otherwise the result holds weights only, and `notes` say why. Tensors are mapped from the source and
-    written one at a time; the shards of several ranks are assembled in memory. One process calls it; it blocks on the
-    disk. Temporary folders of killed conversions to the same parent folder are deleted.
+    Optimizer states are converted if the file or `options` contain the parameter names and the class of every
+    optimizer. Otherwise the result has weights only, and `Converted.notes` has the reason. Tensors are mapped from the
+    source and written one at a time. Shards of several ranks are assembled in memory. Call this function on one
+    process. Blocks on the disk. Deletes temporary folders of killed conversions to the same parent folder.
 
     Args:
-        source: a Lightning `.ckpt`; a folder of Accelerate's `save_state`; a state dict in `.pt`, `.pth`, `.bin` or
-            `.safetensors`, also under a key `state_dict`, `model_state_dict` or `model`; a folder of Hugging Face
-            safetensors, of torch.distributed.checkpoint, or of DeepSpeed's `save_checkpoint`.
-        target: the checkpoint folder to create; must not exist.
+        source: a file or folder. Files: Lightning's `.ckpt`, and `.pt`, `.pth`, `.bin` or `.safetensors` with a state
+            dict, which may be under the key `state_dict`, `model_state_dict` or `model`. Folders: Accelerate's
+            `save_state`, Hugging Face safetensors, torch.distributed.checkpoint, and DeepSpeed's `save_checkpoint`.
+        target: the checkpoint folder to create. It must not exist.
         options: see `ConvertOptions`.
 
     Raises:
         FileNotFoundError: `source` does not exist.
-        CheckpointError: `source` has another format, is damaged, or needs classes that `options` neither trust nor drop
-            (they are listed); or `target` exists or cannot be written.
+        CheckpointError: `source` has another format, is damaged, or contains objects that need `trust_pickle` or
+            `drop_unknown` (the message lists them). Or `target` exists or cannot be written.
     """
     source, target, options = Path(source), Path(target), options or ConvertOptions()
     if not source.exists():
@@ -158,7 +161,7 @@ def _from_file(path: Path, options: ConvertOptions, notes: list[str]) -> tuple[S
 def _from_folder(path: Path, options: ConvertOptions, notes: list[str]) -> tuple[Source, Snapshot]:
     names = {entry.name for entry in path.iterdir()}
     if MANIFEST in names:
-        raise CheckpointError(f"{path} is a Trainwright checkpoint already.")
+        raise CheckpointError(f"{path} is a Trainwright checkpoint already. It needs no conversion.")
     if any(re.fullmatch(r"(optimizer|scheduler)(_\d+)?\.bin|random_states_\d+\.pkl", name) for name in names):
         return "accelerate", _from_accelerate(path, names, options, notes)
     sharded = read_sharded(path)
@@ -200,7 +203,7 @@ def _from_lightning(tree: Mapping[str, Any], options: ConvertOptions, notes: lis
 
 
 def _lightning_progress(tree: Mapping[str, Any], notes: list[str]) -> TrainState:
-    """Return the run's progress at the start of an epoch, since Lightning's data order cannot be continued."""
+    """Return the run's progress, moved to the start of an epoch, because Lightning's data order cannot be resumed."""
     state = TrainState(step=int(tree.get("global_step", 0)), epoch=int(tree.get("epoch", 0)))
     fit = (tree.get("loops") or {}).get("fit_loop", {})
     batches = fit.get("epoch_loop.batch_progress", {})
@@ -320,7 +323,7 @@ def _with_optimizers(
     notes: list[str],
     rng: Sequence[Any] = (),
 ) -> Snapshot:
-    """Add the optimizers and make the snapshot a full one, if the parameters of every optimizer can be named."""
+    """If the parameters of every optimizer can be named, add the optimizers and set the snapshot's kind to `"full"`."""
     snapshot.kind = "weights"
     if not packed:
         notes.append("The source has no optimizer, so that the result holds weights only.")
@@ -420,7 +423,7 @@ def _read_pickled(path: Path, options: ConvertOptions, notes: list[str]) -> Any:
 
 
 def _without_unknown(tree: object, path: str, dropped: list[str]) -> Any:
-    """Return `tree` without dict entries that are, or contain in a sequence, an `Unknown`."""
+    """Return `tree` without dict entries whose value is `Unknown` or a sequence with an `Unknown`."""
     if isinstance(tree, dict):
         kept = {}
         for key, value in tree.items():

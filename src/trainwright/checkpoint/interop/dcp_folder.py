@@ -1,7 +1,7 @@
 """Sharded tensors of other programs, and folders of torch.distributed.checkpoint.
 
-Such a folder has a `.metadata` pickle with the location of each tensor's blocks, and files of consecutive `torch.save`
-archives. Both are parsed, never executed (see `torch_file`).
+A folder of torch.distributed.checkpoint has a pickle `.metadata` with the location of each tensor's blocks, and files
+of consecutive `torch.save` archives. Pickles are parsed, never executed (see `torch_file`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Shard(NamedTuple):
 
 
 class ForeignShards(ShardFiles):
-    """Shards of another program's tensors, which are read on use."""
+    """Shards of tensors of another program. Values are read on use."""
 
     def __init__(self) -> None:
         self._by_name = {}
@@ -48,7 +48,7 @@ class ForeignShards(ShardFiles):
         self._by_name.setdefault(name, []).append(shard)
 
     def full(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, origin: Path) -> SavedTensor:
-        """Return the full tensor, which is read on use. Its shards must cover it without overlaps."""
+        """Return the full tensor, whose values are read on use. The shards must cover the tensor without overlaps."""
         try:
             return self.find(name, shape, dtype_name(dtype))
         except CheckpointError as error:
@@ -63,12 +63,12 @@ class Sharded:
     """The content of a sharded checkpoint of another program. Tensors are read on use.
 
     Attributes:
-        source: the library that wrote it.
-        weights: name → tensor.
-        optimizers: state dicts of torch, by name or position.
-        step: completed optimizer steps; None: unknown.
+        source: the library that wrote the checkpoint.
+        weights: tensors by name.
+        optimizers: state dicts of torch optimizers, with parameter names or positions.
+        step: number of completed optimizer steps, or None if unknown.
         schedulers: states of learning-rate schedules.
-        progress: the entries that Lightning saved besides the shards.
+        progress: entries of a Lightning checkpoint that are not sharded.
         notes: sentences that say what was skipped.
     """
 
@@ -97,8 +97,8 @@ class Sharded:
 def read_dcp(folder: Path) -> dict[str, Any]:
     """Read a folder of torch.distributed.checkpoint as the nested state dict that was saved.
 
-    Tensors are read on use. A file that is missing or damaged, or contains something other than tensors and plain data,
-    is a `CheckpointError`.
+    Tensors are read on use. Raises a `CheckpointError` if a file is missing, is damaged, or contains anything except
+    tensors and plain data.
     """
     path = folder / METADATA
     if not path.is_file():

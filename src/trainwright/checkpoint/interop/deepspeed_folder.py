@@ -37,7 +37,7 @@ _WEIGHT = "fp32"
 
 
 def find_deepspeed(folder: Path) -> Path | None:
-    """Return the folder with the ranks' files: `folder`, or the one that its `latest` names. None if there is none."""
+    """Return the folder with the ranks' files: `folder`, or the folder that its `latest` names. Otherwise None."""
     if any(_MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()):
         return folder
     latest = folder / LATEST
@@ -52,7 +52,7 @@ def find_deepspeed(folder: Path) -> Path | None:
 
 
 def read_deepspeed(folder: Path) -> Sharded:
-    """Read the folder of one tag, such as `global_step100`. Tensor, pipeline and expert parallelism are refused."""
+    """Read the folder of one tag, such as `global_step100`. Raises for tensor, pipeline and expert parallelism."""
     models = _read_ranks(folder, _MODEL_FILE)
     if not models:
         raise CheckpointError(f"{folder} has no mp_rank_00_model_states.pt. Copy the files of every rank.")
@@ -106,8 +106,8 @@ def _read_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
     missing = next((rank for rank, (own, _) in enumerate(ranks) if rank != own), None)
     if missing is not None:
         raise CheckpointError(
-            f"{folder} has {ranks[-1][1]}, but no such file of rank {missing}, or was saved with tensor parallelism. "
-            "Copy the files of every rank."
+            f"{folder} has {ranks[-1][1]}, but no such file of rank {missing}. Copy the files of every rank. "
+            "Checkpoints with tensor parallelism are not supported."
         )
     states = []
     for _, name in ranks:
@@ -123,7 +123,7 @@ def _read_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
 
 
 class _Zero:
-    """The partitions of all ranks, by kind: the weights, or one entry of the optimizer state."""
+    """The partitions of all ranks, by kind. A kind is the weights, or one entry of the optimizer state."""
 
     def __init__(self, folder: Path, shapes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> None:
         self.folder, self.shapes = folder, shapes
@@ -175,7 +175,7 @@ class _Zero:
         return found
 
     def frozen(self, fragments: list[Mapping[str, torch.Tensor]], first: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the frozen parameters, of which each rank has a shard in stage 3."""
+        """Return the full frozen parameters. In stage 3, each rank has a shard of each."""
         found: dict[str, torch.Tensor] = {}
         for name, size in (first.get("frozen_param_shapes") or {}).items():
             parts = [ranks[name].view(-1) for ranks in fragments] if self._is_stage_3 else [fragments[0][name].view(-1)]
@@ -184,7 +184,7 @@ class _Zero:
 
 
 def _cut(vectors: Iterable[torch.Tensor], begin: int, count: int, first: int) -> Iterator[tuple[Span, torch.Tensor]]:
-    """Yield elements `[begin, begin + count)` of concatenated vectors, as spans of a tensor that begin at `first`."""
+    """Yield elements `[begin, begin + count)` of concatenated vectors, with spans in a tensor from `first` on."""
     start, end = 0, begin + max(count, 0)
     for vector in vectors:
         low, high = max(begin, start), min(end, start + vector.numel())
@@ -196,7 +196,7 @@ def _cut(vectors: Iterable[torch.Tensor], begin: int, count: int, first: int) ->
 def _torch_state(
     zero: _Zero, kinds: Mapping[str, Mapping[str, torch.Tensor]], first: Mapping[str, Any], notes: list[str]
 ) -> list[Any]:
-    """Return the optimizer state in torch.optim's form, by name; empty if its groups are unknown."""
+    """Return the optimizer state as a torch state dict with parameter names. Empty if the groups are unknown."""
     if len(zero.groups) != len(zero.shapes):
         notes.append(
             f"Weights only: the optimizer has {len(zero.groups)} groups, and the model's parameters have "
@@ -218,7 +218,7 @@ def _torch_state(
 
 
 def _as_adam(group: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group of DeepSpeed's CPUAdam or FusedAdam with the keys of torch's AdamW or Adam."""
+    """Convert a parameter group of DeepSpeed's CPUAdam or FusedAdam to a group of torch's AdamW or Adam."""
     given = config.get("optimizer") or {}
     parameters = given.get("params") or {}
     is_decoupled = given.get("type", "AdamW").lower() == "adamw" or bool(parameters.get("adam_w_mode", True))

@@ -40,7 +40,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """One value other than a tensor that differs. `left` and `right` are its `repr`s."""
+    """One value that is not a tensor and differs. `left` and `right` are the `repr`s of the two values."""
 
     path: str
     left: str
@@ -52,9 +52,10 @@ class CheckpointDifference:
     """The differences between two checkpoints.
 
     Attributes:
-        only_left, only_right: paths of parts, tensors and other values that only one checkpoint has.
+        only_left: paths of parts, tensors and other values that only the left checkpoint has.
+        only_right: the same for the right checkpoint.
         tensors: tensors that differ, in the order of the left checkpoint.
-        values: other values that differ, including the manifest's (except time of writing and hashes).
+        values: other values that differ, including values of the manifest except time of writing and hashes.
         num_tensors: number of compared tensors.
     """
 
@@ -69,7 +70,7 @@ class CheckpointDifference:
         return bool(self.only_left or self.only_right or self.tensors or self.values)
 
     def largest(self) -> TensorDifference | None:
-        """Return the tensor with the largest difference, the first of several. NaN is larger than any number."""
+        """Return the first tensor with the largest difference. NaN is larger than any number."""
         compared = [item for item in self.tensors if item.max_abs is not None]
         return max(compared, key=lambda item: _size(item.max_abs), default=None)
 
@@ -82,7 +83,7 @@ _MISSING: Any = object()
 
 
 def diff_checkpoints(left: Path | str, right: Path | str) -> CheckpointDifference:
-    """Compare two checkpoints, bit by bit. One process calls it; it blocks on the disk.
+    """Compare two checkpoints bit by bit. Call this function on one process. Blocks on the disk.
 
     Tensors are mapped and compared one pair at a time. Files with the same size and hash in both manifests are not
     read. Hashes of files are not verified.

@@ -60,12 +60,12 @@ class StoredTensor:
 
     Attributes:
         name: name in the state dict.
-        file: the file that holds it.
-        stored_as: its name in `file`, which differs for tied names.
-        dtype: the format's name of its dtype, such as `"F32"`.
-        shape: its shape.
-        write_as: the key of `EXPORT_DTYPES` to convert to, or None to copy its bytes.
-        value: the tensor, read on use, if it is sharded. None: it is in `file`.
+        file: the file with the tensor.
+        stored_as: name of the tensor in `file`. Tied names have the same `stored_as`.
+        dtype: name of the dtype in the safetensors format, such as `"F32"`.
+        shape: shape of the tensor.
+        write_as: key of `EXPORT_DTYPES`, the dtype to convert to. None copies the bytes.
+        value: a sharded tensor, which is read on use. None for a tensor that `file` contains in full.
     """
 
     name: str
@@ -77,14 +77,14 @@ class StoredTensor:
     value: torch.Tensor | None = None
 
     def read(self) -> torch.Tensor:
-        """Return the tensor on the CPU in a dtype of safetensors: mapped from its file, or assembled from shards."""
+        """Return the tensor on the CPU, mapped from its file or assembled from shards, in a dtype of safetensors."""
         if self.value is not None:
             return to_storable(loaded(self.value))[0]
         return read_safetensors(self.file, names=[self.stored_as], copy=False)[self.stored_as]
 
     @property
     def like(self) -> torch.Tensor:
-        """A meta tensor of the shape and dtype that are written."""
+        """Meta tensor with the shape and dtype to write."""
         dtype = NAMED_DTYPES.get(self.dtype) if self.write_as is None else EXPORT_DTYPES[self.write_as]
         if dtype is None:
             raise CheckpointError(f"{self.name!r} in {self.file} has the dtype {self.dtype!r}, which torch lacks.")
@@ -92,7 +92,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that are written."""
+        """Number of bytes to write."""
         return self.like.nbytes
 
 
@@ -104,7 +104,7 @@ class Exported:
         files: the written files. The index is the last one.
         num_tensors: number of tensors in the files.
         num_bytes: size of the tensors.
-        tied: for each tied name that was skipped, the name under which the tensor was written.
+        tied: tied names that were skipped, each with the name under which the tensor was written.
         left_out: names of state-dict entries that were skipped because they are not tensors.
     """
 
@@ -132,23 +132,25 @@ def export_weights(
     expand_tied: bool = False,
     check: bool = True,
 ) -> Exported:
-    """Write the weights of a checkpoint as safetensors that any program reads.
+    """Write the weights of a checkpoint as safetensors files for other programs.
 
-    One process calls it; it blocks on the disk. One rename publishes `target`.
+    Call this function on one process. Blocks on the disk. One rename publishes `target`.
 
     Args:
         source: a Trainwright checkpoint, its model folder, or a folder of Hugging Face safetensors.
-        target: the file (`"single"`), or the folder with `model.safetensors.index.json` (`"sharded"`). Must not exist.
-        layout: see `target`.
-        dtype: `"fp32"`, `"fp16"` or `"bf16"` for every floating-point tensor wider than a byte. None: unchanged.
+        target: path to write, which must not exist: a file with `layout="single"`, a folder with `"sharded"`.
+        layout: `"single"` for one safetensors file, or `"sharded"` for shards with `model.safetensors.index.json`.
+        dtype: `"fp32"`, `"fp16"` or `"bf16"` for all floating-point tensors except 1-byte dtypes. None changes no
+            dtype.
         max_shard_bytes: maximum size of the tensors in one shard. A larger tensor gets its own shard.
-        expand_tied: write tied weights under each of their names. Default: False, which writes them under the first
-            name and stores `{name: first name}` for the others in the metadata, like `safetensors.torch.save_model`.
+        expand_tied: write a tied weight under each of its names. Default: False, which writes it under the first name
+            and stores `{other name: first name}` in the metadata, like `safetensors.torch.save_model`.
         check: compare the model's files with the checkpoint's manifest first.
 
     Raises:
         FileNotFoundError: `source` does not exist.
-        CheckpointError: `source` is damaged or holds no weights, `target` exists, or an argument or a dtype is unknown.
+        CheckpointError: `source` is damaged or has no weights, `target` exists, `layout` or `dtype` is unknown, or
+            safetensors cannot store a tensor.
     """
     source, target = Path(source), Path(target)
     if dtype is not None and dtype not in EXPORT_DTYPES:
@@ -189,13 +191,13 @@ def export_weights(
 
 
 def stored_tensors(source: Path | str) -> tuple[list[StoredTensor], dict[str, str]]:
-    """Return the tensors of a checkpoint's model, in order, and its tied names. Reads headers only."""
+    """Return the tensors of a checkpoint's model in order, and the tied names. Reads headers only."""
     model = _read_layout(_model_folder(Path(source), check=False), native=False)
     return model.tensors, model.tied
 
 
 def _model_folder(source: Path, check: bool) -> Path:
-    """Return the folder of safetensors for `source`, after verifying a checkpoint if `check`."""
+    """Return the safetensors folder of `source`. With `check=True`, verify a checkpoint first."""
     if any((source / name).is_file() for name in (MODEL_INDEX, SINGLE_FILE, _STATE)):
         return source
     manifest = read_manifest(source)
@@ -225,7 +227,7 @@ def _read_layout(folder: Path, *, native: bool = True) -> _Model:
 
 
 def _read_sharded(folder: Path, native: bool) -> _Model:
-    """Return the tensors of a sharded model, which may also have full tensors."""
+    """Return the tensors of a sharded model, including those that are not sharded."""
     stem = _STATE.removesuffix(".json")
     # All files in the folder are used; the index of a file from elsewhere would not match the tree.
     shards = ShardFiles(folder.parent, folder.name, [f"{folder.name}/{file.name}" for file in folder.iterdir()])
@@ -252,7 +254,7 @@ def _read_sharded(folder: Path, native: bool) -> _Model:
 
 def _native(name: str, dtype: str) -> str:
     if dtype not in _NATIVE:
-        raise CheckpointError(f"{name!r} is {dtype}, which safetensors cannot store. It is not exported.")
+        raise CheckpointError(f"{name!r} is {dtype}, which safetensors cannot store. Nothing was exported.")
     return _NATIVE[dtype]
 
 

@@ -1,7 +1,8 @@
-"""Parameter names for the optimizer states of other programs, which store positions instead.
+"""Parameter names for optimizer states of other programs. These states have positions instead of names.
 
-`torch.optim` saves `{"state": {0: ...}, "param_groups": [{"params": [0, 1], ...}]}`: positions in the order in which
-the optimizer received its parameters, and no class. Names and class are inferred here if they are unambiguous.
+`torch.optim` saves `{"state": {0: ...}, "param_groups": [{"params": [0, 1], ...}]}`. The numbers are positions in the
+order in which the optimizer received its parameters. The class is not saved. This module infers the names and the class
+if they are unambiguous.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class NamesUnknown(CheckpointError):
-    """Raised if a file does not determine an optimizer's parameter names or class. The message says why.
+    """Raised if a file does not determine an optimizer's parameter names or class. The message has the reason.
 
     Attributes:
-        advice: The option with which the user provides them.
+        advice: the option with which the user provides the missing names or class.
     """
 
     advice = "Pass the parameter names in the optimizer's order with --param-names."
@@ -51,9 +52,10 @@ def named_from_positions(
     """Return a saved `optimizer.state_dict()` in the form of `named_optimizer_state`.
 
     Args:
-        packed: from `torch.optim.Optimizer.state_dict`, with positions; or with parameter names, as FSDP saves it.
+        packed: the saved state dict, with positions as in torch, or with parameter names as in FSDP.
         weights: the state dict of the model, including buffers.
-        ordered: `weights` are in the order of the model's modules, which safetensors files do not preserve.
+        ordered: True if `weights` are in the order of the model's modules. Safetensors files do not preserve this
+            order.
         names: the parameter names in the optimizer's order, if known.
         class_name: the optimizer's class, if known.
 
@@ -106,8 +108,8 @@ def _names(
     if names is not None:
         if len(names) != len(flat) or len(set(names)) != len(names):
             raise CheckpointError(
-                f"{len(set(names))} different names were given for an optimizer of {len(flat)} parameters. Name each "
-                "one."
+                f"{len(set(names))} different names were given for an optimizer of {len(flat)} parameters. Pass one "
+                "name for each parameter."
             )
         strange = [name for name in names if name not in weights]
         if strange:
@@ -129,7 +131,7 @@ def _names(
 
 
 def _parameters(weights: Mapping[str, Any]) -> list[str]:
-    """Return the names that may be parameters, in order. Tied ones are included once, by their first name."""
+    """Return the names that may be parameters, in order. A tied tensor is included once, under its first name."""
     found: dict[tuple[Any, ...], str] = {}
     for name, value in weights.items():
         is_buffer = name.rpartition(".")[2] in _BUFFER_NAMES
@@ -166,8 +168,8 @@ def _names_by_shape(
 ) -> dict[int, str]:
     """Return parameter names by position, inferred from shapes.
 
-    A shape is unambiguous if one group has all weights of that shape in the model's order, and that order is known or
-    there is only one such weight.
+    A shape is unambiguous if one group has all weights of this shape, and there is only one such weight or the model's
+    order is known.
     """
     of_shape: dict[torch.Size, list[str]] = {}
     for name in candidates:

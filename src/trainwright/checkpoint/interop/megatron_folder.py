@@ -1,7 +1,7 @@
 """Checkpoints of megatron-core, as models of transformers and back.
 
-Two formats are read: `torch_dist`, whose tensors do not depend on the parallelism, and one file per rank,
-`mp_rank_TT[_PPP]/model_optim_rng.pt`. The latter is also written. Pickles are parsed, never executed.
+Two formats can be read: `torch_dist`, whose tensors do not depend on the parallelism, and one file per rank,
+`mp_rank_TT[_PPP]/model_optim_rng.pt`. Only the second format is written. Pickles are parsed, never executed.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class MegatronLayout:
     """The layout to write: tensor- and pipeline-parallel sizes, padded vocabulary, and the names of the layers.
 
     Attributes:
-        tp, pp: number of ranks. Default: 1.
-        vocab: number of rows of the embedding, padded with zeros. 0: the model's.
+        tp: tensor-parallel size. Default: 1.
+        pp: pipeline-parallel size. Default: 1.
+        vocab: number of rows of the embedding; additional rows are zero. Default: 0, the number of the model.
         impl: Megatron's `--transformer-impl`, which determines the names of norms: `"transformer_engine"` or `"local"`.
     """
 
@@ -81,8 +82,8 @@ def megatron_folder(source: Path) -> Path | None:
 def convert_megatron(source: Path, target: Path, config: Path | None) -> int:
     """Write a checkpoint of Megatron as a folder of transformers, and return its number of tensors.
 
-    `source` is the folder of all iterations or of one, and `config` a `config.json` or its folder. None derives the
-    config from the arguments in the checkpoint. One rename publishes `target`.
+    `source` is the folder of all iterations or of one iteration. `config` is a `config.json` or its folder. None
+    derives the config from the arguments in the checkpoint. One rename publishes `target`.
     """
     tensors, settings = _read_megatron(source, config)
     base = "transformer." if settings["model_type"] == "gpt2" else "model."
@@ -96,10 +97,10 @@ def convert_megatron(source: Path, target: Path, config: Path | None) -> int:
 def export_megatron(
     source: Path, target: Path, layout: MegatronLayout, *, config: Path | None = None, dtype: str | None = None
 ) -> list[Path]:
-    """Write a model of transformers, or a checkpoint of Megatron, in Megatron's files per rank, and return these.
+    """Write a model of transformers or a checkpoint of Megatron as Megatron's files per rank. Return the files.
 
-    `source` is a checkpoint, a folder of Hugging Face safetensors or of Megatron. The memory is that of one stage, and
-    of the model if `source` is a checkpoint of Megatron.
+    `source` is a checkpoint, or a folder of Hugging Face safetensors or of Megatron. The memory is that of one pipeline
+    stage, or that of the full model if `source` is a checkpoint of Megatron.
     """
     if megatron_folder(source) is not None:
         tensors, settings = _read_megatron(source, config)
@@ -170,7 +171,7 @@ def _stage(
 
 
 def _read_megatron(source: Path, config: Path | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the weights by their names in transformers, and the config."""
+    """Return the weights by name in transformers, and the config."""
     folder = megatron_folder(source)
     if folder is None:
         raise CheckpointError(f"{source} is not a checkpoint of megatron-core.")
@@ -195,7 +196,10 @@ def _read_megatron(source: Path, config: Path | None) -> tuple[dict[str, torch.T
     if any(
         not torch.equal(*pair) for pair in zip(copies, found.get("embedding.word_embeddings.weight", []), strict=False)
     ):
-        raise CheckpointError(f"{folder} has an output layer of its own, but the config has tie_word_embeddings=true.")
+        raise CheckpointError(
+            f"{folder} has an output layer of its own, but the config has tie_word_embeddings=true. Pass a config with "
+            "tie_word_embeddings=false."
+        )
     weights = {weight.name: weight for weight in model.weights()}
     full = {name: weights[name].undivide(shards) if name in weights else shards[0] for name, shards in found.items()}
     shapes = {}
@@ -238,7 +242,7 @@ def _read_ranks(folder: Path) -> tuple[_Stages, Any]:
         match = _RANK.fullmatch(entry.name)
         if match is None or match[3]:
             raise CheckpointError(
-                f"{entry} is of a model with experts, or not a folder of a rank. It is not converted."
+                f"{entry} belongs to a model with experts, which cannot be converted, or is not the folder of a rank."
             )
         grid[int(match[2] or 0), int(match[1])] = read_torch_file(entry / _RANK_FILE)[0]
     pp, tp = (1 + max(place[axis] for place in grid) for axis in (0, 1))
@@ -310,7 +314,7 @@ def _settings(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} does not exist. {CONFIG_HINT}")
     settings = read_json(file)
     if not isinstance(settings, dict):
-        raise CheckpointError(f"{file} is not a JSON object, as a transformers config is.")
+        raise CheckpointError(f"{file} is not a transformers config: expected a JSON object.")
     return settings
 
 
@@ -337,7 +341,7 @@ def _compare(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[
 
 @contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
-    """Yield a new hidden folder that becomes `target`; after an error it is deleted."""
+    """Yield a new hidden folder, which is renamed to `target` or, after an error, deleted."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; it is not replaced. Choose another name.")
     make_folder(target.parent)

@@ -1,7 +1,8 @@
 """Names and layouts of a causal language model in transformers and in megatron-core.
 
-Megatron-core joins the projections of attention, grouped by key-value head (the group's queries, its key, its value),
-and those of a gated MLP (gate, up). Its tensor parallelism divides each tensor along one dimension.
+Megatron-core joins the projections of attention into one tensor, in groups of one key-value head each (queries, key,
+value). It also joins the projections of a gated MLP (gate, up). Tensor parallelism divides each tensor along one
+dimension.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _Layout = Literal["qkv", "gated", "column", "vocabulary", "row", "same"]
 
 
 def plain_norms(name: str) -> str:
-    """Return a name of the Transformer Engine layers as that of the local layers."""
+    """Convert a name of the Transformer Engine layers to the name of the local layers."""
     for plain, joined in _JOINED_NORMS.items():
         name = name.replace(joined, plain)
     return name
 
 
 def joined_norms(name: str) -> str:
-    """Return a name of the local layers as that of the Transformer Engine layers."""
+    """Convert a name of the local layers to the name of the Transformer Engine layers."""
     for plain, joined in _JOINED_NORMS.items():
         name = name.replace(plain, joined)
     return name
@@ -59,15 +60,17 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], origin: object) -> ModelShape:
-        """Read a `config.json`. `origin` names it in errors."""
+        """Return the sizes in the content of a `config.json`. Error messages name `origin` as the file."""
         kind = config.get("model_type")
         if kind != "gpt2" and kind not in LLAMA_LIKE:
             known = ", ".join([*LLAMA_LIKE, "gpt2"])
-            raise CheckpointError(f"{origin} has model_type={kind!r}. Models of these types are converted: {known}.")
+            raise CheckpointError(
+                f"{origin} has model_type={kind!r}. Only models of these types can be converted: {known}."
+            )
         names = ("n_layer", "n_embd", "n_head") if kind == "gpt2" else _LLAMA_SIZES
         missing = [name for name in (*names, "vocab_size") if type(config.get(name)) is not int or config[name] < 1]
         if missing:
-            raise CheckpointError(f"{origin} has no positive integer {', '.join(missing)}.")
+            raise CheckpointError(f"{origin}: expected positive integers for {', '.join(missing)}.")
         if config.get("quantization_config"):
             raise CheckpointError(f"{origin} has a quantization_config. Convert the unquantized model.")
         layers, hidden, heads = (config[name] for name in names[:3])
@@ -98,7 +101,7 @@ class ModelShape:
             )
 
     def weights(self) -> Iterator[ModelWeight]:
-        """Yield the model's weights in megatron-core, with full tensors of its tensor parallelism."""
+        """Yield the model's weights in megatron-core. Their tensors are not divided over tensor-parallel ranks."""
         gpt2, hidden, inner = self.kind == "gpt2", self.hidden, self.heads * self.head
         joined = (self.heads + 2 * self.groups) * self.head
         norms = ("weight", "bias") if gpt2 else ("weight",)
@@ -155,13 +158,13 @@ _MLP = ("mlp.linear_fc1.", "mlp.linear_fc2.")
 
 @dataclass(frozen=True, slots=True)
 class ModelWeight:
-    """A weight of megatron-core and the weights of transformers that it is made of.
+    """A weight of megatron-core, and the weights of transformers that are joined in it.
 
     Attributes:
-        name: in megatron-core.
-        layout: layout of its full tensor.
-        shape: shape of its full tensor, without padding of the vocabulary.
-        names: in transformers, without `model.` or `transformer.`.
+        name: name in megatron-core.
+        layout: layout of the full tensor.
+        shape: shape of the full tensor, without padding of the vocabulary.
+        names: names in transformers, without the prefix `model.` or `transformer.`.
         model: the sizes of the model.
     """
 
@@ -176,7 +179,7 @@ class ModelWeight:
         return self.model.kind == "gpt2" and self.layout != "vocabulary" and ".c_" in self.names[0]
 
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return megatron-core's full tensor from those of transformers."""
+        """Join the tensors of transformers into megatron-core's full tensor."""
         given = [tensor.T if self._transposed and tensor.dim() == 2 else tensor for tensor in tensors]
         if self.layout != "qkv":
             return given[0] if len(given) == 1 else torch.cat(given)
@@ -185,7 +188,7 @@ class ModelWeight:
         return torch.cat(grouped, dim=1).flatten(0, 2)
 
     def separate(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors of transformers by name from megatron-core's full one."""
+        """Split megatron-core's full tensor into the tensors of transformers by name."""
         parts = [tensor]
         if self.layout == "vocabulary":
             parts = [tensor[: self.model.vocabulary]]
@@ -215,7 +218,7 @@ class ModelWeight:
         return list(tensor.chunk(tp, dim))
 
     def undivide(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the full tensor from those of all tensor-parallel ranks."""
+        """Join the tensors of all tensor-parallel ranks into the full tensor."""
         dim = _DIVIDED[self.layout]
         if dim is None or len(shards) == 1:
             return shards[0]
@@ -225,7 +228,7 @@ class ModelWeight:
 
 
 def config_from_args(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a transformers config for the arguments in a checkpoint of Megatron, or None if they do not suffice."""
+    """Return a transformers config for the arguments in a checkpoint of Megatron, or None if arguments are missing."""
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings")
     vocabulary = args.get("vocab_size") or args.get("padded_vocab_size")
     if not all(type(size) is int for size in (vocabulary, *map(args.get, sizes))):

@@ -1,9 +1,9 @@
 """Parsing of pickles into inert data, without importing or calling anything.
 
-Python's own unpickler reads the opcodes, and imports and calls are replaced by the placeholders `Named` and `Node`. The
-pure-Python unpickler is used, since a few bytes can make the C one allocate gigabytes for its memo. The number of
-operations is limited, and dict keys and set members are checked before they are hashed: hashing nested tuples that
-share their parts takes exponential time.
+Python's own unpickler reads the opcodes. Imports and calls are replaced by the placeholders `Named` and `Node`. The
+unpickler is the pure-Python one, because a few bytes can make the C unpickler allocate gigabytes for its memo. The
+number of operations is limited. Dict keys and set members are checked before they are hashed, because hashing nested
+tuples that share their parts takes exponential time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Name = tuple[str, str]
 
 
 class Node:
-    """A placeholder for a call in a pickle and the operations on its result. Nothing was executed.
+    """A placeholder for a call in a pickle and the operations on the call's result. Nothing was executed.
 
     Attributes:
         name: module and name of the callable.
@@ -69,15 +69,15 @@ def parse_pickle(data: Any, start: int = 0, *, limit: int, origin: str) -> tuple
     Args:
         data: bytes that contain the pickle, such as a mapped file.
         start: offset of the pickle.
-        limit: its maximal length in bytes.
-        origin: names the file in messages.
+        limit: maximum length of the pickle in bytes.
+        origin: name of the file in error messages.
 
     Returns:
         The content, the offset after the pickle, and the nodes of storages outside the pickle, in order.
 
     Raises:
-        CheckpointError: it exceeds a limit.
-        Exception: any other error means that it is damaged.
+        CheckpointError: the pickle exceeds a limit.
+        Exception: any other error means that the pickle is damaged.
     """
     file = io.BytesIO(data[start : start + limit])
     reader = _Reader(file, f"{origin}: its pickle exceeds {MAX_OPERATIONS} operations")
@@ -91,7 +91,7 @@ def parse_pickle(data: Any, start: int = 0, *, limit: int, origin: str) -> tuple
 
 
 class _Operations(dict[int, Callable[..., None]]):
-    """The unpickler's functions by opcode. It counts the look-ups to limit the number of operations."""
+    """The unpickler's functions by opcode. Look-ups are counted to limit the number of operations."""
 
     def __init__(self, too_many: str) -> None:
         super().__init__(_OPERATIONS)
@@ -206,8 +206,7 @@ _OPERATIONS: dict[int, Callable[..., None]] = {
 def checked_key(key: Any) -> Any:
     """Return a key if it can be hashed quickly.
 
-    Otherwise raise a `ValueError`: for a large integer, or a tuple with many parts, where a nested tuple counts each
-    time that it occurs.
+    Raise a `ValueError` for a large integer, or a tuple with many parts. A nested tuple counts as often as it occurs.
     """
     if type(key) is str:
         return key
@@ -240,7 +239,7 @@ def checked_sizes(numbers: object) -> list[int]:
 
 
 def length_of(value: object) -> int:
-    """Return the length of a plain value; 0 for a number of ordinary size."""
+    """Return the length of a plain value. Numbers have length 0, except large integers."""
     if isinstance(value, (str, bytes, bytearray)):
         return len(value)
     return value.bit_length() // 8 if type(value) is int else 0

@@ -31,7 +31,7 @@ _OPTIMIZER = re.compile(r"(?:optimizer|optim)(?:_?(\d+))?")
 
 
 def read_sharded(path: Path) -> Sharded | None:
-    """Read a folder of torch.distributed.checkpoint or DeepSpeed, or Accelerate's or Lightning's folder around it.
+    """Read a folder of torch.distributed.checkpoint or DeepSpeed, or a folder of Accelerate or Lightning with one.
 
     Returns None for other folders. Missing weights raise `CheckpointError`.
     """
@@ -71,7 +71,7 @@ def _from_dcp(path: Path, tree: Mapping[str, Any]) -> Sharded:
 
 
 def accelerate_rng(saved: Any) -> dict[str, Any]:
-    """Return one rank's generator states in the form of `core.rng.rng_state`; empty if one is missing."""
+    """Return one rank's RNG states in the form of `core.rng.rng_state`. Empty if a state is missing."""
     try:
         name, key, position, has_gauss, gauss = saved["numpy_random_seed"]
         state = {"key": key, "pos": position}
@@ -91,8 +91,8 @@ def merge_weights(
 ) -> list[Path]:
     """Write the weights of a sharded checkpoint as a model in Hugging Face's layout.
 
-    One process calls it; it blocks on the disk. The extra memory is one tensor. It returns the files written, the index
-    last if there is one.
+    Call this function on one process. Blocks on the disk. The extra memory is one tensor. Returns the written files. An
+    index is the last file.
 
     Args:
         source: a Trainwright checkpoint, or a folder of torch.distributed.checkpoint, of DeepSpeed, or of Accelerate's

@@ -1,15 +1,16 @@
 """Reading of `torch.save` files without running any code from them.
 
-A `.pt`, `.bin` or `.ckpt` file is a zip archive with a pickle. Before torch 1.6 it is several consecutive pickles,
-followed by the storages. Unpickling calls every function that the pickle names.
+A `.pt`, `.bin` or `.ckpt` file is a zip archive with a pickle. Files of torch before 1.6 are several consecutive
+pickles, followed by the storages. Unpickling calls every function that the pickle names.
 
-Here the pickle is only parsed (see `pickle_parser`): each import and each call becomes an inert node. Functions of this
-module then interpret a closed list of names (tensors, plain containers, numbers) and limit the memory that a small file
-can use. Everything else becomes `Unknown`. `torch.load(weights_only=True)` is not used: it builds tensors inside the
-unpickler, where a crafted file could corrupt memory before torch 2.10 (CVE-2026-24747), and torch 2.9 is supported.
+This module only parses the pickle (see `pickle_parser`): each import and each call becomes an inert node. It then
+interprets a closed list of names (tensors, plain containers, numbers), and limits the memory that a small file can use.
+All other names become `Unknown`. `torch.load(weights_only=True)` is not used, because a crafted file could corrupt
+memory before torch 2.10 (CVE-2026-24747), and torch 2.9 is supported.
 
-Tensors are mapped from the file by default, so that bytes are read on first use. `torch.save` truncates the file that
-it overwrites, and accessing a mapping of a truncated file kills the process. Copy tensors that are kept.
+Tensors are mapped from the file by default, so that bytes are read on first use. When `torch.save` overwrites the file,
+it truncates the file first, and accessing a mapping of a truncated file kills the process. Copy tensors that are used
+later.
 """
 
 from __future__ import annotations
@@ -64,14 +65,16 @@ def read_torch_file(
     """Read a file of `torch.save` as plain data. Nothing in it is executed or imported.
 
     Args:
-        path: a zip archive, or a file of torch before 1.6, written on a little-endian machine.
+        path: a file of `torch.save`, written on a little-endian machine, also by torch before 1.6.
         mapped: False reads every tensor into memory.
-        span: first byte and length of a zip archive within the file, which is read into memory. None: all of the file.
+        span: first byte and length of a zip archive in the file. The archive is read into memory. Default: None, which
+            reads the complete file.
 
     Returns:
-        The tree, with `Unknown` for unsupported objects, and the sorted names of these. Tensors are on the CPU. The
-            file must keep its length while mapped ones are used; writing to them does not change it. Tensors that
-            shared a storage share memory. Subclasses of dict become dicts, parameters become tensors.
+        The tree, and the sorted names of unsupported objects. In the tree, such objects are `Unknown`, subclasses of
+            dict are dicts, and parameters are tensors. Tensors are on the CPU. Tensors that shared a storage share
+            memory. Writing to a mapped tensor does not change the file. The file must keep its length while mapped
+            tensors are used.
 
     Raises:
         CheckpointError: the file has another format (a bare pickle, a TorchScript archive), is damaged, or expands to
@@ -139,8 +142,8 @@ def _read_archive(path: pathlib.Path, archive: zipfile.ZipFile, data: Any, mappe
 def _read_former(path: pathlib.Path, mapped: bool) -> tuple[_Interpreter, Any]:
     """Read a file of torch before 1.6.
 
-    It has five pickles: a magic number, a version, machine information, the tree, and the keys of the storages. Each
-    storage follows as the number of its elements (8 bytes) and the elements.
+    The file has five pickles: a magic number, a version, machine information, the tree, and the keys of the storages.
+    The storages follow, each as the number of elements (8 bytes) and the elements.
     """
     with open(path, "rb") as file:
         if _FORMER_NUMBER not in file.read(_HEAD_BYTES):
@@ -178,12 +181,12 @@ def _read_former(path: pathlib.Path, mapped: bool) -> tuple[_Interpreter, Any]:
 
 
 class _Records:
-    """The storages of a file, by key, and the limit on the size of all its tensors, relative to the file's size.
+    """The storages of a file by key, and the limit on the total size of tensors, relative to the file's size.
 
     Args:
         path: the file.
         mapped: False copies the storages.
-        find: returns the place of a storage.
+        find: function that returns the location of a storage in the file.
     """
 
     def __init__(self, path: pathlib.Path, mapped: bool, find: Callable[[str], _Place]) -> None:
@@ -207,7 +210,7 @@ class _Records:
         return torch.frombuffer(part, dtype=dtype)
 
     def take(self, num_bytes: int) -> None:
-        """Count more bytes, and raise a `CheckpointError` beyond the limit."""
+        """Add bytes to the total size of tensors, and raise a `CheckpointError` if it exceeds the limit."""
         self._taken += num_bytes
         limit = _FILE_SIZES * self._size + _FREE_BYTES
         if self._taken > limit:
@@ -218,7 +221,7 @@ class _Records:
 
 
 class _Interpreter:
-    """An interpreter that converts nodes to values by the closed list, and collects unsupported names."""
+    """An interpreter that converts nodes with supported names to values, and collects unsupported names."""
 
     def __init__(self, records: _Records) -> None:
         self.records = records
@@ -279,7 +282,7 @@ class _Interpreter:
         return Unknown(".".join(name))
 
     def flat(self, node: Node, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return the flat tensor of a storage node; `dtype` is for untyped storages."""
+        """Return the 1-D tensor of a storage node. `dtype` is the dtype of an untyped storage."""
         key = _key_of(node)
         _, kind, _, _, num, *view = node.args[0]
         own = _STORAGE_DTYPES[kind.name]
@@ -297,7 +300,7 @@ class _Interpreter:
         return flat[checked_size(start) : checked_size(start) + checked_size(length)]
 
     def tensor(self, node: Node) -> torch.Tensor:
-        """Build a tensor after checking that its storage contains it."""
+        """Check that a storage contains all elements of a tensor, and build the tensor."""
         storage, offset, size, stride = node.args[:4]
         dtype = None
         if node.name[1] == "_rebuild_tensor_v3":

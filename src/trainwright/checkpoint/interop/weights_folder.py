@@ -1,9 +1,9 @@
 """Writing of a model's weights into a folder, as one file or as shards and an index, with crash-safe replacement.
 
-The names are Hugging Face's: `model.safetensors`, or `model-00001-of-00002.safetensors` etc. with
-`model.safetensors.index.json`. In torch's format they begin with `pytorch_model` and end in `.bin`. A folder holds one
-model under these names. A new model replaces it in this order, so that after a crash the folder has the previous model,
-the new one, or none, but never a mixture:
+Files have Hugging Face's names: `model.safetensors`, or `model-00001-of-00002.safetensors` etc. with
+`model.safetensors.index.json`. In torch's format, names begin with `pytorch_model` and end in `.bin`. A folder holds
+one model under these names. A new model replaces the previous one in the order below. After a crash, the folder has the
+previous model, the new model or none, but never a mixture:
 
 1. All new files are written under hidden names and synced.
 2. Shards are renamed to unused names: the final ones, or longer temporary ones if the previous model uses these.
@@ -52,7 +52,7 @@ _SHARD = re.compile(r"-\d{5,}-of-(\d{5,})\.[a-z]+$")
 
 
 def _in_full(weight: Weight) -> torch.Tensor:
-    """Return a weight as one contiguous CPU tensor whose storage has no other elements."""
+    """Return a weight as a contiguous CPU tensor. Its storage has no other elements."""
     here = weight.in_memory
     if here is not None and here.device.type == "cpu":
         is_plain = here.is_contiguous() and not here.is_conj() and not here.is_neg()
@@ -71,7 +71,7 @@ class _Files:
     """The file names of a model, and the weights in each file.
 
     Attributes:
-        safe: safetensors; False: torch's format.
+        safe: True for safetensors, False for torch's format.
         shards: the weights of each file, by name.
         tied: see `replace_weights`.
     """
@@ -86,7 +86,7 @@ class _Files:
 
     @property
     def entry(self) -> str:
-        """The file that publishes the model: the only one, or the index."""
+        """The file whose rename publishes the model: the index, or the only file."""
         single = "model.safetensors" if self.safe else "pytorch_model.bin"
         return single if self.is_single else f"{single}.index.json"
 
@@ -98,7 +98,7 @@ class _Files:
         return shard_names(len(self.shards), stem=stem, suffix=suffix, infix=infix)
 
     def index(self, names: list[str]) -> bytes:
-        """Return the index for shards of these names."""
+        """Return the index for shards with the given file names."""
         sizes = {name: weight.like.nbytes for shard in self.shards for name, weight in shard.items()}
         index = shard_index(sizes, dict(zip(names, map(list, self.shards), strict=True)), {})
         files = index["weight_map"]
@@ -116,17 +116,16 @@ def replace_weights(
 ) -> list[Path]:
     """Write a model's weights into a folder, and replace a previous model there as the module describes.
 
-    One process calls it; it blocks on the disk. The extra memory is `CHUNK_BYTES` and that of `Weight.read`; in torch's
-    format it is one shard. The previous model remains until the new one is complete. On a file system without hard
-    links, shards may keep their temporary names.
+    Call this function on one process. Blocks on the disk. The extra memory is `CHUNK_BYTES` and that of `Weight.read`,
+    or one shard in torch's format. The previous model remains until the new model is complete. On a file system without
+    hard links, shards may keep their temporary names.
 
     Args:
         folder: created if it is missing. Files with other names remain.
-        weights: by name, in the order in which they fill the shards.
-        max_shard_bytes: largest total size of the tensors in one file; a larger tensor gets its own file.
+        weights: weights by name. They fill the shards in this order.
+        max_shard_bytes: largest total size of the tensors in one file. A larger tensor gets its own file.
         safe: write safetensors. False writes the format of `torch.save`.
-        tied: other name → the name in `weights` of the same tensor. Written in torch's format only, since safetensors
-            cannot store it.
+        tied: further names of tensors, each with the name in `weights`. Only torch's format stores these names.
 
     Returns:
         The model's files, the index last if there is one.
@@ -195,7 +194,7 @@ def _write_pickle(path: Path, shard: Mapping[str, Weight], tied: Mapping[str, st
 
 
 def _put_in_place(folder: Path, files: _Files, written: Mapping[str, Path], new_folders: list[Path]) -> list[str]:
-    """Publish the new weights as the folder's model; return the names of their files."""
+    """Publish the new weights as the folder's model. Return the names of the files."""
     own = names = files.names()
     entry = files.entry
     if not files.is_single and any(os.path.lexists(folder / name) for name in own):
@@ -242,7 +241,7 @@ def _is_model_file(name: str) -> bool:
 
 
 def _take_own_names(folder: Path, files: _Files, names: list[str]) -> list[str]:
-    """Give shards with temporary names their final ones; return the current names."""
+    """Rename shards from temporary to final names if possible. Return the current names."""
     own = files.names()
     if names == own:
         return names

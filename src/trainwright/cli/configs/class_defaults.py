@@ -1,8 +1,8 @@
-"""Defaults of classes that a configuration names in arguments of other classes.
+"""Default arguments of classes that a configuration names in the arguments of another class.
 
-A task's argument may have a default such as `lambda params: AdamW(params, lr=0.5)`. If a configuration replaces AdamW
-by SGD, jsonargparse 4.53 also passes `lr=0.5` to SGD, because name and type of the argument match. Explicit arguments
-are not replaced, so the defaults of the named class are written into the configuration.
+An argument of a task may have a default such as `lambda params: AdamW(params, lr=0.5)`. If a configuration replaces
+AdamW by SGD, jsonargparse 4.53 also passes `lr=0.5` to SGD, because SGD has an argument of the same name and type. This
+module writes the defaults of SGD into the configuration, because jsonargparse does not replace explicit arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMESPACES = ("torch.optim", "torch.optim.lr_scheduler")
 def fill_nested_defaults(config: dict[str, Any], keys: Sequence[str]) -> None:
     """Write the defaults of classes named in arguments of the classes at `keys` into the configuration, in place.
 
-    Classes that cannot be found, and defaults that YAML cannot represent, are left to the parser.
+    Classes that cannot be found, and defaults that YAML cannot represent, are skipped; the parser treats them.
     """
     for key in keys:
         spec = config.get(key)
@@ -35,14 +35,15 @@ def fill_nested_defaults(config: dict[str, Any], keys: Sequence[str]) -> None:
 def place_classes(
     config: dict[str, Any], assignments: Sequence[tuple[str, str]], keys: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Move assignments of a class to keys without a value into the configuration; return the other assignments. There
-    `fill_nested_defaults` adds their own defaults, which the parser would not.
+    """Apply assignments of a class to keys without a value, and return the other assignments.
+
+    The classes are written into the configuration, so that `fill_nested_defaults` adds their defaults.
     """
     return [(key, text) for key, text in assignments if not _place(config, key.removesuffix(".class_path"), text, keys)]
 
 
 def name_torch_classes(config: dict[str, Any], keys: Sequence[str]) -> None:
-    """Replace bare names of torch's optimizers and schedules by paths, because other packages use some names, too."""
+    """Replace bare names of torch's optimizers and schedules by paths. Other packages use some of these names, too."""
     for key in keys:
         spec = config.get(key)
         name = spec.get("class_path") if isinstance(spec, dict) else spec
@@ -104,7 +105,7 @@ def own_defaults(found: type) -> dict[str, Any]:
 
 
 def find_class(path: str) -> type | None:
-    """Return the class at a path, or None; a bare name is looked up among torch's optimizers and schedules."""
+    """Return the class at a path, or None. A bare name is searched in torch's optimizers and schedules."""
     module, _, name = path.rpartition(".")
     for namespace in (module,) if module else _NAMESPACES:
         try:

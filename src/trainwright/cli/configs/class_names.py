@@ -1,6 +1,4 @@
-"""Names of classes in configuration files: short names of callbacks and loggers, such as `EarlyStopping` or
-`early_stopping`, and paths of Lightning's classes.
-"""
+"""Class names in configuration files: Lightning's paths, and short names such as `early_stopping`."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def public_names(module: str) -> Iterable[str]:
 
 
 def own_name(path: str) -> str | None:
-    """Return the full name of the counterpart of a `path` in Lightning or Accelerate, or None without one."""
+    """Return the full name of our counterpart of a `path` in Lightning or Accelerate, or None without a counterpart."""
     module, _, name = path.rpartition(".")
     library = LIBRARIES[path.partition(".")[0]]
     if name in RENAMED[library]:
@@ -49,7 +47,7 @@ def is_unused(name: str, text: str) -> bool:
 
 
 def translate_config(config: dict[str, Any]) -> None:
-    """Replace class paths of Lightning by ours, in place, and remove unused arguments of its Trainer."""
+    """Replace class paths of Lightning by ours, and remove unused arguments of Lightning's Trainer, in place."""
     from trainwright import Trainer
 
     _translate(config, "")
@@ -80,7 +78,7 @@ def _translate(node: object, place: str) -> None:
 def expand_config(config: dict[str, Any]) -> None:
     """Replace short names in `trainer.callbacks` and `trainer.logger` by class paths, in place.
 
-    An item may be a name, or a mapping whose `class_path` is a name; unknown names are unchanged.
+    An item is a name, or a mapping whose `class_path` is a name. Unknown names are not changed.
     """
     settings = config.get("trainer")
     if not isinstance(settings, dict):
@@ -91,7 +89,7 @@ def expand_config(config: dict[str, Any]) -> None:
 
 
 def expand_assignments(assignments: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Replace short names in assignments, such as `trainer.callbacks+=EarlyStopping`, in the same way."""
+    """Replace short names in assignments, such as `trainer.callbacks+=EarlyStopping`; see `expand_config`."""
     expanded = []
     for key, text in assignments:
         match = re.fullmatch(r"trainer\.(\w+)\+?(\.class_path)?", key)
@@ -101,7 +99,7 @@ def expand_assignments(assignments: Sequence[tuple[str, str]]) -> list[tuple[str
 
 
 def class_path(key: str, name: str) -> str | None:
-    """Return the path of the class that `name` selects under `trainer.<key>`, or None for an unknown name."""
+    """Return the class path for a short name under `trainer.<key>`, or None for an unknown name."""
     module, registry_name = _PACKAGES[key]
     package = import_module(module)
     registry = getattr(package, registry_name)

@@ -1,4 +1,4 @@
-"""The parser of `CLI`: jsonargparse's, with groups of arguments for callbacks, optimizers and schedules."""
+"""The parser of `CLI`: jsonargparse's parser with groups of arguments for callbacks, optimizers and schedules."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's ReduceLROnPlateau with the monitored metric as an argument, so that a file can set it.
+    """torch's ReduceLROnPlateau with the monitored metric as an argument, which a configuration can set.
 
     Args:
         optimizer: the optimizer.
-        monitor: the metric.
-        args, options: arguments of torch's class.
+        monitor: name of the metric.
+        args: positional arguments of torch's class.
+        options: keyword arguments of torch's class.
     """
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **options: Any) -> None:
@@ -44,7 +45,7 @@ def class_of(cls: Callable[..., Any]) -> Any:
 
 
 class ComponentArguments:
-    """Groups of arguments that `CLI` builds and uses, in addition to jsonargparse's own methods."""
+    """Methods of the parser that add arguments of classes, whose instances `CLI` builds and uses."""
 
     callback_keys: tuple[str, ...] = ()
     optimizers: tuple[tuple[str, Any, str], ...] = ()
@@ -53,11 +54,11 @@ class ComponentArguments:
     def add_lightning_class_args(
         self, lightning_class: Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> list[str]:
-        """Add the arguments of a class below a key. A callback is then added to the Trainer.
+        """Add the arguments of a class below a key. If it is a callback, the instance is added to the Trainer.
 
         Args:
-            lightning_class: a class or a function that returns its instance.
-            nested_key: prefix of its arguments: `early_stopping.patience`.
+            lightning_class: a class, or a function that returns an instance.
+            nested_key: prefix of the arguments: `early_stopping` in `early_stopping.patience`.
             subclass_mode: the configuration may name a subclass, as `class_path` with `init_args`. Default: False.
             required: with `subclass_mode`: a class must be named. Default: True.
         """
@@ -80,8 +81,8 @@ class ComponentArguments:
             optimizer_class: one class, whose arguments are directly below the key, or a tuple of base classes. With a
                 tuple, the configuration names a subclass. Default: `(Optimizer,)`.
             nested_key: prefix of the arguments. Default: `"optimizer"`.
-            link_to: an argument that gets the settings, such as `model.optimizer_init`; `"AUTOMATIC"`: `CLI` creates
-                the task's `configure_optimizers` from them. Default: `AUTOMATIC`.
+            link_to: an argument that receives the settings, such as `model.optimizer_init`. Default: `"AUTOMATIC"`,
+                with which `CLI` creates the task's `configure_optimizers` from the settings.
         """
         self._add_settings(optimizer_class, nested_key, {"params"})
         self.optimizers = (*self.optimizers, (nested_key, optimizer_class, link_to))
@@ -94,7 +95,7 @@ class ComponentArguments:
     ) -> None:
         """Add the arguments of a learning-rate schedule; see `add_optimizer_args`.
 
-        For a schedule that monitors a metric, use `trainwright.cli.ReduceLROnPlateau` with `monitor`.
+        For ReduceLROnPlateau, use `trainwright.cli.ReduceLROnPlateau`, which has an argument `monitor`.
         """
         self._add_settings(lr_scheduler_class, nested_key, {"optimizer"})
         self.schedules = (*self.schedules, (nested_key, lr_scheduler_class, link_to))
@@ -108,7 +109,7 @@ class ComponentArguments:
             parser.add_class_arguments(cls, key, sub_configs=True, **options)
 
     def link_settings(self) -> None:
-        """Link the optimizers and schedules that name a `link_to`."""
+        """Link the settings of optimizers and schedules to the arguments in `link_to`."""
         parser: Any = self
         for key, cls, link_to in (*self.optimizers, *self.schedules):
             if link_to == AUTOMATIC:
@@ -133,7 +134,7 @@ class ComponentArguments:
 
 
 class _WithClass:
-    """Function that turns the settings of a fixed class into those of a named one."""
+    """Function that adds the name of a fixed class to its settings."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -152,7 +153,7 @@ if TYPE_CHECKING:
 
 @cache
 def _parser_class() -> type[Any]:
-    """Create the class on first use, which imports jsonargparse."""
+    """Create the class on first use. This imports jsonargparse."""
     from jsonargparse import ArgumentParser
 
     text = "jsonargparse's parser with the groups that CLI builds and uses."

@@ -1,7 +1,7 @@
 """One-line messages for errors in a setting, with the key, the most similar key, and the accepted type.
 
-jsonargparse 4.53 reports every alternative of a type that a value does not fit, nested by indentation. The message is
-about the alternative that was parsed furthest. An unknown message is not changed.
+If a value does not fit a type, jsonargparse 4.53 reports every alternative of the type, nested by indentation. The line
+is about the alternative that was parsed furthest. A message in an unknown form is not changed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Line:
 
 
 def explain(message: str, known_names: Callable[[str], Sequence[str]] = lambda key: ()) -> str:
-    """Convert the parser's message about a value to one line. An unknown message is returned unchanged."""
+    """Convert the parser's message about a value to one line. Return a message in an unknown form unchanged."""
     reasons = [reason for reason in _reasons(_tree(message).below, _Reason()) if reason.keys]
     if not reasons:
         return message
@@ -59,7 +59,7 @@ def explain(message: str, known_names: Callable[[str], Sequence[str]] = lambda k
 
 
 def _tree(message: str) -> _Line:
-    """Return the lines of a message, each with those that are indented below it."""
+    """Return a message as a tree of lines. The children of a line are indented below it."""
     root = _Line("")
     open_lines = [(-1, root)]
     for line in textwrap.dedent(message).splitlines():

@@ -1,6 +1,6 @@
-"""Configuration files and the command line after them: read, merge, and apply replacements of classes. The result for
-the parser of types is one dict and a list of `--key=value`. The classes of the run are not imported here, so that this
-can be tested with plain text and dicts.
+"""Reading and merging of configuration files and of the command line.
+
+The result is one dict and a list of `--key=value` for the parser. Classes of the run are not imported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CommandLine:
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Sort the arguments into files, assignments and flags. A word that ends in `.yaml` or `.yml` is a file."""
+    """Divide the arguments into files, assignments and flags. A word that ends in `.yaml` or `.yml` is a file."""
     line = CommandLine()
     words = list(arguments)
     while words:
@@ -75,9 +75,10 @@ def _value_of(option: str, words: list[str]) -> str:
 
 
 def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
-    """Read YAML files and merge them: mappings key by key, later files winning; anything else is replaced. A class
-    specification whose `class_path` is changed by a later file is replaced completely: arguments of the old class do
-    not apply to the new one, even if the names agree.
+    """Read YAML files and merge them. Later files override earlier ones.
+
+    Mappings are merged key by key, and other values are replaced. If a later file changes the `class_path` of a class
+    specification, its arguments are replaced, too, because arguments of the old class do not apply to the new class.
     """
     import yaml
 
@@ -120,7 +121,7 @@ def _read_text(path: Path) -> str:
 
 
 def _check_finite(content: object, path: Path) -> None:
-    """Check that aliases form no loop, and do not exceed the limits of a configuration."""
+    """Check that aliases form no loop, and that the content does not exceed the limits of a configuration."""
     count = 0
     inside: set[int] = set()
 
@@ -159,7 +160,7 @@ def _changes_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def _same_class(old: object, new: object) -> bool:
-    """Return whether two class paths name the same class; a bare name matches the class of that name in any module."""
+    """Return whether two class paths name the same class. A bare name matches a class of this name in any module."""
     if not isinstance(old, str) or not isinstance(new, str):
         return old == new
     return old == new or ("." not in new and old.rpartition(".")[2] == new)
@@ -168,12 +169,13 @@ def _same_class(old: object, new: object) -> bool:
 def swap_classes(
     config: dict[str, Any], assignments: Sequence[tuple[str, str]]
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Apply, in `config`, the assignments that replace the class of a class specification. The new class starts from
-    its own defaults: otherwise it would get the old one's arguments (a learning rate for Adam, its weight decay)
-    wherever the names agree.
+    """Apply the assignments that replace the class of a class specification, in `config`.
+
+    Arguments of the old class are discarded. Otherwise, the new class would receive arguments of the same name, such as
+    a learning rate for Adam.
 
     Returns:
-        The other assignments, and a sentence for each set of arguments that was discarded.
+        The other assignments, and a message for each set of discarded arguments.
     """
     left: list[tuple[str, str]] = []
     notes: list[str] = []

@@ -32,11 +32,11 @@ def parse(
     """Return the settings that a parser can build.
 
     Args:
-        parser: jsonargparse's.
-        config: settings of the files; changed in place.
-        line: overrides. Files in the command line are not read here.
+        parser: parser of jsonargparse.
+        config: settings of the files. Changed in place.
+        line: command line with overrides. This function does not read its files.
         known: the allowed top-level keys.
-        classes: key → the class whose arguments are written directly below that key (`model.lr`). Default: None.
+        classes: classes by key, for keys with arguments of one class directly below them (`model.lr`). Default: None.
     """
     import argparse
 
@@ -72,7 +72,7 @@ def parse(
 def _use_own_model_key(
     config: dict[str, Any], assignments: Sequence[tuple[str, str]], known: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Accept `model` in a file or a command line for the `task` of this command, and vice versa."""
+    """Rename the key `model` to `task`, or vice versa, if the command uses the other name."""
     own = "task" if "task" in known else "model"
     other = _MODEL_KEYS[own]
     if other in config:
@@ -86,7 +86,7 @@ def _use_own_model_key(
 
 
 def _wrap(config: dict[str, Any], classes: Mapping[str, type]) -> None:
-    """Write the settings of a fixed class as those of a named class, so that both are treated in the same way."""
+    """Convert the settings of a fixed class to a class specification, so that both are treated in the same way."""
     for key, cls in classes.items():
         config[key] = {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": config.get(key) or {}}
 
@@ -107,7 +107,7 @@ def _check_top_level(config: dict[str, Any], known: Sequence[str]) -> None:
 
 
 def _explained(parser: ArgumentParser, message: str, known: Sequence[str]) -> str:
-    """Return a parser's message as one line, with the nearest key."""
+    """Return a parser's message as one line, with the most similar key."""
     options = {option for action in parser._actions for option in action.option_strings}
     words = [word.partition("=")[0].strip("'\",") for word in message.split()]
     unknown = [word for word in words if word.startswith("--") and word not in options]
@@ -167,5 +167,5 @@ def build(parser: ArgumentParser, settings: Namespace) -> Any:
 
 
 def listed(value: object) -> list[Any]:
-    """Return a setting that may be one object, a list or None as a list."""
+    """Return a setting as a list. The setting is one object, a list or None."""
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]

@@ -21,8 +21,9 @@ _NOT_SERIALIZABLE = "Unable to serialize instance"  # how jsonargparse 4.53 writ
 
 
 def resolved_yaml(parser: ArgumentParser, settings: Namespace) -> str:
-    """Return the settings as YAML for `--config`. A default that YAML cannot represent (a lambda that creates an
-    optimizer) is omitted, so that the default applies again.
+    """Return the settings as YAML for `--config`.
+
+    Defaults that YAML cannot represent, such as a lambda, are omitted and apply again when the file is read.
     """
     import yaml
 
@@ -49,8 +50,8 @@ def _without_unserializable(value: object) -> Any:
 def save_config(text: str, folder: Path, *, name: str = CONFIG_NAME, overwrite: bool = False) -> Path:
     """Write a resolved configuration into the run's folder atomically, and return its path.
 
-    An existing file that was not written by a run, such as the user's own `config.yaml`, is kept unless `overwrite` is
-    True. The configuration is then written beside it, for example to `config.resolved.yaml`.
+    An existing file that was not written by a run, such as the user's own `config.yaml`, is not replaced unless
+    `overwrite=True`. The configuration is then written to another file, such as `config.resolved.yaml`.
     """
     target = folder / name
     if not overwrite and target.exists() and not target.read_text().startswith(_MARK):
@@ -65,16 +66,16 @@ def save_config(text: str, folder: Path, *, name: str = CONFIG_NAME, overwrite: 
 class SaveConfigCallback(Callback):
     """Callback that writes the settings of a run, with all defaults, into `trainer.default_root_dir` when `fit` begins.
 
-    `--config` reads the file. An existing file that was not written by a run is kept, and the settings are written to
-    `config.resolved.yaml`.
+    Pass the file to `--config` to repeat the run. If a file of this name exists that was not written by a run, the
+    settings are written to `config.resolved.yaml` instead.
 
     Args:
         parser: the parser of the settings.
         config: the settings.
         config_filename: the file's name. Default: `"config.yaml"`.
         overwrite: replace a file that was not written by a run. Default: False.
-        multifile: not supported; one file is written. Default: False.
-        save_to_log_dir: write the file; False: only `save_config` is called. Default: True.
+        multifile: not supported, because only one file is written. Default: False.
+        save_to_log_dir: write the file. False only calls `save_config`. Default: True.
 
     Raises:
         ConfigurationError: `multifile=True`.

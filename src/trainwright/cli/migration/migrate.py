@@ -19,10 +19,10 @@ _UNSETTLED = 1  # exit code: manual changes are needed
 
 
 def migrate(argv: Sequence[str]) -> int:
-    """Rewrite files in place, or show changes with `--diff`. Print the remaining manual changes with file and line.
+    """Rewrite files in place, or print changes with `--diff`. Print the remaining manual changes with file and line.
 
     Returns:
-        0; 1 if manual changes are needed.
+        0, or 1 if manual changes are needed.
     """
     parser = argparse.ArgumentParser(
         prog="trainwright migrate",
@@ -98,7 +98,7 @@ def _print_diff(path: Path, before: bytes, after: bytes) -> None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Replace a file by one rename, with the same permissions. For a link, replace its target."""
+    """Replace a file by one rename, and keep its permissions. For a link, replace the target."""
     target = path.resolve()
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:

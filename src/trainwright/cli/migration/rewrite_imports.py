@@ -1,6 +1,6 @@
-"""Rewrite a program's imports of Lightning and Accelerate, and the uses of their names. Only names bound by imports of
-these libraries are changed: the program's own equal names are not, nor strings, comments and layout. Names without a
-counterpart are unchanged and reported.
+"""Rewriting of a program's imports of Lightning and Accelerate, and of the uses of the imported names.
+
+Other names, strings, comments and layout do not change. Names without a counterpart are reported, not changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOP = ("lightning", "lightning.pytorch", "accelerate", "accelerate.utils")
 
 @dataclass(frozen=True, order=True)
 class Unsettled:
-    """Manual change that a rewrite leaves to the user: a 1-based line number and an instruction."""
+    """Manual change that the user must make: a 1-based line number and an instruction."""
 
     line: int
     text: str
@@ -37,7 +37,7 @@ class Unsettled:
 
 @dataclass
 class Rewritten:
-    """Result of a rewrite: the new source code, and the manual changes that remain, sorted by line."""
+    """Result of a rewrite: the new source code, and the remaining manual changes, sorted by line."""
 
     code: bytes
     unsettled: list[Unsettled] = field(default_factory=list)
@@ -47,7 +47,7 @@ def rewrite(code: bytes) -> Rewritten:
     """Rewrite one program.
 
     Raises:
-        SyntaxError: The program is not valid Python.
+        SyntaxError: the program is not valid Python.
     """
     encoding = tokenize.detect_encoding(io.BytesIO(code).readline)[0]
     try:
@@ -63,7 +63,7 @@ def rewrite(code: bytes) -> Rewritten:
 
 @dataclass(eq=False)
 class _Scope:
-    """Names that are bound in a module, class, function or comprehension, with the nodes that bind each name."""
+    """Names that are bound in a module, class, function or comprehension, each with the nodes that bind it."""
 
     parent: _Scope | None
     is_class: bool = False
@@ -78,7 +78,7 @@ class _Scope:
             self.bound.setdefault(name, []).append(node)
 
     def lookup(self, name: str) -> _Scope | None:
-        """Return the scope of a name that is read here; None for a builtin."""
+        """Return the scope that binds a name read in this scope, or None for a builtin."""
         scope: _Scope | None = self
         while scope is not None and (name not in scope.bound or (scope.is_class and scope is not self)):
             scope = scope.parent
@@ -128,7 +128,7 @@ class _Program:
         return self.scopes[-1]
 
     def _visit(self, node: ast.AST, scope: _Scope) -> None:
-        """Record the names that a node and its parts bind and read."""
+        """Record the names that a node and its descendants bind and read."""
         inner = scope
         if isinstance(node, (ast.ClassDef, *_FUNCTIONS, *_COMPREHENSIONS)):
             inner = self._scope(scope, isinstance(node, ast.ClassDef))
@@ -203,14 +203,14 @@ class _Program:
         self._report_objects(trainers, reads_folders=bool(uses))
 
     def _chain(self, name: ast.Name) -> list[Any]:
-        """Return a name and the attribute accesses around it: `L`, `L.callbacks`, `L.callbacks.Timer`."""
+        """Return a name and the attribute accesses on it: `L`, `L.callbacks`, `L.callbacks.Timer`."""
         chain: list[Any] = [name]
         while isinstance(above := self.parents[chain[-1]], ast.Attribute):
             chain.append(above)
         return chain
 
     def _new_names(self, own: dict[_Import, str | None]) -> dict[str, str]:
-        """Return local name → new name. A name is kept if it occurs in a string or has a second meaning."""
+        """Return the new name of each local name. A name in a string or with a second meaning does not change."""
         words = {word for _, text in self.strings for word in re.findall(r"\w+", text)}
         words |= set(re.findall(r"\w+", " ".join(re.findall(r"#\s*type:(.*)", self.source.decode()))))
         words |= {name for scope in self.scopes if scope.is_class for name in scope.bound}
@@ -233,8 +233,9 @@ class _Program:
     # Changing
 
     def _change_use(self, each: _Import, chain: Sequence[Any], own: str | None, local: str) -> set[str]:
-        """Rewrite a use of a name: of `L.pytorch.LightningModule` the longest part that has a counterpart here. Return
-        the texts of the variables to which a new Trainer is assigned.
+        """Rewrite the longest part of an expression such as `L.pytorch.LightningModule` that has a counterpart.
+
+        If the expression is the call of a Trainer, return the variables to which the Trainer is assigned, as text.
         """
         if own is not None and own != FACE and not is_module(own):
             self._replace(chain[0], local if local != each.local else "")
@@ -257,7 +258,7 @@ class _Program:
         return set()
 
     def _check_call(self, node: ast.expr, own: str) -> set[str]:
-        """Report keyword arguments that the counterpart does not have; return the variables of a new Trainer."""
+        """Report keyword arguments that the counterpart lacks. Return the variables that receive a new Trainer."""
         call = self.parents[node]
         if not isinstance(call, ast.Call) or call.func is not node:
             return set()
@@ -347,12 +348,12 @@ class _Program:
         return begin, end + node.end_col_offset
 
     def _around(self, node: ast.stmt) -> tuple[bytes, bytes]:
-        """Return the text before a statement on its first line, and after it on its last line."""
+        """Return the text before a statement on its first line, and the text after it on its last line."""
         begin, end = self._span(node)
         return self.source[self.starts[node.lineno - 1] : begin], self.source[end:].split(b"\n", 1)[0]
 
     def edited(self) -> str:
-        """Return the text with the edits."""
+        """Return the program's text with the edits."""
         code = self.source
         for (begin, end), text in sorted(self.edits.items(), reverse=True):
             code = code[:begin] + text.encode() + code[end:]
@@ -378,8 +379,9 @@ class _Program:
                 self._report(node, f"the annotation in quotes names {modules[local]}; write the new name in it.")
 
     def _report_objects(self, trainers: set[str], *, reads_folders: bool) -> None:
-        """Report attributes of a Trainer that do not exist here, and reads of a checkpoint as a file. A Trainer is
-        identified by the names that it is assigned to, anywhere in the program.
+        """Report attributes of a Trainer that do not exist here, and reads of a checkpoint as a file.
+
+        Any variable in the program to which a Trainer is assigned counts as a Trainer.
         """
         from trainwright.trainer.lightning_names import INTERNALS
         from trainwright.trainer.trainer import Trainer
@@ -402,7 +404,7 @@ def counterpart(path: str) -> str | None:
 
 
 def _own_module(path: str, chains: Sequence[Sequence[Any]]) -> str | None:
-    """Return the counterpart of an imported sub-module, which is identified by a use of a name in it."""
+    """Return the counterpart of an imported sub-module, which is determined from a use of a name in it."""
     used = any(counterpart(f"{path}.{chain[1].attr}") for chain in chains if len(chain) > 1)
     return own_module(path) if used else None
 
@@ -425,7 +427,7 @@ def advice(path: str) -> str:
 
 
 def instead(own: str, name: str) -> str:
-    """Return the end of a sentence with the replacement of an argument that a class does not have."""
+    """Return the replacement of an argument that a class lacks, as the end of a sentence."""
     if own == "trainwright.Accelerator":
         from trainwright.accelerator.settings import ELSEWHERE
 
@@ -441,7 +443,7 @@ def _plain_name(each: _Import, own: str | None) -> str:
 
 
 def _written(name: str, local: str, *, keep: bool) -> str:
-    """Return the text of an alias; `keep` writes `a as a`."""
+    """Return the text of an alias. `keep` writes `a as a` for equal names."""
     return name if name == local and not keep else f"{name} as {local}"
 
 
@@ -466,7 +468,7 @@ def _annotations(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _without_equal_fallbacks(text: str) -> str:
-    """Return the program with each `try: import a / except ImportError: import a` as the import alone."""
+    """Return the program with each `try: import a / except ImportError: import a` replaced by `import a`."""
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Try) or len(node.handlers) != 1 or node.orelse or node.finalbody:
             continue

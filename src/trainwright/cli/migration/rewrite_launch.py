@@ -1,5 +1,7 @@
-"""Rewrite the commands of Accelerate in shell files, Makefiles, batch scripts and YAML files as those of Trainwright,
-which take the same options and read the same configuration files. Those without a counterpart are reported.
+"""Rewriting of Accelerate's commands in shell files, Makefiles, batch scripts and YAML files.
+
+Trainwright's commands take the same options and read the same configuration files. Commands without a counterpart are
+reported.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def rewrite_launch(code: bytes) -> Rewritten:
     """Rewrite the commands of a file. Comments are not changed.
 
     Raises:
-        UnicodeDecodeError: The file is not text.
+        UnicodeDecodeError: the file is not text.
     """
     unsettled: list[Unsettled] = []
     lines = code.decode().split("\n")
@@ -52,7 +54,7 @@ def rewrite_launch(code: bytes) -> Rewritten:
 
 
 def is_command_file(path: Path, code: bytes) -> bool:
-    """Return whether a file holds commands: by its name, or by the first line of a shell script."""
+    """Return whether a file contains commands, according to its name or the first line of a shell script."""
     name = path.name.lower()
     if path.suffix in _ENDINGS or name in ("makefile", "gnumakefile") or name.startswith("dockerfile"):
         return True
@@ -63,7 +65,7 @@ def check_config(code: bytes, path: Path) -> list[Unsettled] | None:
     """Return the options of an Accelerate configuration file that `trainwright launch` does not support.
 
     Returns:
-        None for another file.
+        None if the file is not an Accelerate configuration.
     """
     try:
         content = yaml.safe_load(code.decode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""`trainwright report RUN_FOLDER`: a run as one HTML file that needs no network."""
+"""`trainwright report RUN_FOLDER`: a report of a run as one HTML file, which needs no network."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def page(run: RunFiles) -> str:
 
 
 def _content(run: RunFiles) -> dict[str, Any]:
-    """Return the data of the page; the script in report.html reads it."""
+    """Return the data of the page for the script in report.html."""
     start, (steps, times) = run.start, times_of(run)
     curves = {name: curve for name, curve in run.curves.items() if len(curve.steps) > 1}
     began = None if not start else datetime.datetime.fromtimestamp(run.events[0]["time"])
@@ -113,7 +113,7 @@ def _best(run: RunFiles) -> str | None:
 
 
 def _metric_charts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
-    """Return charts of metrics; those of training and validation with the same name share one."""
+    """Return charts of metrics. Training and validation metrics of the same name are in one chart."""
     groups: dict[str, list[str]] = {}
     for name in curves:
         groups.setdefault(_subject(name), []).append(name)
@@ -122,7 +122,7 @@ def _metric_charts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
 
 
 def _subject(name: str) -> str:
-    """Return a metric's name without `train`, `val` or `test` before it and `_step` or `_epoch` after it."""
+    """Return a metric's name without the prefix `train`, `val` or `test` and the suffix `_step` or `_epoch`."""
     for separator in ("_", "/", "-"):
         first, found, rest = name.partition(separator)
         if found and first.lower() in _PREFIXES:
@@ -173,8 +173,10 @@ def _chart(title: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
 
 
 def _packed(values: NDArray[Any]) -> str:
-    """Return numbers as text: integers as int32, others as float32 with 14 bits of fraction; grouped by byte,
-    compressed by zlib and encoded as base64. A million noisy values take about 3 MB.
+    """Return numbers as text: grouped by byte, compressed with zlib and encoded as base64.
+
+    Integers are stored as int32, other numbers as float32 with 14 bits of fraction. A million noisy values take about 3
+    MB.
     """
     if values.dtype.kind == "i":
         bits = values.astype("<i4").view("<u4")
@@ -189,7 +191,7 @@ def _packed(values: NDArray[Any]) -> str:
 
 
 def _events(run: RunFiles, steps: list[int], times: list[float]) -> list[dict[str, Any]]:
-    """Return what happened, in the order of the time axis."""
+    """Return the events of the run in the order of time."""
     first = run.events[0]["time"] if run.events else 0.0
     found = [
         {"kind": kind, "step": step, "seconds": round(event["time"] - first, 2), "text": text}
@@ -205,7 +207,7 @@ def _events(run: RunFiles, steps: list[int], times: list[float]) -> list[dict[st
 
 
 def _event(event: Mapping[str, Any]) -> tuple[str, int, str]:
-    """Return the kind, step and description of a line of the record; an empty kind hides it."""
+    """Return the kind, step and description of a line of the record. Lines with an empty kind are not shown."""
     kind, step = str(event["event"]), int(event["step"])
     if kind == "fit":
         resumed = event.get("resumed_from")
@@ -266,7 +268,7 @@ def _tables(run: RunFiles) -> list[dict[str, Any]]:
 
 
 def _settings(start: Mapping[str, Any]) -> list[list[str]]:
-    """Return the Trainer's arguments with their sources, those that are not defaults first."""
+    """Return the Trainer's arguments with their sources. Arguments with other than default values come first."""
     settings = start.get("settings", {}).items()
     rows = [[name, *_rows({name: value})[0][1:], source] for name, (value, source) in settings]
     return sorted(rows, key=lambda row: row[2] == "default")

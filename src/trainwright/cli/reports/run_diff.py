@@ -55,10 +55,10 @@ def compare(first: RunFiles, second: RunFiles, *, tolerance: float = 0.01) -> di
     """Return the differences of two runs.
 
     Returns:
-        Rows by topic; without two records only `metrics` and `curves`. A row has a name and the value of each run. A
-        row of `curves` has the name, the first step with unequal values, the first step whose values differ by more
-        than `tolerance` (a fraction of the larger one), and both values at the last common step. Equal curves have no
-        row.
+        Rows by topic. If a run has no record, the topics are `metrics` and `curves`. A row has a name and the value of
+        each run. A row of `curves` has the name, the first step with unequal values, the first step whose values differ
+        by more than `tolerance` (relative to the larger value), and both values at the last common step. Equal curves
+        have no row.
 
     Raises:
         ConfigurationError: the runs have no metric and no record in common, or are the same folder.
@@ -104,7 +104,7 @@ def _rows(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[list[Any]
 
 
 def _data_order(first: RunFiles, second: RunFiles) -> list[list[Any]]:
-    """Compare the seeds of the order, and the first step at which different numbers of samples had been consumed."""
+    """Compare the seeds of the data order, and find the first step with different numbers of consumed samples."""
     rows = _rows({"seed": first.start.get("seed")}, {"seed": second.start.get("seed")})
     samples = [{line["step"]: line["samples"] for line in run.progress} for run in (first, second)]
     for step in sorted(samples[0].keys() & samples[1].keys()):
@@ -114,7 +114,7 @@ def _data_order(first: RunFiles, second: RunFiles) -> list[list[Any]]:
 
 
 def _parting(first: Curve, second: Curve, tolerance: float) -> tuple[int | None, int | None, float, float]:
-    """Return the first step with unequal values, the first one beyond the tolerance, and the last common values."""
+    """Return the first step with unequal values, the first step beyond the tolerance, and the last common values."""
     steps, at_first, at_second = np.intersect1d(first.steps, second.steps, return_indices=True)
     a, b = first.values[at_first], second.values[at_second]
     if not len(steps):

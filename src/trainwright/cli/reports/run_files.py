@@ -52,8 +52,8 @@ class RunFiles:
     Attributes:
         folder: folder of the record or, without one, of the curves.
         curves: by metric name.
-        events: lines of the record in order, without those of `progress`.
-        progress: measurements at the log steps that the final weights come from, in order.
+        events: lines of the record in order, except the lines in `progress`.
+        progress: measurements at log steps in order, except steps that a rollback or resume has undone.
         sources: files that were read.
     """
 
@@ -65,7 +65,7 @@ class RunFiles:
 
     @property
     def start(self) -> dict[str, Any]:
-        """The line of the last `fit`, or of the last stage of another kind. Empty without a record."""
+        """The record's line of the last `fit` or, without one, of the last other stage. Empty without a record."""
         starts = [event for event in self.events if event["event"] in STAGES]
         fits = [event for event in starts if event["event"] == "fit"]
         return next(reversed(fits or starts), {})
@@ -75,7 +75,7 @@ def read_run(path: str | Path) -> RunFiles:
     """Read a run.
 
     Args:
-        path: folder of a run, a folder above it (the newest run in it is read), or a file in the run's folder.
+        path: folder of a run, a file in it, or a folder above several runs, of which the newest is read.
 
     Raises:
         ConfigurationError: `path` does not exist, or contains no run.
@@ -111,7 +111,7 @@ def run_folders(top: str | Path) -> list[Path]:
 
 
 def _record_of(logs: Path) -> Path | None:
-    """Return the record of the run that wrote a folder of logs, if it is in the folder of another logger nearby."""
+    """Return the record of the run that wrote a folder of logs. The record may be in the folder of another logger."""
     place = logs.resolve()
     for path in place.parents[1].glob(f"*/*/{RECORD_FILE}") if len(place.parents) > 1 else ():
         with contextlib.suppress(RunFileError):
@@ -123,7 +123,7 @@ def _record_of(logs: Path) -> Path | None:
 
 
 def _newest(top: Path, pattern: str) -> Path | None:
-    """Return the newest file of a name in a folder, or else in the folders below it."""
+    """Return the newest file with a name in a folder or, without one, in the folders below it."""
     here = [*top.glob(pattern)] or [*top.rglob(pattern)]
     return max(here, key=lambda file: (file.stat().st_mtime, file.name), default=None)
 
@@ -142,7 +142,7 @@ def _read_record(path: Path, found: RunFiles) -> None:
 
 
 def _read_curves(folder: Path, found: RunFiles) -> None:
-    """Read the curves in a folder, from the first kind of file that is there."""
+    """Read the curves in a folder, from the first kind of file that exists."""
     for pattern, read in _READERS.items():
         files = sorted(folder.glob(pattern))
         points: dict[str, list[tuple[int, float]]] = {}
@@ -189,7 +189,7 @@ def _read_jsonl(path: Path, points: dict[str, list[tuple[int, float]]]) -> None:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the value of each line; a last line without its end was truncated by a crash."""
+    """Yield the number and the value of each line, without a last line that a crash has truncated."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith("\n"):
@@ -200,7 +200,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_events(path: Path, points: dict[str, list[tuple[int, float]]]) -> None:
-    """Read the scalars of an event file. A restart mark removes what was logged from its step on."""
+    """Read the scalars of an event file. A restart event removes all earlier values from its step on."""
     protos = require_package("tensorboard.compat.proto.event_pb2", purpose="reading event files", install="tensorboard")
     for event in _records(path, protos.Event):
         if event.session_log.status == protos.SessionLog.START and event.HasField("session_log"):
@@ -216,9 +216,10 @@ def _read_events(path: Path, points: dict[str, list[tuple[int, float]]]) -> None
 
 
 def _records(path: Path, kind: Any) -> Iterator[Any]:
-    """Yield the events of a file in TensorFlow's record format, up to one that a crash has truncated.
+    """Yield the events of a file in TensorFlow's record format. An event that a crash has truncated ends the file.
 
-    Format: `tensorflow/core/lib/io/record_writer.h`: length (uint64), its checksum (uint32), data, their checksum.
+    Format (`tensorflow/core/lib/io/record_writer.h`): length (uint64), checksum of the length (uint32), data, checksum
+    of the data.
     """
     checksums = require_package(
         "tensorboard.compat.tensorflow_stub.pywrap_tensorflow", purpose="reading event files", install="tensorboard"

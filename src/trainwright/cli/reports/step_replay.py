@@ -42,10 +42,11 @@ class Replay:
 
     Attributes:
         step: number of the last replayed step, from 1 on.
-        losses, grad_norms: for each step, the mean loss over its data and the gradient norm before clipping.
+        losses: mean loss of each step over its data.
+        grad_norms: gradient norm of each step before clipping.
         gradients: norm of each parameter's gradient in the last step, by name.
         samples: data set indices of the last step's samples; empty if unknown.
-        skipped: data that `on_nonfinite` skipped.
+        skipped: data that `on_nonfinite` has skipped.
     """
 
     step: int
@@ -57,7 +58,7 @@ class Replay:
 
 
 class _Recorder(Callback):
-    """Callback that records losses and gradients of the steps."""
+    """Callback that records losses and gradients of steps."""
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
@@ -100,20 +101,21 @@ def replay_step(
 ) -> Replay:
     """Rerun the steps from a checkpoint up to `step` on one device, without logging and saving.
 
-    The data of a step of several ranks are read as further micro-batches, so that a step has the same samples. Random
-    numbers (dropout, augmentation) are those of the run only if it had one process. The run's callbacks are not used.
+    Batches of several ranks become micro-batches of the step, so that the step has the same samples. Random numbers
+    (dropout, augmentation) are equal only if the run had one process. The run's callbacks are not used.
 
     Args:
-        task: the task of the run. Its weights are those after `step` afterwards.
+        task: the task of the run. The function changes its weights to those after `step`.
         checkpoint: folder of a checkpoint of an earlier step.
         step: number of the last step, from 1 on.
-        train_dataloaders, datamodule: the data of the run, as for `Trainer.fit`.
-        num_ranks: ranks of the run that read different batches. Default: None, all of the checkpoint's processes.
+        train_dataloaders: training loaders of the run; see `Trainer.fit`.
+        datamodule: data module of the run; see `Trainer.fit`.
+        num_ranks: number of data-parallel ranks of the run. Default: None, the checkpoint's number of processes.
         accumulate_grad_batches: micro-batches of a step on one rank. Default: 1.
         arguments: further arguments of the `Trainer` of the run. Schedules may depend on `max_epochs` and `max_steps`.
 
     Raises:
-        ConfigurationError: the checkpoint is not of an earlier step, or the data ends before `step`.
+        ConfigurationError: the checkpoint is not a full checkpoint of an earlier step, or the data ends before `step`.
     """
     manifest = open_checkpoint(Path(checkpoint)).manifest
     if manifest.kind != "full" or not manifest.step < step:
@@ -155,7 +157,7 @@ def replay(argv: Sequence[str]) -> int:
     """Replay a step of a configuration; see `trainwright replay --help`.
 
     Returns:
-        0 if all logged values of the replayed steps are within the tolerance, else 1.
+        0 if all replayed values are within the tolerance of the logged values, else 1.
     """
     wanted, rest = _parser().parse_known_args(argv)
     checkpoint = Path(wanted.checkpoint)
@@ -257,7 +259,7 @@ def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: 
 
 
 def _compared(found: Replay, run: RunFiles | None) -> list[list[Any]]:
-    """Return step, name, logged value and replayed value for each logged value of the replayed steps."""
+    """Return a tuple (step, name, logged value, replayed value) for each logged value of the replayed steps."""
     rows: list[list[Any]] = []
     for line in [] if run is None else run.progress:
         step = line["step"]

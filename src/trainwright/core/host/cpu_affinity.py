@@ -20,19 +20,19 @@ _TASKS = Path("/proc/self/task")
 
 
 def get_cpu_distributed_information() -> Topology:
-    """Return `rank`, `world_size`, `local_rank` and `local_world_size` of this process by its launcher's variables."""
+    """Return this process's `rank`, `world_size`, `local_rank` and `local_world_size` from the launcher's variables."""
     return detect()
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Run this process on the cores of one NUMA node.
 
-    This is the NUMA node of its GPU. Without one, the processes of the machine are divided over all NUMA nodes. The
-    function has no effect on a machine with one NUMA node, or if the process may not use any of these cores.
+    The NUMA node is that of the process's GPU. Without a GPU, the processes of the machine are divided over all NUMA
+    nodes. No effect on a machine with one NUMA node, or if the process may not use any core of the node.
 
     Args:
-        local_process_index: Index of this process and of its GPU on the machine.
-        verbose: Log the cores. Default: the variable `ACCELERATE_DEBUG_MODE`.
+        local_process_index: index of this process, and of its GPU, on the machine.
+        verbose: log the cores. Default: the value of the environment variable `ACCELERATE_DEBUG_MODE`.
     """
     if not hasattr(os, "sched_setaffinity"):  # Linux has it
         return

@@ -1,4 +1,4 @@
-"""Types of accelerators, of torch or of a vendor's package, and their differences."""
+"""Properties of the types of accelerators that torch or a vendor's package supports."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class DeviceType:
         backend: backend of torch.distributed for this type only. None uses gloo.
         visible: environment variable that limits the devices of a process.
         distributed_type: member of `DistributedType` for runs with several processes.
-        copies_beside: copies with `non_blocking=True` from and to pinned host memory are safe and run asynchronously to
-            host and device. False for the CPU and MPS (torch 2.13), where a copy may read freed or overwritten memory.
+        copies_beside: copies with `non_blocking=True` from and to pinned host memory are safe, and run asynchronously
+            to host and device. False for the CPU and MPS: with torch 2.13, such a copy may read freed or overwritten
+            memory.
         has_float64: the device computes in float64.
         is_unified: the device shares the memory of the host, and only one process can use it.
     """

@@ -65,7 +65,7 @@ def local_folder(root: Path, url: str) -> Path:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Mark `folder` as in use by this process, until the context or the process ends; see `is_held`."""
+    """Mark `folder` as in use by this process until the context or the process ends; see `is_held`."""
     with _lockable(folder) as lock:
         # A file system without locks only loses the protection against a cleaner that runs at the same moment.
         with contextlib.suppress(OSError):
@@ -75,10 +75,10 @@ def held(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone_in(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
-    """Let only one process at a time enter the context for `folder`.
+    """Return a context for `folder` that only one process at a time can enter.
 
-    Blocks until other processes have left it, for at most `patience_s` seconds, so that a stopped process does not
-    block others forever. Does not block on file systems without locks.
+    Blocks until other processes have left the context, but at most `patience_s` seconds, because a stopped process
+    never leaves it. Does not block on file systems without locks.
     """
     with _lockable(folder) as lock:
         end = time.monotonic() + patience_s

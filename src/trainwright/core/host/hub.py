@@ -13,7 +13,7 @@ _TIMEOUT_S = 5.0
 def local_files_only(name: str, file: str = "config.json") -> bool:
     """Return `local_files_only` for `from_pretrained`: True if the hub cannot be reached but a local copy exists.
 
-    The hub is tried once. huggingface_hub itself retries for half a minute if this machine has no copy of a file.
+    This function requests the file once. huggingface_hub retries for half a minute if this machine has no copy.
 
     Args:
         name: A file, a folder, or a model's name on the hub.

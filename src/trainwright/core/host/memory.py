@@ -33,12 +33,13 @@ _LARGEST_MMAP_THRESHOLD = 2**25  # bytes that glibc accepts
 def keep_freed_memory(keep: bool) -> None:
     """Keep freed host memory in this process, or return it to the system.
 
-    By default, glibc returns the free end of its heap when that exceeds twice its largest freed block. If gradients
-    happen to be at the end, each step faults their pages in again. While memory is kept, blocks of up to 32 MiB are
-    reused. No effect with other C libraries, or if `MALLOC_…` or `GLIBC_TUNABLES` variables configure the allocator.
+    By default, glibc returns the free end of the heap to the system when it exceeds twice the largest freed block. If
+    gradients are allocated there, the system must map their pages again in each step. With this function, blocks of up
+    to 32 MiB are reused. No effect with other C libraries, or if `MALLOC_…` or `GLIBC_TUNABLES` variables configure the
+    allocator.
 
     Args:
-        keep: False also returns all free memory now, which blocks for some milliseconds per freed gigabyte.
+        keep: keep freed memory. False also returns all free memory now, which takes some milliseconds per gigabyte.
     """
     if os.name != "posix" or variables("MALLOC_") or variables("GLIBC_TUNABLES"):
         return
@@ -76,10 +77,10 @@ def available_host_memory_bytes() -> int:
     """Return the bytes of host memory that this process can still use without swapping.
 
     On Linux this is the kernel's available memory, or the remainder of the control group (container) if that is less.
-    On other systems it is all of the machine's memory.
+    On other systems it is the total memory of the machine.
 
     Raises:
-        ConfigurationError: the system does not report it.
+        ConfigurationError: the system does not report its memory.
     """
     try:
         machine = _available_in_meminfo() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -48,9 +48,10 @@ def load_xla(module: str = "") -> Any:
 def join_devices(local_rank: int, local_world_size: int) -> str:
     """Give each process of this machine one XLA device, and return the backend of torch.distributed for them.
 
-    Call it before the first use of a device. torch_xla's own backend numbers processes by their devices, in an order
-    that it does not promise. This one numbers them by the ranks of torch.distributed. It also runs each collective at
-    once, because all processes must run the same programs, and only rank 0 may read the result.
+    Call this function before the first use of a device. The returned backend numbers processes by the ranks of
+    torch.distributed; torch_xla's own backend numbers them by devices, in an order that it does not document. The
+    returned backend also runs each collective immediately, because all processes must run the same programs, even if
+    only rank 0 reads the result.
 
     Args:
         local_rank: Index of this process on its machine.

@@ -1,4 +1,4 @@
-"""Samples for masked language models: single tokens, as BERT predicts them, and spans, as T5 does."""
+"""Samples for masked language models: masks of single tokens, as for BERT, and of spans, as for T5."""
 
 from __future__ import annotations
 

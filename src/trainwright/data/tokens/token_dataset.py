@@ -73,9 +73,13 @@ class TokenDataset(Dataset[Any]):
         if documents not in ("joined", "separate", "packed"):
             raise ConfigurationError(f"documents={documents!r} is unknown. Use 'joined', 'separate' or 'packed'.")
         if transform is not None and documents == "separate":
-            raise ConfigurationError("transform takes tokens alone: use it with documents='joined' or 'packed'.")
+            raise ConfigurationError(
+                "transform is not used with documents='separate'. Pass documents='joined' or 'packed'."
+            )
         if isinstance(transform, (MaskedTokens, MaskedSpans)) and transform.length != length:
-            raise ConfigurationError(f"length={length}, and the transform has length={transform.length}. Use the same.")
+            raise ConfigurationError(
+                f"length={length}, and the transform has length={transform.length}. Use one length."
+            )
         if length < 1 or not 0 <= split[0] < split[1] <= 1:
             raise ConfigurationError(f"length={length}, split={split}: write at least 1, and two numbers from 0 to 1.")
         weights = dict(files) if isinstance(files, Mapping) else None
@@ -238,12 +242,12 @@ def _check_files(files: Sequence[TokenFile], vocab_size: int | None) -> None:
         if file.facts and first.facts and found != first.facts.get("tokenizer"):
             raise ConfigurationError(
                 f"{file.path} was written with the tokenizer {found!r}, and {first.path} with "
-                f"{first.facts.get('tokenizer')!r}. Tokenize both with the same one."
+                f"{first.facts.get('tokenizer')!r}. Tokenize both files with one tokenizer."
             )
         if vocab_size is not None and isinstance(size, int) and size > vocab_size:
             raise ConfigurationError(
                 f"{file.path} has tokens of a vocabulary of {size}, and the model's is {vocab_size}. Give the model "
-                f"at least {size} embeddings, or tokenize with its own tokenizer."
+                f"at least {size} embeddings, or tokenize with the model's own tokenizer."
             )
 
 

@@ -58,7 +58,9 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
     """
     is_function = ":" in name and not Path(name).exists()
     if vocab_size is not None and not is_function:
-        raise ConfigurationError(f"--vocab-size {vocab_size} is for functions. --tokenizer {name} has its own size.")
+        raise ConfigurationError(
+            f"--vocab-size {vocab_size} is for functions. Remove it: --tokenizer {name} has its own vocabulary size."
+        )
     encode: Encode
     known: dict[str, int] = {}
     label, end = name, None
