@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 from trainwright.core.errors import CheckpointError
 from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import is_cut
+from trainwright.core.tree import is_sharded
 
 AverageFunction = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 MultiAverageFunction = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
@@ -95,7 +95,7 @@ class AveragedWeights:
     @property
     def in_shards(self) -> bool:
         """True if the average is sharded over several ranks."""
-        return not self._whole and any(map(is_cut, self._held))
+        return not self._whole and any(map(is_sharded, self._held))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -137,7 +137,7 @@ class AveragedWeights:
         """
         if self.num_averaged == 0:
             return dict(state)
-        cut = any(map(is_cut, state.values()))
+        cut = any(map(is_sharded, state.values()))
         average = self._named(self._live if self.swapped else self._own, whole=not cut)
         return {name: average.get(_plain(name), value) for name, value in state.items()}
 
@@ -211,7 +211,7 @@ class AveragedWeights:
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if is_cut(value) else value
+    return value.to_local() if is_sharded(value) else value
 
 
 def _plain(name: str) -> str:

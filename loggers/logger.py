@@ -34,24 +34,24 @@ class RunInfo:
     run_name: str | None = None
 
 
-class Silence:
+class DummyExperiment:
     """Object that accepts every call and does nothing. It is `Logger.experiment` on all ranks except the main rank."""
 
-    def __getattr__(self, name: str) -> Silence:
+    def __getattr__(self, name: str) -> DummyExperiment:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __call__(self, *args: object, **kwargs: object) -> Silence:
+    def __call__(self, *args: object, **kwargs: object) -> DummyExperiment:
         return self
 
-    def __getitem__(self, key: object) -> Silence:
+    def __getitem__(self, key: object) -> DummyExperiment:
         return self
 
     def __setitem__(self, key: object, value: object) -> None:
         return None
 
-    def __enter__(self) -> Silence:
+    def __enter__(self) -> DummyExperiment:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -232,8 +232,8 @@ class Logger(ABC):
         nothing.
         """
         if self.muted:
-            return Silence()
-        return self._backend() if self._begin() else Silence()
+            return DummyExperiment()
+        return self._backend() if self._begin() else DummyExperiment()
 
     def _begin(self) -> bool:
         """Start below the current folder if no Trainer has started this logger. Return whether this process logs."""

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainwright.checkpoint import AsyncWriter, Contents, Crew, Draft, Snapshot, plan_share
+from trainwright.checkpoint import AsyncWriter, Contents, Draft, SaveGroup, Snapshot, plan_share
 from trainwright.checkpoint.format.writer import plain_metrics
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.engine import Engine
@@ -47,8 +47,8 @@ class ShardedSaves:
     def __init__(self, engine: Engine, writer: AsyncWriter | None) -> None:
         self._engine = engine
         self._writer = writer
-        self._crew: Crew | None = None
-        self._processes: Any = None  # the processes of the crew
+        self._group: SaveGroup | None = None
+        self._processes: Any = None  # the processes of the group
 
     def save(
         self, snapshot: Snapshot, targets: list[SaveTarget], *, before: Callable[[], None], at_once: bool = False
@@ -91,27 +91,27 @@ class ShardedSaves:
 
     def hurry(self) -> None:
         """Shorten the wait for other ranks. Call this after the run has failed, because other ranks may have ended."""
-        if self._crew is not None:
-            self._crew.hurry(_GRACE_S)
+        if self._group is not None:
+            self._group.hurry(_GRACE_S)
 
-    def _meet(self) -> Crew:
+    def _meet(self) -> SaveGroup:
         processes = self._engine.processes
-        if self._crew is None or self._processes is not processes:
+        if self._group is None or self._processes is not processes:
             self._processes = processes
-            self._crew = Crew(
+            self._group = SaveGroup(
                 processes.own_store("save"),
                 rank=processes.rank,
                 world_size=processes.world_size,
                 timeout_s=processes.timeout.total_seconds(),
             )
-        return self._crew
+        return self._group
 
     def _prepare(
         self, snapshot: Snapshot, share: list[Contents], folders: list[Path], writer: AsyncWriter | None
     ) -> Contents:
         """Plan the files of this rank's shards. Copy the shards if they are written asynchronously."""
         if self._writer is not None:
-            self._writer.join()  # its thread uses the crew's connection
+            self._writer.join()  # its thread uses the connection of the group
         contents = share[0] if share else plan_share(snapshot, self._engine.processes.rank)
         for folder in folders:
             if not folder.is_dir():

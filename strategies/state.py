@@ -13,7 +13,7 @@ from trainwright.checkpoint.format.model import load_plain_state
 from trainwright.checkpoint.format.optimizer import load_named_optimizer_state, named_optimizer_state
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.names.hidden_names import plain_name
-from trainwright.core.tree import is_cut
+from trainwright.core.tree import is_sharded
 
 _STATE_DICT_TYPES = {
     "full": ("full", "full_state_dict", "1"),
@@ -130,7 +130,7 @@ class FullState:
         Args:
             tensor: A parameter or buffer of the task.
         """
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_cut(tensor) else None
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_sharded(tensor) else None
 
     def shard_like(self, value: object, like: object) -> Any:
         """Shard a full tensor like `like`. Values that do not fit are returned unchanged. Not collective.
@@ -164,7 +164,7 @@ class FullState:
         return {plain_name(name): self._full(g, keep=keep).detach() for name, g in found if g is not None}
 
     def _full(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
-        if not is_cut(tensor):
+        if not is_sharded(tensor):
             return tensor
         from trainwright.strategies.shards import gather_full
 
@@ -233,7 +233,7 @@ def _renamed(state: Mapping[str, Any], *, remove: str = "", add: str = "") -> di
 
 def shard_like(value: object, like: object) -> Any:
     """Shard a full tensor like `like`. Other values are returned unchanged. Not collective."""
-    if isinstance(value, torch.Tensor) and is_cut(like) and value.shape == like.shape and like.dim():
+    if isinstance(value, torch.Tensor) and is_sharded(like) and value.shape == like.shape and like.dim():
         from trainwright.strategies.shards import shard_like
 
         return shard_like(value, like)

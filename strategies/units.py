@@ -172,7 +172,7 @@ def _by_torch_policy(task: nn.Module, policy: Callable[..., Any]) -> list[nn.Mod
     return found
 
 
-def check_can_be_cut(task: nn.Module) -> None:
+def check_can_be_sharded(task: nn.Module) -> None:
     """Check that all parameters and their gradients can be sharded.
 
     Raises:

@@ -112,7 +112,17 @@ def test_a_first_load_of_weights_imports_no_writers_of_checkpoints_and_nothing_h
         "save_file(nn.Linear(2, 2).state_dict(), file)"
     )
     added = _added_modules(load, after=made)
-    unneeded = {"async_writer", "codec", "convert", "crew", "host_buffers", "load_task", "model", "optimizer", "pieces"}
+    unneeded = {
+        "async_writer",
+        "codec",
+        "convert",
+        "save_group",
+        "host_buffers",
+        "load_task",
+        "model",
+        "optimizer",
+        "pieces",
+    }
     unneeded |= {"shard_files", "reader", "remote", "retention", "torch_file", "trees", "weights_folder", "writer"}
     of_checkpoint = {name.rpartition(".")[2] for name in added if name.startswith("trainwright.checkpoint.")}
     assert not unneeded & of_checkpoint

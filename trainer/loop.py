@@ -307,7 +307,7 @@ class FitLoop:
         """Exchange stop requests, time limits and signals between ranks. Collective, on the host."""
         run, loop = self._run, self._run.loop
         mine = [int(self._end.stop_request(run.state, loop.stop)), *run.status.preemption.note()]
-        everyone = [mine] if run.logs.exchange is None else self._agreement.hold(run.state.step, mine)
+        everyone = [mine] if run.logs.exchange is None else self._agreement.exchange(run.state.step, mine)
         loop.stop_agreed = max(loop.stop_agreed, *(Stop(theirs) for theirs, *_ in everyone))
         run.status.preemption.hear([note for _, *note in everyone])
 

@@ -28,7 +28,7 @@ from trainwright.core.tree import map_tensors
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_values import Exchange, Flushed
-from trainwright.processes.standing import Position
+from trainwright.processes.rank_position import Position
 from trainwright.profilers.profiler import PassThroughProfiler, Profiler
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.gradients import GradientClip

@@ -19,7 +19,7 @@ import numpy as np
 from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import plain
 from trainwright.loggers.images import to_pixels
-from trainwright.loggers.logger import RemoteLogger, RunInfo, Silence, Status
+from trainwright.loggers.logger import DummyExperiment, RemoteLogger, RunInfo, Status
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -185,7 +185,7 @@ class QueuedLogger(RemoteLogger):
     def _backend(self) -> Any:
         if self._worker is not None and not self._worker.is_open:
             self.warn_once(f"{type(self).__name__}: the run is not open yet; `experiment` does nothing.")
-            return Silence()
+            return DummyExperiment()
         return self._experiment
 
     def _put(self, call: Callable[..., None], *values: object) -> None:

@@ -21,7 +21,7 @@ from trainwright.strategies.deepspeed.options import (
     buffers,
     defaults,
     look_up,
-    place,
+    set_value,
     statements,
 )
 from trainwright.strategies.precision import Precision
@@ -66,9 +66,9 @@ class EngineConfig:
         self.options = options
         if config is None:
             for path, value in defaults(options).items():
-                place(self.content, path, value)
+                set_value(self.content, path, value)
                 if path == _STAGE and not options.zero_optimization:
-                    place(self.content, path, 0)
+                    set_value(self.content, path, 0)
         else:
             _fill_switches(self.content, options, self.origin)
         for path, (name, value) in statements(options, given).items():
@@ -76,7 +76,7 @@ class EngineConfig:
         for part in OFFLOADS:
             if config is None and self.offload(part) != "none":
                 for path, (_, value) in buffers(part, options).items():
-                    place(self.content, path, value)
+                    set_value(self.content, path, value)
         self._check_offload()
 
     @property
@@ -96,7 +96,7 @@ class EngineConfig:
                 f"{self.origin} has {'.'.join(path)}={found!r}, which differs from {origin}. Use the same value, or "
                 f'write {".".join(path)}="auto".'
             )
-        place(self.content, path, value)
+        set_value(self.content, path, value)
 
     def _check_offload(self) -> None:
         if self.options.frozen_modules and self.stage not in (1, 2):
@@ -185,7 +185,7 @@ class EngineConfig:
                     f'precision={f"{prefix}-mixed" if found else "32-true"!r}, or write "auto" in the configuration.'
                 )
             if wanted or part in self.content:
-                place(self.content, (part, "enabled"), wanted)
+                set_value(self.content, (part, "enabled"), wanted)
         if autocast and not name.endswith("-mixed"):
             raise ConfigurationError(
                 f"{self.origin} has torch_autocast.enabled=True, which differs from Trainer(precision={name!r}). Use "

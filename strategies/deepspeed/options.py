@@ -173,7 +173,7 @@ def defaults(options: ZeroOptions) -> dict[Path, Any]:
     }
 
 
-def place(config: dict[str, Any], path: Path, value: object) -> None:
+def set_value(config: dict[str, Any], path: Path, value: object) -> None:
     """Set the value at a path in nested dicts."""
     for key in path[:-1]:
         config = config.setdefault(key, {})

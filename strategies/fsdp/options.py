@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.quantized_state import is_even
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.core.tree import is_cut
+from trainwright.core.tree import is_sharded
 from trainwright.strategies.capabilities import OF_LIGHTNING, REFUSALS
 from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.precision import Precision
@@ -258,7 +258,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> N
 def _check_quantized(optimizer: Optimizer) -> None:
     """Check an optimizer with quantized states, which may need full parameters or unsplit blocks of states."""
     name, modules = type(optimizer).__name__, [kind.__module__ for kind in type(optimizer).__mro__]
-    sharded = [p for group in optimizer.param_groups for p in group["params"] if is_cut(p)]
+    sharded = [p for group in optimizer.param_groups for p in group["params"] if is_sharded(p)]
     if any(module.startswith(_FULL_ONLY) for module in modules):
         raise ConfigurationError(
             f"{name} needs full parameters, and a sharded strategy divides them between ranks. Use an "

@@ -74,7 +74,7 @@ from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 from trainwright.strategies.units import (
     WrapPolicy,
-    check_can_be_cut,
+    check_can_be_sharded,
     check_compilable,
     find_units,
     warn_of_large_rest,
@@ -243,7 +243,7 @@ class FSDPStrategy(DataParallel):
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
         if overrides(task, "configure_model", TaskModule):
             return  # the layers do not exist yet
-        check_can_be_cut(task)
+        check_can_be_sharded(task)
         units = find_units(task, self.auto_wrap_policy, self.min_num_params)
         if settings.compile_options is not None:
             check_compilable(units)
@@ -339,7 +339,7 @@ class FSDPEngine(ParallelEngine):
         Args:
             building: Initializes `roots`. None: `roots` are initialized, and their activation checkpointing is set up.
         """
-        check_can_be_cut(model)
+        check_can_be_sharded(model)
         assert self.mesh is not None  # made in `start`
         given = self.strategy
         inside = {module for root in roots for module in root.modules()}
@@ -412,7 +412,7 @@ class FSDPEngine(ParallelEngine):
         check_optimizers(optimizers, self.precision)
         for model in models:
             check_full(model)
-            check_can_be_cut(model)
+            check_can_be_sharded(model)
         found: list[Callable[..., Any]] = []
         for model in models:
             before = list(model.parameters())

@@ -51,7 +51,7 @@ class Replica:
     @property
     def number(self) -> int:
         """Number of this replica."""
-        return self.strategy.place()[0]
+        return self.strategy.replica_settings()[0]
 
     def data_ranks(self, own: DataRanks) -> DataRanks:
         """Return the data-parallel ranks of all replicas, given those of this replica.
@@ -59,7 +59,7 @@ class Replica:
         Each replica is a separate run. Collectives over all replicas use this replica's value for the other replicas.
         """
         self._own_ranks = own
-        replica, max_replicas, _ = self.strategy.place()
+        replica, max_replicas, _ = self.strategy.replica_settings()
         return replace(own, rank=replica * own.size + own.rank, members=list(own.members) * max_replicas)
 
     def make_step(self, engine: Engine, parts: StepParts) -> TorchFTStep:
@@ -73,7 +73,7 @@ class Replica:
 
     def _connect(self, engine: Engine, step: TorchFTStep) -> None:
         given, progress = self.strategy, step.run.state
-        number, _, lighthouse = given.place()
+        number, _, lighthouse = given.replica_settings()
         self.live = LiveReplicas(
             step.state_to_send,
             step=progress.step,

@@ -97,7 +97,7 @@ class TorchFTStrategy(Strategy):
             )
         else:
             super().check(settings)
-        self.place()
+        self.replica_settings()
         if settings.precision.scaled:
             raise ConfigurationError(
                 f"precision={settings.precision.name!r} skips steps whose gradients overflow, which would differ "
@@ -105,7 +105,7 @@ class TorchFTStrategy(Strategy):
             )
         load_torchft()
 
-    def place(self) -> tuple[int, int, str]:
+    def replica_settings(self) -> tuple[int, int, str]:
         """Return the number of this replica, the number of replicas, and the address of the lighthouse.
 
         Raises:

@@ -25,7 +25,7 @@ from trainwright import (
     infer_auto_device_map,
 )
 from trainwright.bigmodels.maps.device_map import resolve_device_map
-from trainwright.bigmodels.maps.placement import Outline, Placement, is_accelerator, is_fast, outermost, place
+from trainwright.bigmodels.maps.placement import Outline, Placement, assign_devices, is_accelerator, is_fast, outermost
 from trainwright.core.errors import TrainwrightWarning
 
 # The placement as a pure function
@@ -77,7 +77,7 @@ def _placed(draw: st.DrawFn) -> tuple[Outline, dict[int | str, int | None], Plac
     if all(budget is not None and budget < largest for budget in budgets.values()):
         budgets["cpu"] = largest
     budgets["disk"] = None
-    return outline, budgets, place(outline, budgets, fallback=draw(st.booleans()))
+    return outline, budgets, assign_devices(outline, budgets, fallback=draw(st.booleans()))
 
 
 def _device_of_layers(outline: Outline, placement: Placement) -> dict[int, int | str]:
@@ -120,7 +120,7 @@ def test_parts_that_share_a_tensor_lie_together(case: Any) -> None:
 def test_the_order_of_the_model_is_the_order_of_the_devices(tree: Tree, given_budgets: Any) -> None:
     outline = _outline(tree, [])
     budgets: dict[int | str, int | None] = {**dict(enumerate(given_budgets[0])), "cpu": 60, "disk": None}
-    device_of = _device_of_layers(outline, place(outline, budgets))
+    device_of = _device_of_layers(outline, assign_devices(outline, budgets))
     places = [list(budgets).index(device_of[part]) for part in sorted(device_of)]
     assert places == sorted(places)
 
@@ -144,7 +144,7 @@ def test_the_device_that_computes_has_room_for_whatever_lies_elsewhere(case: Any
 @_LAW
 def test_a_model_that_fits_lies_on_one_device(tree: Tree, ties: list[tuple[int, int]]) -> None:
     outline = _outline(tree, ties)
-    placement = place(outline, {0: outline.sizes_bytes[0], 1: 1000, "cpu": 1000, "disk": None})
+    placement = assign_devices(outline, {0: outline.sizes_bytes[0], 1: 1000, "cpu": 1000, "disk": None})
     if outline.sizes_bytes[0]:
         assert placement.device_of == {0: 0}
 
@@ -153,7 +153,7 @@ def test_the_work_grows_with_the_number_of_parts() -> None:
     def visited(num_layers: int) -> float:
         outline = _outline([[3, 5, [2, 2]] for _ in range(num_layers)], [(0, -1)])
         budgets: dict[int | str, int | None] = dict.fromkeys(range(8), num_layers)
-        placement = place(outline, {**budgets, "cpu": num_layers, "disk": None})
+        placement = assign_devices(outline, {**budgets, "cpu": num_layers, "disk": None})
         return placement.visited / len(outline.names)
 
     assert visited(100) <= 3

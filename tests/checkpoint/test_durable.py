@@ -21,7 +21,7 @@ from trainwright.checkpoint import (
 )
 from trainwright.checkpoint.disk.durable import FileEntry, HashingFile
 from trainwright.checkpoint.format.manifests import hash_file
-from trainwright.core.host.folders import alone_in, held, is_held
+from trainwright.core.host.folders import is_in_use, lock_folder, mark_in_use
 
 LARGE = 40 * 2**20  # above what is hashed in a thread, and above what is handed to the disk early
 
@@ -97,7 +97,7 @@ def test_an_optimizer_loaded_from_mapped_files_shares_nothing_with_them(tmp_path
     assert same(named_optimizer_state(other, names), saved)
 
 
-@pytest.mark.parametrize("block", [alone_in, held], ids=["alone", "held"])
+@pytest.mark.parametrize("block", [lock_folder, mark_in_use], ids=["alone", "held"])
 def test_a_process_that_was_forked_meanwhile_does_not_keep_a_folder(
     block: Callable[[Path], AbstractContextManager[None]], tmp_path: Path
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_a_folder(
             os.read(read, 1)  # until the parent has looked
             os._exit(0)
     try:
-        assert not is_held(tmp_path)
+        assert not is_in_use(tmp_path)
     finally:
         os.close(write)
         os.waitpid(child, 0)

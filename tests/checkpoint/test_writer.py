@@ -23,7 +23,7 @@ from trainwright.checkpoint import (
 )
 from trainwright.checkpoint.disk.durable import hidden, replace_file
 from trainwright.core.errors import CheckpointError
-from trainwright.core.host.folders import held
+from trainwright.core.host.folders import mark_in_use
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_clean_stale_deletes_only_what_is_ours(tmp_path: Path) -> None:
 def test_clean_stale_leaves_what_a_living_writer_holds(tmp_path: Path) -> None:
     folder = hidden(tmp_path / "step", "tmp")
     folder.mkdir()
-    with held(folder):
+    with mark_in_use(folder):
         assert clean_stale(tmp_path) == []
         assert folder.is_dir()
     assert clean_stale(tmp_path) == [folder]

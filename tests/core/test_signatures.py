@@ -10,7 +10,7 @@ import pytest
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.hooks import TaskHooks
-from trainwright.core.signatures import arguments_of, bind, check_signatures, fits, taken_by
+from trainwright.core.signatures import arguments_of, bind, check_signatures, fits, parameters_taken_by
 from trainwright.core.task import TaskModule
 
 STEP = ("batch", "batch_idx", "dataloader_idx")
@@ -49,12 +49,12 @@ def test_what_a_wrapper_takes_counts_where_it_takes_less_than_what_it_wraps() ->
     def outer(batch: Any) -> Any:
         return batch
 
-    assert [name for name, _ in taken_by(outer).positional] == ["batch"]
+    assert [name for name, _ in parameters_taken_by(outer).positional] == ["batch"]
     assert bind(outer, "test_step", STEP)("batch", 0) == "batch"
 
 
 def test_callables_without_a_signature_take_everything() -> None:
-    assert taken_by(mock.Mock()).takes_more
+    assert parameters_taken_by(mock.Mock()).takes_more
     assert fits(mock.Mock(), "on_fit_start", ())
     assert fits(max, "test_step", STEP)
 

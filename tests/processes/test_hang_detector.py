@@ -26,10 +26,10 @@ from trainwright.processes import hang_detector
 from trainwright.processes.hang_detector import HangDetector
 from trainwright.processes.hang_report import Failure, hang_report, ranks_text
 from trainwright.processes.process_group import ProcessGroup
-from trainwright.processes.standing import (
+from trainwright.processes.rank_position import (
     Position,
     ProcessMark,
-    Standing,
+    RankPosition,
     activity_of,
     collective_of,
     frames_of,
@@ -398,12 +398,12 @@ def test_what_a_rank_is_busy_with_is_read_from_its_stack(module: str, expected: 
 # The words
 
 
-def _standing(rank: int, waits_in: str, still_s: float = 9.0, place: str = "user.py:1 in f") -> Standing:
-    return Standing(rank, "fit, step 3", still_s, waits_in, "", place, "process 1 on host", "main thread:\n  stack")
+def _position(rank: int, waits_in: str, still_s: float = 9.0, place: str = "user.py:1 in f") -> RankPosition:
+    return RankPosition(rank, "fit, step 3", still_s, waits_in, "", place, "process 1 on host", "main thread:\n  stack")
 
 
 def test_ranks_that_stand_alike_share_a_line_and_a_stack() -> None:
-    answers = {rank: _standing(rank, "all_reduce") for rank in (0, 1, 2, 4)} | {3: _standing(3, "")}
+    answers = {rank: _position(rank, "all_reduce") for rank in (0, 1, 2, 4)} | {3: _position(3, "")}
     text = hang_report(0, answers, {}, hang_timeout_s=8, timeout_s=60)
     assert "  ranks 0-2, 4 wait in all_reduce: fit, step 3; still for 9 s" in text
     assert "  rank 3 has not arrived: fit, step 3" in text
@@ -412,12 +412,12 @@ def test_ranks_that_stand_alike_share_a_line_and_a_stack() -> None:
 
 
 def test_ranks_in_different_collectives_are_said_to_be() -> None:
-    answers = {0: _standing(0, "all_reduce"), 1: _standing(1, "broadcast")}
+    answers = {0: _position(0, "all_reduce"), 1: _position(1, "broadcast")}
     assert "wait in different collectives" in hang_report(0, answers, {}, hang_timeout_s=8, timeout_s=60)
 
 
 def test_a_rank_that_still_moves_is_named_as_slow() -> None:
-    answers = {0: _standing(0, "all_reduce"), 1: _standing(1, "", still_s=1)}
+    answers = {0: _position(0, "all_reduce"), 1: _position(1, "", still_s=1)}
     assert "rank 1 moved in the last 4 s" in hang_report(0, answers, {}, hang_timeout_s=8, timeout_s=60)
 
 

@@ -19,7 +19,7 @@ import torch
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.errors import WorkerError
-from trainwright.core.host.folders import held
+from trainwright.core.host.folders import mark_in_use
 from trainwright.core.process import variable
 from trainwright.core.rng import seed_everything
 from trainwright.processes import launcher
@@ -395,7 +395,7 @@ def test_old_folders_without_an_owner_are_removed(tmp_path: Path) -> None:
     young = _left_over(tmp_path, "trainwright-work-ghi", age_s=0)
     others = _left_over(tmp_path, "trainwright-abc", age_s=3600)
     (tmp_path / "trainwright-work-link").symlink_to(others)
-    with held(used):
+    with mark_in_use(used):
         launcher._remove_left_over()
     assert not left.exists()
     assert used.exists()

@@ -17,7 +17,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.process import Topology
 from trainwright.processes.process_group import Processes, ProcessGroup
-from trainwright.processes.standing import Position
+from trainwright.processes.rank_position import Position
 
 _STAGES = 12
 

@@ -18,7 +18,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import RunIndex, set_fault_hook, verify
 from trainwright.checkpoint.format.manifests import open_checkpoint
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
-from trainwright.core.host.folders import held
+from trainwright.core.host.folders import mark_in_use
 from trainwright.trainer.checkpoints import step_end
 
 
@@ -184,7 +184,7 @@ def _claim(index: Path) -> None:
 def test_a_name_under_which_another_run_is_just_writing_is_taken(tmp_path: Path) -> None:
     theirs = tmp_path / f".step=2.tmp-{'0' * 16}"
     theirs.mkdir(parents=True)
-    with held(theirs):
+    with mark_in_use(theirs):
         fit(tmp_path, 2, save_top_k=-1)
     assert saved(tmp_path) == ["step=1", "step=2-v1"]
     assert theirs.is_dir()

@@ -116,7 +116,7 @@ class LoadRequest:
         return PARTS["full"] if self.resumes(stage) else WEIGHTS
 
     @property
-    def parts_to_miss(self) -> tuple[str, ...]:
+    def allowed_missing_parts(self) -> tuple[str, ...]:
         """Entries of `allow_missing` that are parts of a checkpoint."""
         return tuple(name for name in self.allow_missing if name in PARTS_TO_MISS)
 
@@ -158,7 +158,7 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
     if request.ckpt_path is None:
         return None
     kind: Kind | None = "full" if request.resumes(stage) else None
-    parts, allow_missing = request.parts(stage), request.parts_to_miss
+    parts, allow_missing = request.parts(stage), request.allowed_missing_parts
     place: str | Path = request.ckpt_path
     if place == "last":
         local = run.folder.newest(
@@ -233,7 +233,7 @@ def _best(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFil
     for name in dict.fromkeys([best, *ranked]):
         try:
             found = open_checkpoint(remote_saves.on_this_machine(run, name))
-            parts, allow_missing = request.parts(stage), request.parts_to_miss
+            parts, allow_missing = request.parts(stage), request.allowed_missing_parts
             check_checkpoint(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
             _check_kind(request, stage, found)
         except (CheckpointError, FileNotFoundError) as error:
@@ -391,7 +391,7 @@ class Opened:
             CheckpointError: a part is missing.
         """
         if full:
-            allow_missing = request.parts_to_miss
+            allow_missing = request.allowed_missing_parts
             snapshot = read_checkpoint(
                 found, verify=False, parts=PARTS["full"], allow_missing=allow_missing, copy_model=False
             )

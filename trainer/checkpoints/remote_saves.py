@@ -59,7 +59,7 @@ def tidy(run: StageRun, path: Path | None) -> None:
         RemoteIndex(target, run=run.history.run_id).upload(path, replace=True)
 
 
-def twin(run: StageRun, url: str) -> Path:
+def local_path(run: StageRun, url: str) -> Path:
     """Return the local path of the checkpoint that is uploaded to `url`."""
     return local_folder(run.settings.root.absolute() / "checkpoints", parent_url(url)) / last_part(url)
 

@@ -230,7 +230,7 @@ def enter_checkpoint(run: StageRun, opened: Opened) -> None:
             run.data.place["position"] = None
 
 
-def adopt(run: StageRun, found: FoundCheckpoint) -> None:
+def add_to_index(run: StageRun, found: FoundCheckpoint) -> None:
     """Add the resumed checkpoint to the run's index if a killed process did not. Collective.
 
     Args:
@@ -257,7 +257,7 @@ def load(run: StageRun, opened: Opened) -> None:
         load_weights = begin_from_weights if run.status.stage == "fit" else restore_weights
         return load_weights(run, opened)
     enter_checkpoint(run, opened)
-    adopt(run, opened.found)
+    add_to_index(run, opened.found)
     run.resume.origin = opened.path
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainwright.checkpoint import AsyncWriter
 from trainwright.checkpoint.run_folder import RunFolder
-from trainwright.core.host.folders import held
+from trainwright.core.host.folders import mark_in_use
 from trainwright.core.run import SaveRequest
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.sharded_saves import ShardedSaves
@@ -81,7 +81,7 @@ class SaveQueue:
         if placeholder is not None:
             self._names.callback(shutil.rmtree, placeholder, ignore_errors=True)
             with contextlib.suppress(OSError):
-                self._names.enter_context(held(placeholder))
+                self._names.enter_context(mark_in_use(placeholder))
 
     def give_names_back(self) -> None:
         """Release all reserved names."""

@@ -22,7 +22,7 @@ from trainwright.checkpoint.disk.low_priority_thread import leaves_cores
 from trainwright.checkpoint.format.manifests import open_checkpoint
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
-from trainwright.core.host.folders import alone_in, is_url
+from trainwright.core.host.folders import is_url, lock_folder
 from trainwright.core.run import SaveRequest
 from trainwright.strategies.sharded_saves import SaveTarget
 from trainwright.trainer.checkpoints import capture, remote_saves
@@ -88,7 +88,7 @@ def _choosing_names(run: StageRun) -> Iterator[None]:
     folders = {saver.local_dirpath for saver in run.savers if saver.local_dirpath is not None}
     with contextlib.ExitStack() as stack:
         for folder in sorted({_nearest(folder) for folder in folders}):
-            stack.enter_context(alone_in(folder))
+            stack.enter_context(lock_folder(folder))
         run.saves.give_names_back()
         yield
         for request in run.saves.requests:
@@ -127,7 +127,7 @@ def save_now(
                 TrainwrightWarning,
                 stacklevel=3,
             )
-    path = remote_saves.twin(run, place) if is_url(place) else Path(place).expanduser()
+    path = remote_saves.local_path(run, place) if is_url(place) else Path(place).expanduser()
     with run.engine.reunited():
         run.engine.processes.meet("save_checkpoint()")
         snapshot = capture.capture(run, weights_only=weights_only)

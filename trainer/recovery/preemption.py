@@ -196,7 +196,7 @@ class EvaluationWatch:
             return False
         self._rounds += 1
         if self._agreement.due(self._rounds):
-            received.hear(self._agreement.hold(self._rounds, received.note()))
+            received.hear(self._agreement.exchange(self._rounds, received.note()))
         return received.agreed
 
 

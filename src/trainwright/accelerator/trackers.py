@@ -17,7 +17,7 @@ import torch
 from trainwright.core.errors import ConfigurationError, MissingPackageError, TrainwrightWarning, unknown
 from trainwright.core.names.constants import LoggerType
 from trainwright.core.names.foreign_names import check_owner
-from trainwright.loggers.logger import Logger, RunInfo, Silence
+from trainwright.loggers.logger import DummyExperiment, Logger, RunInfo
 from trainwright.loggers.registry import LOGGERS
 from trainwright.processes.partial_state import PartialState
 
@@ -325,11 +325,11 @@ class LoopTrackers:
         _check_names("get_tracker", [name], list(named))
         found = named[name]
         if found.main_process_only and not PartialState().is_main_process:
-            return Silence()
+            return DummyExperiment()
         if found in self._unopened:
             text = f"the tracker {name!r} failed at its start: what get_tracker returns does nothing."
             warnings.warn(text, TrainwrightWarning, stacklevel=3)
-            return Silence()
+            return DummyExperiment()
         return found.tracker if unwrap else found  # type: ignore[attr-defined]  # checked by read_trackers
 
     def finish(self) -> None:

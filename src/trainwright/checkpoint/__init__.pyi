@@ -1,5 +1,4 @@
 from trainwright.checkpoint.async_writer import AsyncWriter as AsyncWriter
-from trainwright.checkpoint.crew import Crew as Crew
 from trainwright.checkpoint.disk.durable import FileEntry as FileEntry
 from trainwright.checkpoint.disk.durable import fault_point as fault_point
 from trainwright.checkpoint.disk.durable import set_fault_hook as set_fault_hook
@@ -38,4 +37,5 @@ from trainwright.checkpoint.retention import IndexEntry as IndexEntry
 from trainwright.checkpoint.retention import RunIndex as RunIndex
 from trainwright.checkpoint.run_folder import newest_valid as newest_valid
 from trainwright.checkpoint.run_folder import whole_checkpoint as whole_checkpoint
+from trainwright.checkpoint.save_group import SaveGroup as SaveGroup
 from trainwright.core.names.hidden_names import plain_name as plain_name

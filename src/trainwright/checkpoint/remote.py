@@ -50,7 +50,7 @@ from trainwright.core.errors import (
     TrainwrightWarning,
     require_package,
 )
-from trainwright.core.host.folders import held, is_url, last_part, local_folder
+from trainwright.core.host.folders import is_url, last_part, local_folder, mark_in_use
 
 # Words of access errors; the services have no common exception.
 _REFUSED = re.compile(
@@ -161,7 +161,7 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
     temporary = hidden(target, "tmp")
     try:
         make_folder(temporary)
-        with held(temporary):
+        with mark_in_use(temporary):
             _fetch_all(remote, manifest, temporary)
             write_file(temporary / MANIFEST, data)
             sync_folder(temporary)

@@ -29,7 +29,7 @@ from trainwright.checkpoint.format.manifests import find_checkpoints, read_manif
 from trainwright.checkpoint.format.reader import read_checkpoint
 from trainwright.checkpoint.format.staging import remove_folder
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
-from trainwright.core.host.folders import alone_in
+from trainwright.core.host.folders import lock_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class RunIndex:
     def _locked(self) -> Iterator[None]:
         """Lock the index against changes by other runs that share the folder. Waits for the lock."""
         make_folder(self.folder)
-        with alone_in(self.folder):
+        with lock_folder(self.folder):
             yield
 
     def _store(self, entries: list[IndexEntry]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.tree import is_cut
+from trainwright.core.tree import is_sharded
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
@@ -43,7 +43,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             norm: Any = torch.linalg.vector_norm(parameter.grad.detach(), order)
-            norms[f"grad_{order}_norm{group_separator}{name}"] = norm.full_tensor() if is_cut(norm) else norm
+            norms[f"grad_{order}_norm{group_separator}{name}"] = norm.full_tensor() if is_sharded(norm) else norm
     if norms:
         first = next(iter(norms.values())).device
         stacked = torch.stack([norm.to(first) for norm in norms.values()])

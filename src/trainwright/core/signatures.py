@@ -25,7 +25,7 @@ _STEPS: dict[str, tuple[str, ...]] = {
 _ONLY_METHODS = ("num_items", "num_tokens")
 
 
-class Taken(NamedTuple):
+class Parameters(NamedTuple):
     """Parameters of a callable."""
 
     positional: tuple[tuple[str, bool], ...]
@@ -33,7 +33,7 @@ class Taken(NamedTuple):
     keyword_only: tuple[tuple[str, bool], ...]
 
 
-def taken_by(function: Callable[..., Any]) -> Taken:
+def parameters_taken_by(function: Callable[..., Any]) -> Parameters:
     """Return the parameters of a callable. For a decorated function with `*args`, return those of the wrapped function
     (`functools.wraps`).
     """
@@ -42,11 +42,11 @@ def taken_by(function: Callable[..., Any]) -> Taken:
         if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
             signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C, without a signature
-        return Taken((), True, ())
+        return Parameters((), True, ())
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-    return Taken(
+    return Parameters(
         tuple((p.name, p.default is p.empty) for p in positional),
         any(p.kind is p.VAR_POSITIONAL for p in parameters),
         tuple((p.name, p.default is p.empty) for p in keywords),
@@ -57,7 +57,7 @@ def arguments_of(base: type, name: str) -> tuple[str, ...]:
     """Return the arguments of the base class's hook, without `self`."""
     if name in _STEPS:
         return _STEPS[name]
-    return tuple(parameter for parameter, _ in taken_by(getattr(base, name)).positional[1:])
+    return tuple(parameter for parameter, _ in parameters_taken_by(getattr(base, name)).positional[1:])
 
 
 def _may_leave_out(name: str, names: Sequence[str]) -> Collection[str]:
@@ -66,7 +66,7 @@ def _may_leave_out(name: str, names: Sequence[str]) -> Collection[str]:
 
 def fits(function: Callable[..., Any], name: str, names: Sequence[str]) -> bool:
     """Return whether the hook `name` can be called with the arguments `names`."""
-    taken, optional = taken_by(function), _may_leave_out(name, names)
+    taken, optional = parameters_taken_by(function), _may_leave_out(name, names)
     by_keyword = _by_keyword(taken, names)
     given = [each for each in names if each not in by_keyword]
     num_required = sum(required for _, required in taken.positional)
@@ -84,7 +84,7 @@ def bind(
     function: Callable[..., Any], name: str, names: Sequence[str], call: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     """Return a callable for the positional arguments `names`, with or without a last `dataloader_idx`."""
-    called, taken, optional = call or function, taken_by(function), _may_leave_out(name, names)
+    called, taken, optional = call or function, parameters_taken_by(function), _may_leave_out(name, names)
     several = _picks(taken, names, len(names), optional)
     alone = _picks(taken, names, len(names) - 1, optional) if LOADER in names else several
     keywords = {each: names.index(each) for each in _by_keyword(taken, names)}
@@ -100,12 +100,12 @@ def bind(
     return adapted
 
 
-def _by_keyword(taken: Taken, names: Sequence[str]) -> list[str]:
+def _by_keyword(taken: Parameters, names: Sequence[str]) -> list[str]:
     """Return the arguments that a function accepts by keyword only. Arguments of a batch may be keyword-only."""
     return [each for each, _ in taken.keyword_only if each in names and ("batch_idx" in names or LOADER in names)]
 
 
-def _picks(taken: Taken, names: Sequence[str], num_given: int, optional: Collection[str]) -> list[int]:
+def _picks(taken: Parameters, names: Sequence[str], num_given: int, optional: Collection[str]) -> list[int]:
     """Return the indices in `names` of a function's positional arguments; `num_given` of them are passed."""
     places = _places(taken, names, optional)
     found: list[int] = []
@@ -120,7 +120,7 @@ def _picks(taken: Taken, names: Sequence[str], num_given: int, optional: Collect
     return found + [place for place in left[len(found) :] if place < num_given]
 
 
-def _places(taken: Taken, names: Sequence[str], optional: Collection[str]) -> list[int]:
+def _places(taken: Parameters, names: Sequence[str], optional: Collection[str]) -> list[int]:
     """Return the indices in `names` of the positional parameters. Parameters in `optional` are matched by name."""
     by_keyword = _by_keyword(taken, names)
     named = [names.index(parameter) for parameter, _ in taken.positional if parameter in optional]

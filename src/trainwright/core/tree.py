@@ -139,7 +139,7 @@ def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None 
     return _map(one, tree, lambda movable: movable.to(device))
 
 
-def is_cut(value: object) -> TypeGuard[DTensor]:
+def is_sharded(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a sharded tensor (a DTensor). Does not import DTensor, which takes a second."""
     pieces = sys.modules.get("torch.distributed.tensor")
     return pieces is not None and isinstance(value, pieces.DTensor)
@@ -147,7 +147,7 @@ def is_cut(value: object) -> TypeGuard[DTensor]:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, without a copy. Other tensors are returned unchanged."""
-    found: torch.Tensor = tensor.to_local() if is_cut(tensor) else tensor
+    found: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.tree import is_cut
+from trainwright.core.tree import is_sharded
 from trainwright.generation.cache import KeyValueCache, takes_cache
 from trainwright.generation.sampling import Sampling, all_stop_words, cut, ends
 
@@ -242,7 +242,7 @@ def _next_logits(
 
 def _is_shared(model: nn.Module) -> bool:
     """Return whether the model's weights are split or sharded over ranks."""
-    return dist.is_initialized() and any(is_cut(parameter) or parameter.is_meta for parameter in model.parameters())
+    return dist.is_initialized() and any(is_sharded(parameter) or parameter.is_meta for parameter in model.parameters())
 
 
 def _any_computes(model: nn.Module, device: torch.device, computes: bool) -> bool:

@@ -24,7 +24,7 @@ from trainwright.launch.reading import LaunchCommand, known_options
 from trainwright.processes.devices import device_type
 from trainwright.processes.launcher import first_error, import_path, patch_environment, serialize, work_folder
 from trainwright.processes.partial_state import PartialState
-from trainwright.processes.standing import user_line
+from trainwright.processes.rank_position import user_line
 
 _DEFAULT_PORT = 29500
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")

@@ -39,7 +39,7 @@ class Agreement:
         """Return whether ranks exchange at `count`. The result is the same on every rank."""
         return count >= self._next
 
-    def hold(self, count: int, values: list[int]) -> list[list[int]]:
+    def exchange(self, count: int, values: list[int]) -> list[list[int]]:
         """Return the `values` of every rank, in rank order. Collective, on the host, with equal `count`."""
         now = time.perf_counter()
         pace_us = int((now - self._since) / max(count - self._last, 1) * 1e6)

@@ -34,14 +34,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, not
 from trainwright.core.errors import WorkerError
 from trainwright.core.process import in_notebook
 from trainwright.processes.hang_report import Failure, hang_report
-from trainwright.processes.standing import (
+from trainwright.processes.rank_position import (
     Position,
     ProcessMark,
-    Standing,
+    RankPosition,
     activity_of,
     collective_of,
     frames_of,
-    standing_of,
+    position_of_rank,
 )
 
 _BEAT_S = 0.5
@@ -333,8 +333,8 @@ class HangDetector:
     def _answer(self, now: float) -> None:
         """Report the position of this rank."""
         number, self._stalls, self._covered = self._stalls, self._stalls + 1, self._last
-        standing = standing_of(self._rank, self._last, now - self._moved_at, self._thread_id)
-        self._shared.set(f"at/{number}/{self._rank}", json.dumps(asdict(standing)))
+        own_position = position_of_rank(self._rank, self._last, now - self._moved_at, self._thread_id)
+        self._shared.set(f"at/{number}/{self._rank}", json.dumps(asdict(own_position)))
         self._shared.add(f"answers/{number}", 1)
         # Rank 0 prints; the next one does if rank 0's thread does not answer.
         self._report_due = number, now + _ANSWER_S * (1 + min(self._rank, 3))
@@ -351,11 +351,11 @@ class HangDetector:
 
     def _print_report(self, number: int) -> None:
         initiator = int(self._shared.get(f"stall/{number}"))
-        answers: dict[int, Standing] = {}
+        answers: dict[int, RankPosition] = {}
         silent: dict[int, str] = {}
         for rank in range(self._world_size):
             if self._shared.check([f"at/{number}/{rank}"]):
-                answers[rank] = Standing(**json.loads(self._shared.get(f"at/{number}/{rank}")))
+                answers[rank] = RankPosition(**json.loads(self._shared.get(f"at/{number}/{rank}")))
             else:
                 silent[rank] = self._last_seen(rank)
         if initiator in answers:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
-from trainwright.processes.standing import Standing
+from trainwright.processes.rank_position import RankPosition
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Failure:
 
 def hang_report(
     initiator: int,
-    answers: Mapping[int, Standing],
+    answers: Mapping[int, RankPosition],
     silent: Mapping[int, str],
     *,
     hang_timeout_s: float,
     timeout_s: float,
 ) -> str:
     """Return a report of the position of every rank."""
-    waiting = [standing for standing in answers.values() if standing.waits_in]
-    absent = [standing for standing in answers.values() if not standing.waits_in]
+    waiting = [rank for rank in answers.values() if rank.waits_in]
+    absent = [rank for rank in answers.values() if not rank.waits_in]
     half_s = hang_timeout_s / 2
     moving = [s.rank for s in answers.values() if s.rank != initiator and s.still_s < half_s]
     lines = [f"trainwright: rank {initiator} has not moved for {answers[initiator].still_s:.0f} s (hang_timeout)."]
@@ -51,7 +51,7 @@ def hang_report(
         lines.append(
             f"  {ranks_text(moving)} moved in the last {half_s:.0f} s: slow, or the others wait for them in vain."
         )
-    if not absent and len({standing.waits_in for standing in waiting}) > 1:
+    if not absent and len({rank.waits_in for rank in waiting}) > 1:
         lines.append("  The ranks wait in different collectives, so that none of these can complete.")
     lines += [_line(alike) for alike in _groups(waiting)]
     missed = "has not arrived" if waiting else "is in no collective"
@@ -63,24 +63,24 @@ def hang_report(
     return "\n".join(lines)
 
 
-def _groups(standings: Iterable[Standing]) -> list[list[Standing]]:
+def _groups(positions: Iterable[RankPosition]) -> list[list[RankPosition]]:
     """Group ranks with equal positions."""
 
-    def kind(standing: Standing) -> tuple[str, ...]:
-        return standing.waits_in, standing.doing, standing.position, standing.place
+    def kind(rank: RankPosition) -> tuple[str, ...]:
+        return rank.waits_in, rank.doing, rank.position, rank.place
 
-    found = [list(alike) for _, alike in groupby(sorted(standings, key=lambda s: (kind(s), s.rank)), key=kind)]
+    found = [list(alike) for _, alike in groupby(sorted(positions, key=lambda s: (kind(s), s.rank)), key=kind)]
     return sorted(found, key=lambda alike: alike[0].rank)
 
 
-def _line(alike: list[Standing], verb: str = "") -> str:
+def _line(alike: list[RankPosition], verb: str = "") -> str:
     first, several = alike[0], len(alike) > 1
     verb = verb or f"waits in {first.waits_in}"
     if several:
         verb = verb.replace("waits", "wait").replace("has", "have").replace("is", "are")
     doing = f", {first.doing}" if first.doing else ""
-    still_s = max(standing.still_s for standing in alike)
-    ranks = ranks_text([standing.rank for standing in alike])
+    still_s = max(rank.still_s for rank in alike)
+    ranks = ranks_text([rank.rank for rank in alike])
     return f"  {ranks} {verb}{doing}: {first.position}; still for {still_s:.0f} s; at {first.place}"
 
 

@@ -11,7 +11,7 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not re-exported
 
-from trainwright.processes.standing import collective_of, frames_of
+from trainwright.processes.rank_position import collective_of, frames_of
 
 _LOOK_S = 0.5
 _RANKS_PER_LOOK_S = 256  # more ranks look less often, so that the store is not overloaded

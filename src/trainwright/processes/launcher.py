@@ -26,7 +26,7 @@ from types import FunctionType
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, Preempted, WorkerError
-from trainwright.core.host.folders import held, is_held
+from trainwright.core.host.folders import is_in_use, mark_in_use
 from trainwright.core.process import STARTED_BY_TRAINER, environment, variable
 
 _GRACE_S = 10.0  # how long the others may take to end after one has failed, or all leave together
@@ -102,7 +102,7 @@ def run_in_processes(
 def work_folder() -> Iterator[Path]:
     """Context manager that yields a temporary folder for the files of started processes."""
     _remove_left_over()
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder, held(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder, mark_in_use(Path(folder)):
         yield Path(folder)
 
 
@@ -112,7 +112,7 @@ def _remove_left_over() -> None:
         with contextlib.suppress(OSError):  # another process removes it too
             found = folder.lstat()
             is_own = stat.S_ISDIR(found.st_mode) and (not hasattr(os, "getuid") or found.st_uid == os.getuid())
-            if is_own and time.time() - found.st_mtime > _JUST_MADE_S and not is_held(folder):
+            if is_own and time.time() - found.st_mtime > _JUST_MADE_S and not is_in_use(folder):
                 shutil.rmtree(folder)
 
 

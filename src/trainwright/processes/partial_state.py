@@ -25,7 +25,7 @@ from trainwright.core.process import Topology, detect, variable
 from trainwright.processes.devices import DistributedType, check_backend, device_type
 from trainwright.processes.process_group import Processes, ProcessGroup, length_of_time
 from trainwright.processes.process_shares import share_of
-from trainwright.processes.standing import user_line
+from trainwright.processes.rank_position import user_line
 
 _JOINED = "torch.distributed's process group, which the script had created"
 _OPTIONS = ("backend", "timeout", "init_method")

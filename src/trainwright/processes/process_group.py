@@ -25,7 +25,7 @@ from trainwright.processes.hang_detector import HangDetector
 from trainwright.processes.hang_report import ranks_text
 from trainwright.processes.late_calls import LateCalls
 from trainwright.processes.launcher import failure_of_started
-from trainwright.processes.standing import Position
+from trainwright.processes.rank_position import Position
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
 _LONGEST_HANG_TIMEOUT = datetime.timedelta(minutes=10)

@@ -192,7 +192,7 @@ class LoopSignal(ReceivedSignal):
         if self._num_steps == 1:
             self._processes.meet("accelerator.should_stop")
         if self._agreement.due(self._num_steps):
-            self.hear(self._agreement.hold(self._num_steps, self.note()))
+            self.hear(self._agreement.exchange(self._num_steps, self.note()))
 
     def close(self) -> None:
         """Restore the earlier handlers."""

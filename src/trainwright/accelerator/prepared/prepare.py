@@ -34,7 +34,7 @@ from trainwright.accelerator.prepared.dispatched import DispatchedLoader
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.constants import RNGType
 from trainwright.core.run import SchedulerConfig
-from trainwright.core.tree import is_cut, move_module
+from trainwright.core.tree import is_sharded, move_module
 from trainwright.data import CombinedLoader, LoaderOptions, PreparedLoader, prepare_loader
 from trainwright.data.iterable import is_divided
 from trainwright.processes.collectives import same_on_all_ranks
@@ -175,7 +175,7 @@ class PreparedObjects:
                 continue
             if id(own) in self._known:
                 found[i] = self._known[id(own)]
-            elif any(is_cut(parameter) for parameter in own.parameters()):
+            elif any(is_sharded(parameter) for parameter in own.parameters()):
                 raise ConfigurationError(
                     f"{type(own).__name__} was sharded by another Accelerator. Prepare and train it with that one."
                 )

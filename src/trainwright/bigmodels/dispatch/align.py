@@ -13,7 +13,7 @@ from torch import nn
 
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, hooks_of
 from trainwright.bigmodels.weights.moving import Device, find_device, move_inputs, to_device
-from trainwright.bigmodels.weights.slots import Slot, guard, owner_of, place, put, tensors_of, without_guard
+from trainwright.bigmodels.weights.slots import Slot, guard, move_tensor, owner_of, put, tensors_of, without_guard
 from trainwright.bigmodels.weights.stored_weights import FileSpan, MappedFile, StoredWeights, load_spans
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.offload.copy_stream import Fetched
@@ -135,7 +135,7 @@ class AlignDevicesHook(ModelHook):
         offloaded = {slot.name for slot in self._slots}
         for name, tensor, _ in tensors:
             if name not in offloaded and not tensor.is_meta and device != _META:
-                place(module, name, tensor, device)
+                move_tensor(module, name, tensor, device)
         return module
 
     def _offload(self, module: nn.Module, tensors: list[tuple[str, torch.Tensor, bool]]) -> None:

@@ -16,11 +16,11 @@ from trainwright.bigmodels.maps.placement import (
     Device,
     Outline,
     Placement,
+    assign_devices,
     collapse,
     is_accelerator,
     largest_layer,
     outermost,
-    place,
 )
 from trainwright.bigmodels.maps.sizes import (
     DType,
@@ -79,7 +79,7 @@ def infer_auto_device_map(
         model, no_split_module_classes=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes
     )
     budgets = _with_disk(memory_budgets(max_memory))
-    placement = place(outline, budgets, fallback=fallback_allocation)
+    placement = assign_devices(outline, budgets, fallback=fallback_allocation)
     _warn_of_skipped_devices(outline, placement, budgets)
     chosen = outermost(outline, placement.device_of)
     device_map = {outline.names[part]: device for part, device in chosen.items()}
@@ -112,7 +112,7 @@ def explain_device_map(
         model, no_split_module_classes=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes
     )
     budgets = _with_disk(memory_budgets(max_memory))
-    return explain(outline, budgets, place(outline, budgets, fallback=fallback_allocation))
+    return explain(outline, budgets, assign_devices(outline, budgets, fallback=fallback_allocation))
 
 
 def resolve_device_map(

@@ -10,12 +10,12 @@ from trainwright.bigmodels.maps.placement import (
     Device,
     Outline,
     Placement,
+    assign_devices,
     collapse,
     is_accelerator,
     is_fast,
     largest_layer,
     outermost,
-    place,
 )
 from trainwright.core.host.byte_sizes import format_bytes
 
@@ -127,5 +127,5 @@ def _missing_bytes(outline: Outline, budgets: dict[Device, int | None], placemen
     return 1 + bisect.bisect_left(
         range(1, max(outline.sizes_bytes[0], 1)),
         True,
-        key=lambda extra: is_fast(place(outline, {**budgets, last: given + extra})),
+        key=lambda extra: is_fast(assign_devices(outline, {**budgets, last: given + extra})),
     )

@@ -82,7 +82,7 @@ def is_accelerator(device: Device) -> bool:
     return device not in (*_SLOW, "meta")
 
 
-def place(outline: Outline, budgets: dict[Device, int | None], *, fallback: bool = False) -> Placement:
+def assign_devices(outline: Outline, budgets: dict[Device, int | None], *, fallback: bool = False) -> Placement:
     """Assign a device to every part of a model, filling the devices in the order of `budgets` (None: unlimited).
 
     Parts that share a tensor are on one device, layers are not split, and no budget is exceeded. A part is never on an

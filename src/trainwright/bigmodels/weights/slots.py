@@ -316,7 +316,7 @@ def tensors_of(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, torch
         yield name, buffer, True
 
 
-def place(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+def move_tensor(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.device) -> None:
     """Move a parameter in place, so that other references remain valid. Replace a buffer by a copy on the device."""
     if tensor.device == device:
         return

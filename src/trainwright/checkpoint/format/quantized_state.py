@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainwright.core.errors import CheckpointError, require_package
-from trainwright.core.tree import is_cut
+from trainwright.core.tree import is_sharded
 
 KIND = "quantized"
 _MODULES = {
@@ -26,7 +26,7 @@ _MODULES = {
 
 def is_quantized(tensor: torch.Tensor) -> bool:
     """Return whether a tensor, or this rank's shard of it, is a quantized state of torchao."""
-    kind = type(tensor.to_local() if is_cut(tensor) else tensor)
+    kind = type(tensor.to_local() if is_sharded(tensor) else tensor)
     return _MODULES.get(kind.__name__) == kind.__module__
 
 
@@ -38,7 +38,7 @@ def flatten_quantized(tensor: torch.Tensor) -> Any:
     """
     if not is_quantized(tensor):
         return tensor
-    local: Any = tensor.to_local() if is_cut(tensor) else tensor
+    local: Any = tensor.to_local() if is_sharded(tensor) else tensor
     shape = tuple(tensor.shape)
     codes = local.codes.view(torch.uint8)
     flat: dict[str, Any] = {KIND: type(local).__name__, "shape": tensor.shape, "dtype": local.dtype}
@@ -76,7 +76,7 @@ def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[A
     Not collective. A block of codes that would be split between ranks raises `CheckpointError`.
     """
     _check(flat)
-    if not is_cut(like):
+    if not is_sharded(like):
         return flat
     numel, local = math.prod(flat["shape"]), like.to_local().numel()
     sharded = dict(flat)
@@ -95,7 +95,7 @@ def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[A
 
 def is_even(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is sharded along its rows only, with the same number of rows on every rank."""
-    if not is_cut(tensor):
+    if not is_sharded(tensor):
         return True
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if len(axes) != 1:
@@ -118,7 +118,7 @@ def _built(flat: dict[str, Any], device: torch.device) -> torch.Tensor:
     codes, scale, shape, name = flat["codes"], flat["scale"], tuple(flat["shape"]), flat[KIND]
     kind: Any = getattr(require_package(_MODULES[name], purpose="The saved optimizer state"), name)
     whole = codes
-    if is_cut(codes):
+    if is_sharded(codes):
         codes, scale = codes.to_local(), scale.to_local()
     codes, scale = codes.to(device), scale.to(device)
     if name == "OptimStateFp8":
@@ -135,7 +135,7 @@ def _sharded_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...
 
     `shape` is the full shape. None means a vector with the same number of elements on every rank.
     """
-    if not is_cut(like):
+    if not is_sharded(like):
         return local
     kind: Any = sys.modules["torch.distributed.tensor"].DTensor
     if shape is None:

@@ -49,7 +49,7 @@ from trainwright.checkpoint.format.regions import TensorShards
 from trainwright.checkpoint.format.shard_files import plan_shards
 from trainwright.checkpoint.format.staging import remove_folder
 from trainwright.core.errors import CheckpointError
-from trainwright.core.host.folders import held
+from trainwright.core.host.folders import mark_in_use
 
 _FOLDERS = {"rng": RNG_FOLDER, "optimizer": OPTIMIZER_FOLDER, "model": MODEL_FOLDER}
 
@@ -201,7 +201,7 @@ class Draft:
         self._published = False
         try:
             make_folder(self.folder, sync=False)
-            self._lock.enter_context(held(self.folder))
+            self._lock.enter_context(mark_in_use(self.folder))
         except BaseException:
             self.close()
             raise
@@ -349,7 +349,7 @@ def _publish(temporary: Path, path: Path, *, fresh: bool) -> None:
             ) from error
         return
     aside = hidden(path, "old")
-    with held(path):
+    with mark_in_use(path):
         try:
             rename(path, aside)
             rename(temporary, path)

@@ -64,8 +64,8 @@ def local_folder(root: Path, url: str) -> Path:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Mark `folder` as in use by this process until the context or the process ends; see `is_held`."""
+def mark_in_use(folder: Path) -> Iterator[None]:
+    """Mark `folder` as in use by this process until the context or the process ends; see `is_in_use`."""
     with _lockable(folder) as lock:
         # A file system without locks only loses the protection against a cleaner that runs at the same moment.
         with contextlib.suppress(OSError):
@@ -74,7 +74,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
+def lock_folder(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
     """Return a context for `folder` that only one process at a time can enter.
 
     Blocks until other processes have left the context, but at most `patience_s` seconds, because a stopped process
@@ -93,7 +93,7 @@ def alone_in(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
         yield
 
 
-def is_held(folder: Path) -> bool:
+def is_in_use(folder: Path) -> bool:
     """Return whether a running process has marked `folder` as in use."""
     with _lockable(folder) as lock:
         try:

@@ -20,7 +20,7 @@ from trainwright.core.names.constants import ACCELERATE_VERSION
 _NAME = "accelerate"
 
 
-def as_accelerate() -> StandIn:
+def as_accelerate() -> AccelerateReplacement:
     """Replace Hugging Face's accelerate by Trainwright in this process.
 
     `import accelerate` and imports of its modules then return the names of Trainwright. Libraries that train through
@@ -41,7 +41,7 @@ def as_accelerate() -> StandIn:
             "trainwright.as_accelerate() before they are imported, or start the script with "
             "python -m trainwright.as_accelerate."
         )
-    stand_in = StandIn()
+    stand_in = AccelerateReplacement()
     sys.meta_path.insert(0, stand_in)
     return stand_in
 
@@ -51,8 +51,8 @@ def is_active() -> bool:
     return _present() is not None
 
 
-def _present() -> StandIn | None:
-    return next((finder for finder in sys.meta_path if isinstance(finder, StandIn)), None)
+def _present() -> AccelerateReplacement | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, AccelerateReplacement)), None)
 
 
 class _Module(ModuleType):
@@ -64,7 +64,7 @@ class _Module(ModuleType):
         return getattr(import_module(_own(self.__name__)), name)
 
 
-class StandIn(DistributionFinder, Loader):
+class AccelerateReplacement(DistributionFinder, Loader):
     """Replacement of accelerate by Trainwright until `remove`. Also a context manager.
 
     It provides accelerate's modules, and the metadata by which libraries check accelerate's version.
@@ -77,7 +77,7 @@ class StandIn(DistributionFinder, Loader):
             for name in [name for name, module in sys.modules.items() if isinstance(module, _Module)]:
                 del sys.modules[name]
 
-    def __enter__(self) -> StandIn:
+    def __enter__(self) -> AccelerateReplacement:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -30,7 +30,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankPosition:
     """Reported position of a rank. `to_dict` returns it as JSON-compatible values."""
 
     rank: int
@@ -43,10 +43,10 @@ class Standing:
     stacks: str  # the Python stacks of all its threads, the main one first
 
 
-def standing_of(rank: int, position: Position, still_s: float, thread_id: int) -> Standing:
+def position_of_rank(rank: int, position: Position, still_s: float, thread_id: int) -> RankPosition:
     """Read the position of the training thread, without stopping it. Callable from any thread."""
     frames = frames_of(thread_id)
-    return Standing(
+    return RankPosition(
         rank=rank,
         position=str(position),
         still_s=still_s,

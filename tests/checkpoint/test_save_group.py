@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.cutting import cut_snapshot
 from tests.checkpoint.snapshots import same, small_snapshot
-from trainwright.checkpoint import Contents, Crew, Draft, plan_share, read_checkpoint, set_fault_hook, verify
+from trainwright.checkpoint import Contents, Draft, SaveGroup, plan_share, read_checkpoint, set_fault_hook, verify
 from trainwright.core.errors import CheckpointError
 
 WORLD = 3
@@ -23,7 +23,7 @@ class Ranks:
 
     def __init__(self, folder: Path, timeout_s: float = 60.0) -> None:
         self.store = dist.HashStore()  # type: ignore[attr-defined]  # public, not re-exported
-        self.crews = [Crew(self.store, rank=r, world_size=WORLD, timeout_s=timeout_s) for r in range(WORLD)]
+        self.crews = [SaveGroup(self.store, rank=r, world_size=WORLD, timeout_s=timeout_s) for r in range(WORLD)]
         parts = cut_snapshot(small_snapshot(1), WORLD)
         self.shares: list[Contents] = [plan_share(part, rank) for rank, part in enumerate(parts)]
         self.draft = Draft(folder / "a")

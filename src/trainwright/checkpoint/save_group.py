@@ -40,7 +40,7 @@ class Store(Protocol):
         """Delete a key."""
 
 
-class Crew:
+class SaveGroup:
     """The ranks that write one checkpoint together.
 
     Args:
