@@ -128,17 +128,14 @@ class ContractTask(TaskModule):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean over the micro-batch's items."""
         inputs, targets = batch
         self.calls += 1
         return functional.mse_loss(self.net(inputs), targets)
 
     def num_items(self, batch: Any) -> int:
-        """Count the items."""
         return len(batch[0])
 
     def tensor_parallel_plan(self, mesh: Any) -> dict[str, Any]:
-        """Split both layers over the width between them."""
         return {"net.0": "colwise", "net.2": "rowwise"}
 
     def configure_optimizers(self) -> Any:

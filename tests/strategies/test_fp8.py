@@ -55,7 +55,6 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return hidden states."""
         query, key, value = self.qkv(self.norm_1(x)).unsqueeze(1).chunk(3, dim=-1)
         x = x + self.out(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1))
         return x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
@@ -72,7 +71,6 @@ class TinyGPT(nn.Module):
         self.head = nn.Linear(width, _VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the loss of predicting each next token."""
         hidden = self.embedding(tokens[:, :-1])
         for block in self.blocks:
             hidden = block(hidden)
@@ -90,7 +88,6 @@ class Language(TaskModule):
         self.seen = False
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the loss."""
         self.seen = has_ao_layers(self)
         loss: torch.Tensor = self.model(batch[0])
         self.losses.append(loss.detach().clone())
@@ -98,11 +95,9 @@ class Language(TaskModule):
         return loss
 
     def shard_units(self) -> Any:
-        """Gather blocks one by one."""
         return list(self.model.blocks)
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer with a state."""
         return torch.optim.AdamW(self.parameters(), lr=2e-3)
 
 
@@ -203,7 +198,6 @@ class Split(Language):
     """Splits the feed-forward layers."""
 
     def tensor_parallel_plan(self, mesh: Any) -> Any:
-        """Return the plan."""
         return {"model.blocks.*.up": "colwise", "model.blocks.*.down": "rowwise"}
 
 

@@ -77,15 +77,12 @@ class Layers(TaskModule):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note the dtypes while the model is still prepared."""
         self.dtypes = {parameter.dtype for parameter in self.parameters()}
 
     def shard_units(self) -> Any:
-        """Gather the layers one by one."""
         return list(self.model)
 
     def tensor_parallel_plan(self, mesh: Any) -> Any:
-        """Split the layer that fp8 converts, and the one before."""
         return {"model.0": "colwise_gathered", "model.1": "colwise_gathered"}
 
     def configure_optimizers(self) -> Any:

@@ -72,15 +72,12 @@ class Probe(TaskModule):
         return 1e-3 * loss
 
     def shard_units(self) -> Any:
-        """Gather the block by itself."""
         return [self.block]
 
     def tensor_parallel_plan(self, mesh: Any) -> Any:
-        """Split both layers, whose norm between them is whole."""
         return {"block.0": "colwise_gathered", "head": RowwiseParallel(input_layouts=Replicate())}
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer with a state."""
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 

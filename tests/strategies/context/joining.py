@@ -14,7 +14,6 @@ from trainwright.strategies.context.split import Order, positions, split_sequenc
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: Any, order: Order) -> Tensor:
-        """Gather the parts and sort their positions."""
         ctx.dim, ctx.group, ctx.order = dim, group, order
         size = dist.get_world_size(group)
         here = positions(tensor.shape[dim] * size, group, order)
@@ -25,7 +24,6 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """Sum the gradients of all ranks."""
         gradient = gradients[0].contiguous()
         dist.all_reduce(gradient, group=ctx.group)
         return split_sequence(gradient, ctx.dim, ctx.group, ctx.order), None, None, None

@@ -35,7 +35,6 @@ class Block(nn.Module):
         self.out = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attend to earlier positions."""
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -53,7 +52,6 @@ class Speaker(TaskModule):
             self.head = nn.Linear(_WIDTH, _VOCABULARY)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return logits."""
         x = self.embed(tokens) + self.places(positions)
         for block in self.blocks:
             x = block(x)
@@ -61,36 +59,29 @@ class Speaker(TaskModule):
         return logits
 
     def split_sequences(self, batch: Any, split: Any) -> Any:
-        """Split tokens, targets and positions."""
         tokens, targets, positions = batch
         return split(tokens), split(targets), split(positions, 0)
 
     def num_items(self, batch: Any) -> Any:
-        """Count the targets."""
         return (batch[1] > 0).sum()
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """Return the mean over the targets."""
         tokens, targets, positions = batch
         return functional.cross_entropy(self(tokens, positions).flatten(0, 1), targets.flatten(), ignore_index=0)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Log the loss."""
         loss = self.loss(batch)
         self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the loss."""
         self.log("val_loss", self.loss(batch), batch_size=len(batch[0]))
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the logits."""
         logits: torch.Tensor = self(batch[0], batch[2])
         return logits
 
     def shard_units(self) -> list[nn.Module]:
-        """Return the blocks."""
         return list(self.blocks)
 
     def configure_optimizers(self) -> Any:

@@ -147,7 +147,6 @@ class PartlyUsedTask(RegressionTask):
             self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Train the body and one head."""
         output = self(batch[0]) + self.heads[batch_idx % 2](batch[0])
         return nn.functional.mse_loss(output, batch[1])
 
@@ -173,7 +172,6 @@ class SleepyTask(RegressionTask):
     """Rank 1 comes late."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Sleep on rank 1."""
         if self.global_rank == 1:
             time.sleep(6)
         return self.loss(batch)
@@ -227,7 +225,6 @@ class DifferentTask(RegressionTask):
         self.register_buffer("mark", torch.tensor(float(rank)))
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the prediction."""
         return self(batch[0])
 
 
@@ -261,12 +258,10 @@ class SeesBuffers(RegressionTask):
         self.seen: list[float] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Count up, rank 1 faster."""
         self.mark.add_(1 + self.trainer.global_rank)
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Note it."""
         self.seen.append(float(self.mark))
 
 

@@ -54,7 +54,6 @@ class ByHand(RegressionTask):
         self.holds_back = holds_back
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        """Accumulate over three batches."""
         optimizer, last = self.optimizers(), batch_idx % 3 == 2
         if self.holds_back and not last:
             with self.no_sync():

@@ -31,7 +31,6 @@ class Task(RegressionTask):
         self.register_buffer("moved", torch.zeros(1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Move the buffer, and return the loss."""
         self.moved.add_(1 + self.global_rank)
         return super().training_step(batch, batch_idx)
 
@@ -44,7 +43,6 @@ class ByHand(Task):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        """Accumulate, and step at every second batch."""
         optimizer = self.optimizers()
         self.manual_backward(self.loss(batch) / 2)
         if batch_idx % 2:
@@ -187,7 +185,6 @@ class SeesWeights(Task):
         self.seen: list[float] = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Note it."""
         self.seen.append(float(self.net[0].weight[0, 0]))
 
 
@@ -218,7 +215,6 @@ class Ragged(Task):
     """Counts the rows of a batch."""
 
     def num_items(self, batch: Any) -> int:
-        """Count them."""
         return len(batch[0])
 
 

@@ -25,11 +25,9 @@ class Thawing(Blocks):
         self.blocks[1].requires_grad_(False)
 
     def on_train_epoch_start(self) -> None:
-        """Unfreeze."""
         self.blocks[1].requires_grad_(self.current_epoch == 1)
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW over what is frozen too."""
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
@@ -53,7 +51,6 @@ class ThawingAll(Thawing):
         self.requires_grad_(False)
 
     def on_train_epoch_start(self) -> None:
-        """Unfreeze everything."""
         self.requires_grad_(True)
 
 
@@ -61,7 +58,6 @@ class Freezing(Blocks):
     """Its middle block is frozen after the first epoch of two steps, which end between two averages."""
 
     def on_train_epoch_start(self) -> None:
-        """Freeze."""
         self.blocks[1].requires_grad_(self.current_epoch == 0)
 
 

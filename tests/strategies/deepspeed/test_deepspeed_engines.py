@@ -30,7 +30,6 @@ class Named(Blocks):
     """Leaves its optimizer and its schedule to DeepSpeed's configuration."""
 
     def configure_optimizers(self) -> Any:
-        """Return stand-ins."""
         optimizer = DummyOptim([p for p in self.parameters() if p.requires_grad], lr=self.lr, weight_decay=0.01)
         return {"optimizer": optimizer, "lr_scheduler": DummyScheduler(optimizer, warmup_num_steps=4)}
 
@@ -140,7 +139,6 @@ class BuiltLate(Blocks):
         self.blocks = None  # type: ignore[assignment]  # made later
 
     def configure_model(self) -> None:
-        """Build the blocks."""
         if self.blocks is None:
             self.blocks = nn.ModuleList([Block() for _ in range(3)])
 
@@ -169,7 +167,6 @@ class Routed(Blocks):
             self.experts = Experts()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the experts first."""
         return super().forward(self.experts(self.gate(inputs)))
 
     def configure_optimizers(self) -> Any:
@@ -191,7 +188,6 @@ class Teacher(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(items, 5)` to the same shape."""
         outputs: torch.Tensor = self.net(inputs)
         return outputs
 
@@ -205,7 +201,6 @@ class Student(Blocks):
         self.held: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the distance to the teacher."""
         self.held.append(sum(parameter.numel() for parameter in self.teacher.parameters()))
         with torch.no_grad():
             wanted = self.teacher(batch)

@@ -35,12 +35,10 @@ class Deep(TaskModule):
         self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return a loss."""
         output: torch.Tensor = self.net(batch)
         return output.square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 

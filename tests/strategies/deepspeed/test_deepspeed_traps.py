@@ -61,7 +61,6 @@ class Accumulating(Blocks):
     """Adagrad with two rates and a schedule."""
 
     def configure_optimizers(self) -> Any:
-        """Return both."""
         weights = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
         others = [p for p in self.parameters() if p.requires_grad and p.dim() < 2]
         optimizer = torch.optim.Adagrad([{"params": weights, "lr": 0.02}, {"params": others}], lr=0.1)
@@ -73,7 +72,6 @@ class Factored(Blocks):
     """An optimizer that looks at rows and columns."""
 
     def configure_optimizers(self) -> Any:
-        """Return it."""
         return torch.optim.Adafactor([p for p in self.parameters() if p.requires_grad])
 
 
@@ -86,11 +84,9 @@ class Thawing(Blocks):
         self.blocks[1].requires_grad_(begins)
 
     def on_train_epoch_start(self) -> None:
-        """Freeze or thaw."""
         self.blocks[1].requires_grad_(self.begins == (self.current_epoch % 2 == 0))
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW over what is frozen too."""
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 

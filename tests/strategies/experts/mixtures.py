@@ -25,7 +25,6 @@ class Experts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Map `(tokens, width)` to the same shape."""
         self.computed.add(len(self.up))
         found = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
@@ -44,7 +43,6 @@ class Mixture(nn.Module):
         self.top_k, self.only = top_k, only
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(tokens, width)` to the same shape."""
         weights, index = self.router(inputs).softmax(-1).topk(self.top_k, dim=-1)
         if self.only is not None:
             index, weights = torch.full_like(index[:, :1], self.only), weights[:, :1]
@@ -63,7 +61,6 @@ class MixtureTask(TaskModule):
             self.blocks = nn.ModuleList([Mixture(num_experts, only=only) for _ in range(2)])
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(tokens, 5)` to the same shape."""
         hidden = self.first(inputs)
         for block in self.blocks:
             hidden = block(hidden)
@@ -71,25 +68,20 @@ class MixtureTask(TaskModule):
         return outputs
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error, and log it."""
         loss = functional.mse_loss(self(batch), batch.flip(1))
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the error."""
         self.log("val_loss", functional.mse_loss(self(batch), batch.flip(1)), batch_size=len(batch))
 
     def num_items(self, batch: Any) -> int:
-        """Count the rows."""
         return len(batch)
 
     def shard_units(self) -> Any:
-        """Shard block by block."""
         return self.blocks
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-4)
 
 
@@ -135,13 +127,11 @@ class Hf(TaskModule):
                 parameter.mul_(4 if parameter.dim() > 1 else 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the model's own loss."""
         loss = self.model(**batch, use_cache=False).loss
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the model's own loss."""
         self.log("val_loss", self.model(**batch, use_cache=False).loss, batch_size=len(batch["labels"]))
 
     def configure_optimizers(self) -> Any:

@@ -22,7 +22,6 @@ class Block(nn.Module):
         self.mix = nn.Linear(width, width)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(items, width)` to the same shape."""
         mixed: torch.Tensor = inputs + torch.tanh(self.mix(self.norm(inputs)))
         return mixed
 
@@ -45,7 +44,6 @@ class Blocks(TaskModule):
         self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(items, 5)` to the same shape."""
         hidden = self.inputs(inputs)
         for block in self.blocks:
             hidden = block(hidden)
@@ -53,30 +51,24 @@ class Blocks(TaskModule):
         return outputs
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error, and log it."""
         loss = functional.mse_loss(self(batch), batch.flip(1))
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the error."""
         self.log("val_loss", functional.mse_loss(self(batch), batch.flip(1)), batch_size=len(batch))
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the outputs."""
         outputs: torch.Tensor = self(batch)
         return outputs
 
     def num_items(self, batch: Any) -> int:
-        """Count the rows."""
         return len(batch)
 
     def shard_units(self) -> Any:
-        """Cut block by block."""
         return self.blocks if self.own_units else None
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW over what is not frozen."""
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 

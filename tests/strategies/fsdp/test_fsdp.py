@@ -358,12 +358,10 @@ class OnMeta(RegressionTask):
         self.everywhere = everywhere
 
     def configure_model(self) -> None:
-        """Move what is there to the device meta."""
         if self.everywhere or self.global_rank > 0:
             self.net.to("meta")
 
     def shard_units(self) -> Any:
-        """Cut the first layer by itself."""
         return [self.net[0]]
 
 
@@ -504,14 +502,12 @@ class CountsRows(Blocks):
         self.hooks = 0
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Count the rows twice."""
         self(batch)
         self.rows.update(len(batch))
         self.log("rows", self.rows)
         self.log("rows_too", float(len(batch)), reduce_fx="sum")
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Count the batches."""
         self.hooks += 1
 
 
@@ -550,7 +546,6 @@ class KeepsOutputs(Blocks):
         self.num_rows = 0
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Count the batch in every way."""
         global _num_steps
         _num_steps += 1
         self.outs.append(len(batch))
@@ -708,7 +703,6 @@ class BuiltEarly(RegressionTask):
         self.early = [torch.optim.SGD(self.parameters(), lr=0.1)]
 
     def configure_optimizers(self) -> Any:
-        """Return it."""
         return self.early[0]
 
 
@@ -716,7 +710,6 @@ class WithLBFGS(RegressionTask):
     """Evaluates its loss several times in a step."""
 
     def configure_optimizers(self) -> Any:
-        """Return L-BFGS."""
         return torch.optim.LBFGS(self.parameters())
 
 
@@ -724,7 +717,6 @@ class WithRprop(RegressionTask):
     """Its optimizer's step has no form for pieces in torch."""
 
     def configure_optimizers(self) -> Any:
-        """Return Rprop."""
         return torch.optim.Rprop(self.parameters())
 
 
@@ -740,7 +732,6 @@ class FromMetaWithoutReset(RegressionTask):
     """Has a parameter on meta that nobody can give a value."""
 
     def configure_model(self) -> None:
-        """Add it."""
         self.scale = nn.Parameter(torch.empty(2, device="meta"))
 
 

@@ -41,7 +41,6 @@ class Grown(TaskModule):
         self.blocks: Any = None
 
     def configure_model(self) -> None:
-        """Build once."""
         if self.blocks is not None:
             return
         self.blocks = nn.ModuleList([Block(_WIDTH) for _ in range(_NUM_BLOCKS)])
@@ -50,22 +49,18 @@ class Grown(TaskModule):
             self.blocks.load_state_dict(torch.load(self.path))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error."""
         hidden = batch
         for block in self.blocks:
             hidden = block(hidden)
         return functional.mse_loss(hidden, batch.flip(1))
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the error."""
         self.log("error", self.training_step(batch, batch_idx))
 
     def shard_units(self) -> Any:
-        """Cut block by block."""
         return self.blocks
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 

@@ -26,7 +26,6 @@ class TwoOptimizers(Blocks):
     automatic_optimization = True  # all of its optimizers step on one loss
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW for the blocks and SGD for the rest."""
         blocks = list(self.blocks.parameters())
         mine = {id(p) for p in blocks}
         rest = [p for p in self.parameters() if id(p) not in mine and p.requires_grad]

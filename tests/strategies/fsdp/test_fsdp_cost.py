@@ -36,7 +36,6 @@ class Plain(Blocks):
         self.outputs.weight = nn.Parameter(self.outputs.weight.detach().contiguous())  # by hand nobody makes it so
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error."""
         return functional.mse_loss(self(batch), batch.flip(1))
 
 

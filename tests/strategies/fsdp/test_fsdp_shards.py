@@ -29,7 +29,6 @@ class Adapted(nn.Module):
         self.base.requires_grad_(False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(items, 7)` to the same shape."""
         outputs: torch.Tensor = inputs + torch.tanh(self.base(inputs) + self.up(self.down(inputs)))
         return outputs
 

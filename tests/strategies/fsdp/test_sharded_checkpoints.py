@@ -154,7 +154,6 @@ class Precise(torch.optim.Optimizer):
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> Any:
-        """Take a step."""
         loss = None if closure is None else closure()
         for p in self.param_groups[0]["params"]:
             if not self.state[p]:
@@ -171,7 +170,6 @@ class PreciseBlocks(Blocks):
     """Blocks with an optimizer whose states have other dtypes than the parameters."""
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer over what is not frozen."""
         return Precise([p for p in self.parameters() if p.requires_grad])
 
 
@@ -196,7 +194,6 @@ class LocalBlocks(Blocks):
     """Blocks with an optimizer that keeps a state of this rank's shard alone."""
 
     def on_train_epoch_end(self) -> None:
-        """Add the state."""
         optimizer: Any = self.optimizers()
         parameter: Any = self.blocks[0].mix.weight  # type: ignore[union-attr]
         optimizer.state[parameter]["mine"] = parameter.to_local().detach().clone()

@@ -107,7 +107,6 @@ class Gpt(TaskModule):
         self.seen: list[int] = []
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Map (batch, length) to logits (batch, length, vocabulary)."""
         x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -115,11 +114,9 @@ class Gpt(TaskModule):
         return logits
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the mean over all tokens."""
         return functional.cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the loss, and log it."""
         (ids,) = batch
         self.seen += ids[:, 0].tolist()
         loss = self.loss(ids)
@@ -128,26 +125,21 @@ class Gpt(TaskModule):
         return loss
 
     def num_items(self, batch: Any) -> int:
-        """Count the rows."""
         return len(batch[0])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the loss and a metric object."""
         self.log("val_loss", self.loss(batch[0]), batch_size=len(batch[0]))
         self.total.update(batch[0].float().sum())
         self.log("total", self.total)
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the logits of the last place."""
         logits: torch.Tensor = self(batch[0][:, :-1])
         return logits[:, -1]
 
     def shard_units(self) -> Any:
-        """Cut block by block."""
         return self.blocks
 
     def tensor_parallel_plan(self, mesh: Any) -> Any:
-        """Return the plan under test."""
         assert mesh["tp"].size() > 1
         return self.plan
 
@@ -440,7 +432,6 @@ class _TwoRanks:
     """As much of a mesh as a plan's checks ask for."""
 
     def size(self) -> int:
-        """Return the number of ranks."""
         return 2
 
 
@@ -487,7 +478,6 @@ class TwoHeads(Gpt):
         self.plan = None
 
     def tensor_parallel_plan(self, mesh: Any) -> Any:
-        """Say that heads must be divisible."""
         need_divisible(mesh["tp"].size(), num_heads=2)
         return _PLAN
 

@@ -28,7 +28,6 @@ class Feed(nn.Module):
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(items, 6)` to the same shape."""
         outputs: torch.Tensor = inputs + self.down(torch.relu(self.up(inputs)))
         return outputs
 
@@ -42,15 +41,12 @@ class Feeds(TaskModule):
         self.blocks = nn.Sequential(*(Feed() for _ in range(_NUM_BLOCKS)))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error."""
         return functional.mse_loss(self.blocks(self.norm(batch)), batch)
 
     def tensor_parallel_plan(self, mesh: Any) -> Any:
-        """Split every block."""
         return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 

@@ -35,7 +35,6 @@ class Built(Gpt):
             delattr(self, name)
 
     def configure_model(self) -> None:
-        """Build the layers."""
         for name, module in Gpt().named_children():
             if name != "total":
                 setattr(self, name, module)

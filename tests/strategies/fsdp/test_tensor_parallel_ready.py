@@ -59,7 +59,6 @@ class Hf(TaskModule):
         self.model = make_model(kind, **changes)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the model's own loss."""
         options = {} if self.model.config.model_type == "bert" else {"use_cache": False}
         return self.model(input_ids=batch[0], labels=batch[0], **options).loss
 

@@ -36,7 +36,6 @@ class Block(nn.Module):
         self.norm, self.mix = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Mix, where the mask is set."""
         return x + torch.tanh(self.mix(self.norm(x))) * mask
 
 
@@ -52,7 +51,6 @@ class Language(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits of (batch, length, vocabulary)."""
         x = self.embed(tokens) + self.positions[: tokens.shape[1]]
         mask = (tokens > 0).unsqueeze(-1).to(x.dtype)
         for block in self.blocks:
@@ -72,12 +70,10 @@ class Speaker(TaskModule):
         self.drawn: list[float] = []
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the tokens that are not 0."""
         logits, targets = self.model(tokens[:, :-1]), tokens[:, 1:]
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
 
     def num_items(self, batch: Any) -> Any:
-        """Count the targets."""
         return (batch[:, 1:] > 0).sum()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -88,17 +84,14 @@ class Speaker(TaskModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the loss and the number of rows."""
         self.log("val_loss", self.loss(batch), batch_size=len(batch))
         self.log("rows", float(len(batch)), reduce_fx="sum")
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the logits."""
         logits: torch.Tensor = self.model(batch)
         return logits
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
@@ -430,7 +423,6 @@ class Norms(Callback):
     """Reads all weights."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Compute their norms."""
         for parameter in pl_module.parameters():
             parameter.norm().item()
 

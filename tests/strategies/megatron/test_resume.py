@@ -47,7 +47,6 @@ class Layer(nn.Sequential):
         super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Dropout(dropout))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the same shape."""
         return input + super().forward(input)
 
 
@@ -65,7 +64,6 @@ class Layers(TaskModule):
         self.seen: list[tuple[list[int], float]] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return one number for each row."""
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
@@ -73,17 +71,14 @@ class Layers(TaskModule):
         return result
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error."""
         self.seen.append((batch[0].tolist(), float(batch[1].sum())))
         drawn = torch.rand(()) if self.random else torch.zeros(())  # before the model is called
         return nn.functional.mse_loss(self(batch[1]) * (1 + drawn), batch[1].sum(1, keepdim=True))
 
     def tensor_parallel_plan(self, mesh: Any) -> dict[str, str]:
-        """Split both linear layers of a layer."""
         return {"layers.*.0": "colwise", "layers.*.2": "rowwise"}
 
     def configure_optimizers(self) -> Any:
-        """Return SGD with momentum and a schedule by step."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.002, momentum=0.9)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.005, total_steps=_STEPS)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -58,13 +58,11 @@ class Hf(TaskModule):
         self.model, self.options = make_model(kind), options
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the model's own loss."""
         loss = self.model(**batch, **self.options).loss
         self.log("train_loss", loss, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the model's own loss."""
         self.log("val_loss", self.model(**batch, **self.options).loss, batch_size=len(batch["labels"]))
 
     def configure_optimizers(self) -> Any:

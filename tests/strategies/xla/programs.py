@@ -47,7 +47,6 @@ class Regression(TaskModule):
         self.losses: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `(batch, 8)` to `(batch, 1)`."""
         return self.head(self.dropout(torch.relu(self.second(torch.relu(self.first(x))))))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
