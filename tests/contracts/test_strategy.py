@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from tests.contracts.documented import documented_strategy
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
-from trainwright.callbacks.callback import Callback
+from tests.helpers.runs import SaveAtEnd, StepRecorder, assert_equal_weights, quiet_trainer, weights_of
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
@@ -145,16 +144,6 @@ class ContractTask(TaskModule):
         optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.02)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.95)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class SaveAtEnd(Callback):
-    """Saves while the model lies as it is trained; after a stage it is whole again."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Any, task: Any) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 def train(

@@ -126,13 +126,17 @@ def _is_inner(module: nn.Module, name: str) -> bool:
 
 
 def by_hand(
-    batches: Any, wrap: Callable[[nn.Module], nn.Module] = lambda model: model, recipe: str = "tensorwise"
+    batches: Any,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    recipe: str = "tensorwise",
+    after_step: Callable[[nn.Module], None] = lambda model: None,
+    **options: bool,
 ) -> Any:
     """Train with torchao alone; return the losses and the weights."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     model = TinyGPT()
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True, pad_inner_dim=True)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True, pad_inner_dim=True, **options)
     convert_to_float8_training(model, config=config, module_filter_fn=_is_inner)
     called = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -142,6 +146,7 @@ def by_hand(
             loss = called(batch)
         loss.backward()
         optimizer.step()
+        after_step(model)
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses, weights_of(model)
@@ -201,14 +206,18 @@ class Split(Language):
         return {"model.blocks.*.up": "colwise", "model.blocks.*.down": "rowwise"}
 
 
+def _shard(model: Any, mesh: Any = None) -> nn.Module:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    return model  # type: ignore[no-any-return]  # a module
+
+
 def _by_hand_on(mesh: Any) -> Callable[[nn.Module], nn.Module]:
     def wrap(model: nn.Module) -> nn.Module:
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
         parallelize_module(model, mesh["tp"], plan)
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        for part in (*model.blocks, model) if "dp" in mesh.mesh_dim_names else ():  # type: ignore[misc]
-            fully_shard(part, mesh=mesh["dp"], mp_policy=policy)
-        return model
+        return _shard(model, mesh["dp"]) if "dp" in mesh.mesh_dim_names else model
 
     return wrap
 
@@ -279,34 +288,8 @@ def test_shards_of_layers_have_sizes_of_float8_products() -> None:
     run_distributed(_narrow, 2)
 
 
-def _gathered_by_hand(batches: Any) -> list[torch.Tensor]:
-    from torchao.float8 import (
-        Float8LinearConfig,
-        convert_to_float8_training,
-        precompute_float8_dynamic_scale_for_fsdp,
-    )
-
-    model = TinyGPT()
-    config = Float8LinearConfig(emulate=True, pad_inner_dim=True, enable_fsdp_float8_all_gather=True)
-    convert_to_float8_training(model, config=config, module_filter_fn=_is_inner)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    for part in (*model.blocks, model):
-        fully_shard(part, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    losses = []
-    for batch in batches:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(batch)
-        loss.backward()
-        optimizer.step()
-        precompute_float8_dynamic_scale_for_fsdp(model)
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
-
-
 def _gathered(strategy: Any, devices: int) -> None:
-    from torchao.float8 import Float8LinearConfig
+    from torchao.float8 import Float8LinearConfig, precompute_float8_dynamic_scale_for_fsdp
 
     recipe = Float8LinearConfig(enable_fsdp_float8_all_gather=True, pad_inner_dim=True)
     moved: dict[bool, int] = {}
@@ -322,7 +305,8 @@ def _gathered(strategy: Any, devices: int) -> None:
     narrow, wide = (torch.stack(tasks[key].losses).numpy() for key in (True, False))
     assert narrow == pytest.approx(wide, rel=0.02)
     if strategy.tp == 1:
-        expected = torch.stack(_gathered_by_hand(tasks[True].batches)).numpy()
+        options = {"after_step": precompute_float8_dynamic_scale_for_fsdp, "enable_fsdp_float8_all_gather": True}
+        expected = torch.stack(by_hand(tasks[True].batches, _shard, **options)[0]).numpy()
         assert narrow == pytest.approx(expected, rel=1e-6)
 
 

@@ -242,15 +242,6 @@ def test_labels_that_the_batch_does_not_hold_are_an_error(kind: str, split: Spli
     assert model.loss_function is before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"cp": 0}, "cp=0: use an integer"), ({"cp": 2, "sp": 2}, "cp=2 and sp=2 split sequences in two ways")],
-)
-def test_sizes_are_checked(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        FSDPStrategy(**arguments)  # type: ignore[arg-type]  # sizes alone
-
-
 def test_processes_that_do_not_fit_are_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"over 2 ranks .*which does not divide.*3 process.*Start 2 or 4"):
         quiet_trainer(strategy=FSDPStrategy(cp=2), devices=3, accelerator="cpu").fit(Speaker(), batches(2))

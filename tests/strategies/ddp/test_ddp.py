@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
@@ -35,44 +34,6 @@ def fit(
     trainer = quiet_trainer(devices="auto", strategy=strategy, max_epochs=1, **arguments)
     trainer.fit(task, regression_loader(num_samples))
     return trainer, weights_of(task)
-
-
-# Communication
-
-
-class HookCounter(Callback):
-    """Counts the gradient buckets that are exchanged, through a communication hook of torch's own."""
-
-    def __init__(self) -> None:
-        self.exchanges = 0
-        self.micro_batches = 0
-
-    def on_fit_start(self, trainer: Any, task: Any) -> None:
-        trainer.strategy._replica.register_comm_hook(None, lambda _, bucket: self._exchange(bucket))
-
-    def _exchange(self, bucket: Any) -> Any:
-        self.exchanges += 1
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: all ranks
-
-    def on_after_backward(self, trainer: Any, task: Any) -> None:
-        self.micro_batches += 1
-
-
-def _count(accumulate: int, num_samples: int) -> tuple[int, int, int]:
-    counter = HookCounter()
-    trainer, _ = fit(DDPStrategy(), num_samples=num_samples, accumulate_grad_batches=accumulate, callbacks=[counter])
-    return counter.micro_batches, counter.exchanges, trainer.global_step
-
-
-def _count_all() -> list[tuple[int, int, int]]:
-    return [_count(1, 16), _count(4, 16), _count(3, 16), _count(100, 16)]
-
-
-@pytest.mark.distributed
-def test_gradients_are_exchanged_in_the_last_micro_batch_of_a_step_only() -> None:
-    for counts in run_distributed(_count_all, 2):
-        # Eight micro-batches on each rank and one bucket: as many exchanges as steps, the short last group included.
-        assert counts == [(8, 8, 8), (8, 2, 2), (8, 3, 3), (8, 1, 1)]
 
 
 # Options
@@ -280,11 +241,11 @@ def test_every_rank_evaluates_with_rank_zeros_buffers() -> None:
 # Ending
 
 
-def _groups_left() -> list[bool]:
+def _groups_left(strategy: str) -> list[bool]:
     gc.disable()
     groups: list[weakref.ref[Any]] = []
     for _ in range(3):
-        trainer = quiet_trainer(devices="auto", max_epochs=1, callbacks=[GroupWatcher(groups)])
+        trainer = quiet_trainer(devices="auto", strategy=strategy, max_epochs=1, callbacks=[GroupWatcher(groups)])
         trainer.fit(RegressionTask(), regression_loader(4))
     return [group() is not None for group in groups]
 
@@ -300,10 +261,11 @@ class GroupWatcher(Callback):
 
 
 @pytest.mark.distributed
-def test_a_process_group_ends_with_its_stage_and_is_not_left_to_the_collector() -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_process_group_ends_with_its_stage_and_is_not_left_to_the_collector(strategy: str) -> None:
     # The collector may run in a loader's forked worker, where freeing a gloo group waits for threads that are not
     # there. torch.distributed.nn keeps the first group of a process for good, as a default argument.
-    for alive in run_distributed(_groups_left, 2, init=False):
+    for alive in run_distributed(_groups_left, 2, strategy, init=False):
         assert alive[1:] == [False, False]
 
 

@@ -210,6 +210,9 @@ def test_a_resume_says_that_power_sgd_begins_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"start_method": "auto"}, "in one way, which works in scripts"),
+        ({"model_averaging_period": "auto"}, "LocalSGDStrategy"),
+        ({"find_unused_parameter": "auto"}, "Did you mean 'find_unused_parameters'"),
         ({"ddp_comm_hook": "pf16"}, "Did you mean 'fp16'"),
         ({"ddp_comm_hook": 16}, "or a function"),
         ({"ddp_comm_wrapper": "power_sgd"}, "Known: no, fp16, bf16"),
@@ -220,7 +223,7 @@ def test_a_resume_says_that_power_sgd_begins_anew(tmp_path: Path) -> None:
         ({"ddp_comm_hook": "power_sgd", "ddp_comm_state": {"start_powerSGD_iter": 1}}, "start_powerSGD_iter"),
     ],
 )
-def test_a_hook_that_cannot_be_is_an_error_at_construction(options: dict[str, Any], text: str) -> None:
+def test_an_option_that_cannot_be_served_is_an_error_at_construction(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         DDPStrategy(**options)
 

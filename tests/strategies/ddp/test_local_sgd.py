@@ -80,13 +80,13 @@ class Watcher(Callback):
         del self._put_back
 
 
-def train(task: Task, num_samples: int = 40, **arguments: Any) -> Any:
+def train(task: Task, ckpt_path: str | None = None, **arguments: Any) -> Any:
     """Train two epochs on this rank; one sample a micro-batch, two in a step."""
     settings: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, **arguments}
     if task.automatic_optimization:
         settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **settings}
     trainer = quiet_trainer(devices="auto", strategy=LocalSGDStrategy(_STEPS), **settings)
-    trainer.fit(task, regression_loader(num_samples))
+    trainer.fit(task, regression_loader(40), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -128,11 +128,7 @@ def _train_all(folder: Path) -> dict[str, Any]:
     train(half, callbacks=[ModelCheckpoint(folder / "half", **saver)], max_steps=10)
     resumed = Task()
     path = str(next(p for p in sorted((folder / "half").iterdir()) if "step=5" in p.name))
-    train_on = quiet_trainer(
-        devices="auto", strategy=LocalSGDStrategy(_STEPS), max_epochs=2, num_sanity_val_steps=0,
-        accumulate_grad_batches=2, gradient_clip_val=0.5, callbacks=[ModelCheckpoint(folder / "half", **saver)],
-    )  # fmt: skip
-    train_on.fit(resumed, regression_loader(40), ckpt_path=path)
+    train(resumed, path, callbacks=[ModelCheckpoint(folder / "half", **saver)])
     return found | {"whole": weights_of(whole), "resumed": weights_of(resumed), "path": path}
 
 

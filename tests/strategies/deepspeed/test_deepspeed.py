@@ -13,41 +13,17 @@ import torch
 from torch import nn
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
-from tests.strategies.fsdp.sharded import Blocks, batches
-from tests.strategies.fsdp.test_fsdp import GroupWatcher, _BadOn, _Fails, _LeavesGroup
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.strategies.ddp.test_ddp import GroupWatcher
+from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
+from tests.strategies.fsdp.test_fsdp import _LeavesGroup, _train_on_bad
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint
-from trainwright.core.errors import ConfigurationError, NonFiniteError, TaskError
+from trainwright.core.errors import TaskError
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 pytestmark = pytest.mark.distributed
-
-
-def train(strategy: Any, processes: int, task: Blocks | None = None, **arguments: Any) -> dict[str, Any]:
-    """Train two epochs of steps of four micro-batches; return what can be compared."""
-    recorder, task = StepRecorder(), task or Blocks()
-    settings = {"accumulate_grad_batches": 4 // processes, "gradient_clip_val": 0.5, "max_epochs": 2, **arguments}
-    callbacks = [recorder, *settings.pop("callbacks", [])]
-    trainer = quiet_trainer(
-        devices="auto" if processes > 1 else 1, strategy=strategy, callbacks=callbacks, num_sanity_val_steps=1,
-        **settings,
-    )  # fmt: skip
-    trainer.fit(task, batches(), batches(7))
-    return {
-        "losses": torch.tensor(recorder.losses), "weights": weights_of(task), "reported": recorder.reported,
-        "val": float(trainer.callback_metrics["val_loss"]),
-    }  # fmt: skip
-
-
-def assert_trained_alike(by_rank: list[dict[str, Any]], alone: dict[str, Any], atol: float = 1e-6) -> None:
-    """Compare the mean of the ranks' losses and everything else with one process."""
-    losses = torch.stack([found["losses"] for found in by_rank]).mean(0)
-    torch.testing.assert_close(losses, alone["losses"], rtol=0, atol=atol)
-    for found in by_rank:
-        torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=10 * atol)
-        assert found["val"] == pytest.approx(alone["val"], abs=10 * atol)
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -220,25 +196,13 @@ class _ReturnsNone(Blocks):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
-def _train_on_bad(stage: int, policy: str) -> Any:
-    trainer = quiet_trainer(
-        devices="auto", strategy=DeepSpeedStrategy(stage=stage), max_epochs=1, num_sanity_val_steps=0,
-        accumulate_grad_batches=2, on_nonfinite=policy,
-    )  # fmt: skip
-    task = _BadOn(1)
-    try:
-        trainer.fit(task, batches())
-    except NonFiniteError as error:
-        return str(error)
-    return trainer.global_step, len(trainer.skipped_batches), weights_of(task)
-
-
 def _not_ending() -> dict[str, Any]:
     import warnings
 
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {
-        policy: [_train_on_bad(stage, policy) for stage in (0, 1, 2, 3)] for policy in ("skip", "raise")
+        policy: [_train_on_bad(DeepSpeedStrategy(stage=stage), policy, 1) for stage in (0, 1, 2, 3)]
+        for policy in ("skip", "raise")
     }
     with pytest.raises(TaskError) as none:
         quiet_trainer(devices="auto", strategy="deepspeed_stage_2", max_epochs=1).fit(_ReturnsNone(), batches())
@@ -254,20 +218,6 @@ def test_ranks_agree_on_a_gradient_that_is_not_finite() -> None:
         torch.testing.assert_close(one[2], first["skip"][0][2], rtol=0, atol=1e-5)
     assert all("outputs.bias" in text for text in first["raise"])
     assert "Return a zero loss" in first["none"]
-
-
-def _fail() -> str:
-    task = _Fails()
-    with pytest.raises(OSError, match="disk"):
-        quiet_trainer(devices="auto", strategy="deepspeed_stage_3", max_epochs=1).fit(task, batches())
-    with pytest.raises(ConfigurationError) as raised:
-        quiet_trainer(devices="auto", strategy="deepspeed_stage_3", max_epochs=1).fit(task, batches())
-    return str(raised.value)
-
-
-def test_a_task_whose_stage_failed_says_that_it_holds_shards() -> None:
-    (text,) = run_distributed(_fail, 1, init=False, timeout=120)
-    assert "still holds shards of a run that failed" in text
 
 
 # Checkpoints
@@ -296,8 +246,6 @@ def _save(folder: Path) -> list[set[str]]:
     return seen
 
 
-@pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*holds the state of a callback:UserWarning")
 @pytest.mark.exhaustive
 def test_a_checkpoint_within_a_run_holds_whole_tensors_or_pieces_and_loads_into_one_process(tmp_path: Path) -> None:
     first, second = run_distributed(_save, 2, tmp_path, timeout=280, init=False)
@@ -312,9 +260,5 @@ def test_a_checkpoint_within_a_run_holds_whole_tensors_or_pieces_and_loads_into_
         state = snapshot.optimizers[0]["state"]["blocks.0.mix.weight"]
         assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
         assert state["exp_avg"].shape == (7, 7)
-        task = Blocks()
-        trainer = quiet_trainer(
-            max_epochs=2, accumulate_grad_batches=4, gradient_clip_val=0.5, num_sanity_val_steps=0,
-        )  # fmt: skip
-        trainer.fit(task, batches(), ckpt_path=path)
-        torch.testing.assert_close(weights_of(task), train("single", 1)["weights"], rtol=0, atol=1e-5)
+        continued = train("single", 1, ckpt_path=path)
+        torch.testing.assert_close(continued["weights"], train("single", 1)["weights"], rtol=0, atol=1e-5)

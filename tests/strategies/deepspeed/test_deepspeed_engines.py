@@ -12,11 +12,9 @@ from torch import nn
 
 from tests.helpers.deepspeed_operations import needs_operation
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
-from tests.strategies.deepspeed.test_deepspeed import assert_trained_alike, train
-from tests.strategies.fsdp.sharded import Block, Blocks, batches
+from tests.helpers.runs import SaveAtEnd, assert_equal_weights, quiet_trainer, weights_of
+from tests.strategies.fsdp.sharded import Block, Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.callback import Callback
-from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
@@ -32,6 +30,14 @@ class Named(Blocks):
     def configure_optimizers(self) -> Any:
         optimizer = DummyOptim([p for p in self.parameters() if p.requires_grad], lr=self.lr, weight_decay=0.01)
         return {"optimizer": optimizer, "lr_scheduler": DummyScheduler(optimizer, warmup_num_steps=4)}
+
+
+class Scheduled(Blocks):
+    """Leaves its optimizer to DeepSpeed's configuration, and schedules it by itself."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = DummyOptim([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)]
 
 
 class Rates(Callback):
@@ -65,22 +71,12 @@ def _named(folder: Path, on_host: bool) -> dict[int, Any]:
     warnings.simplefilter("ignore")
     found = {}
     for stage in (1, 2, 3):
-        rates, task = Rates(), Named()
+        rates = Rates()
         strategy = DeepSpeedStrategy(config(stage, on_host=on_host))
-        whole = train(strategy, 2, task, callbacks=[rates])
-        trainer = quiet_trainer(
-            devices="auto", strategy=DeepSpeedStrategy(config(stage, on_host=on_host)), accumulate_grad_batches=2,
-            gradient_clip_val=0.5, max_epochs=1,
-        )  # fmt: skip
-        trainer.fit(Named(), batches())
-        trainer.save_checkpoint(folder / str(stage))
-        task = Named()
-        trainer = quiet_trainer(
-            devices="auto", strategy=DeepSpeedStrategy(config(stage, on_host=on_host)), accumulate_grad_batches=2,
-            gradient_clip_val=0.5, max_epochs=2,
-        )  # fmt: skip
-        trainer.fit(task, batches(), ckpt_path=folder / str(stage))
-        found[stage] = {**whole, "rates": rates.seen, "continued": weights_of(task)}
+        whole = train(strategy, 2, Named(), callbacks=[rates])
+        train(strategy, 2, Named(), max_epochs=1, save_to=folder / str(stage))
+        continued = train(strategy, 2, Named(), ckpt_path=folder / str(stage))
+        found[stage] = {**whole, "rates": rates.seen, "continued": continued["weights"]}
     return found
 
 
@@ -216,22 +212,10 @@ def _distil(folder: Path) -> dict[str, Any]:
             "config": {"zero_optimization": {"stage": stage, **_KEPT_SMALL}}, "frozen_modules": ("Teacher",),
         }  # fmt: skip
         found[f"distilled {stage}"] = train(DeepSpeedStrategy(**options), 2, task) | {"held": task.held}
-        settings = {
-            "devices": "auto",
-            "accumulate_grad_batches": 2,
-            "gradient_clip_val": 0.5,
-            "num_sanity_val_steps": 0,
-        }
-        saver = ModelCheckpoint(folder / f"distilled-{stage}", every_n_train_steps=2, save_top_k=-1)
-        quiet_trainer(strategy=DeepSpeedStrategy(**options), max_epochs=1, callbacks=[saver], **settings).fit(
-            Student(), batches()
-        )
-        continued = Student()
-        path = next(path for path in (folder / f"distilled-{stage}").iterdir() if "step=2" in path.name)
-        quiet_trainer(strategy=DeepSpeedStrategy(**options), max_epochs=2, **settings).fit(
-            continued, batches(), ckpt_path=path
-        )
-        found[f"distilled {stage}"]["continued"] = weights_of(continued)
+        path = folder / f"distilled-{stage}"
+        train(DeepSpeedStrategy(**options), 2, Student(), max_epochs=1, callbacks=[SaveAtEnd(path)])
+        continued = train(DeepSpeedStrategy(**options), 2, Student(), ckpt_path=path)
+        found[f"distilled {stage}"]["continued"] = continued["weights"]
     return found
 
 
@@ -350,6 +334,7 @@ def _refuse() -> list[str]:
         (_Returns(lambda _: _sgd(nn.Linear(2, 2))), {"stage": 2}),
         (_Returns(_sgd), {"stage": 2, "offload_optimizer": True}),
         (Named(), {"stage": 2}),
+        (Scheduled(), {"config": {key: value for key, value in config(2).items() if key != "scheduler"}}),
         (Blocks(), {"config": config(2)}),
         (Blocks(), {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme"}),
         (Blocks(), {"stage": 2, "moe_leaf_modules": ("Block",)}),
@@ -372,6 +357,7 @@ def test_what_an_engine_cannot_train_is_said_before_there_is_one() -> None:
             "not belong to the task",
             "DeepSpeedCPUAdam",
             "has no 'optimizer'",
+            "LambdaLR was created over its DummyOptim",
             "has an 'optimizer'",
             "configure_model",
             "has no effect at stage=2",

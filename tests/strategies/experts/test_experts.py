@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contracts.test_strategy import SaveAtEnd
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import SaveAtEnd, quiet_trainer
 from tests.strategies.experts.mixtures import KINDS, Hf, Mixture, MixtureTask, batches, train
 from tests.strategies.fsdp.sharded import assert_trained_alike
 from trainwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
@@ -141,12 +140,6 @@ def test_what_cannot_be_divided_is_refused_before_a_process_starts() -> None:
     task.blocks = torch.nn.ModuleList()
     assert "MixtureTask has none" in _refused(task, FSDPStrategy(ep=2))
     assert "divided experts stay on the device" in _refused(MixtureTask(), FSDPStrategy(ep=2, cpu_offload=True))
-
-
-@pytest.mark.parametrize(("options", "text"), [({"ep": 0}, "ep=0: use"), ({"ep": 2, "tp": 2}, "ep=2 and tp=2")])
-def test_sizes_are_checked_where_they_are_written(options: Any, text: str) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        FSDPStrategy(**options)
 
 
 def _own_loop(sizes: dict[str, int], save: str | None = None, load: str | None = None) -> dict[str, torch.Tensor]:

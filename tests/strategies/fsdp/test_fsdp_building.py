@@ -231,18 +231,6 @@ def test_a_task_that_builds_everything_early_is_told_to_build_later(option: str)
         trainer.fit(Blocks(), _batches())
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"meta_init": True, "cpu_ram_efficient_loading": True}, "Remove one of them"),
-        ({"weights_after_stage": "mian"}, "Did you mean 'main'"),
-    ],
-)
-def test_options_of_building_that_mean_nothing_are_named(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        FSDPStrategy(**options)
-
-
 class WithScalar(Blocks):
     """Has a parameter without a dimension."""
 

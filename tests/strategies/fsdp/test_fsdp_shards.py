@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -15,7 +17,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.callback import Callback
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
-from trainwright.strategies.shards import local_shard
+from trainwright.strategies.shards import _split, local_shard
 from trainwright.strategies.units import find_units
 
 
@@ -263,3 +265,43 @@ def _train_really_compiled() -> dict[str, Any]:
 def test_units_that_are_really_compiled_train_as_in_one_process() -> None:
     by_rank = run_distributed(_train_really_compiled, 2, timeout=800)
     assert_trained_alike(by_rank, train("single", 1), atol=1e-5)
+
+
+# Which indices of a full tensor a rank holds
+
+
+def indices(runs: list[tuple[int, int]]) -> list[int]:
+    """Return the indices of some runs, in their order."""
+    return [start + i for start, length in runs for i in range(length)]
+
+
+def chunk(values: list[int], num: int, which: int) -> list[int]:
+    """Return what torch.chunk gives, and nothing where it gives fewer chunks."""
+    chunks = torch.tensor(values, dtype=torch.int64).chunk(num) if values else ()
+    return [int(value) for value in chunks[which]] if which < len(chunks) else []
+
+
+_RANKS = st.integers(1, 4)
+
+
+@given(st.integers(1, 5), st.integers(1, 3), _RANKS, _RANKS)
+def test_what_ranks_hold_of_blocks_is_cut_as_torch_cuts_and_covers_the_whole_once(
+    width: int, blocks: int, split: int, shards: int
+) -> None:
+    size = width * blocks * split  # only what is divisible is split by a plan; shards may be of unequal length
+    whole = list(range(size))
+    seen: list[int] = []
+    for rank in range(split):
+        runs = _split([(0, size)], blocks, split, rank)
+        expected = [i for block in range(blocks) for i in chunk(chunk(whole, blocks, block), split, rank)]
+        assert indices(runs) == expected
+        for shard in range(shards):
+            held = indices(_split(runs, 1, shards, shard))
+            assert held == chunk(expected, shards, shard)
+            seen += held
+    assert sorted(seen) == whole
+
+
+@given(st.integers(0, 20), _RANKS)
+def test_runs_of_an_uneven_cut_cover_the_whole_once(size: int, ranks: int) -> None:
+    assert [i for rank in range(ranks) for i in indices(_split([(0, size)], 1, ranks, rank))] == list(range(size))

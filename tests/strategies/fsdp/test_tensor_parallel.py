@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
+from tests.helpers.runs import SaveAtEnd, StepRecorder, quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.layers.known_models import check_plan
-from trainwright.strategies.fsdp.layers.plan import SplitLayers, need_divisible
+from trainwright.strategies.fsdp.layers.plan import need_divisible
 from trainwright.strategies.fsdp.layers.styles import LossParallel
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import ModelParallelStrategy, TensorParallelStrategy
@@ -247,16 +247,6 @@ def test_a_model_that_is_split_and_sharded_trains_as_one_process_does(alone: dic
 # Checkpoints
 
 
-class _SaveAtEnd(Callback):
-    """Saves while layers are split; after a stage they are whole again."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Any, task: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 def _continue(
     strategy: Any, dp_size: int, path: Path, save_to: Path | None = None, *, epochs: int = 2
 ) -> dict[str, torch.Tensor]:
@@ -268,7 +258,7 @@ def _continue(
         strategy=strategy,
         max_epochs=epochs,
         accumulate_grad_batches=2,
-        callbacks=[] if save_to is None else [_SaveAtEnd(save_to)],
+        callbacks=[] if save_to is None else [SaveAtEnd(save_to)],
     )
     trainer.fit(task, loader, ckpt_path=path)
     return weights_of(task)
@@ -422,52 +412,8 @@ def test_lightnings_sizes_that_do_not_make_up_the_run_are_refused() -> None:
         ModelParallelStrategy(0)
 
 
-@pytest.mark.parametrize("tp", [0, -1, 1.5, True, "2"])
-def test_a_size_that_is_no_number_of_ranks_is_refused(tp: Any) -> None:
-    with pytest.raises(ConfigurationError, match="use the number of ranks"):
-        FSDPStrategy(tp=tp)
-
-
-class _TwoRanks:
-    """As much of a mesh as a plan's checks ask for."""
-
-    def size(self) -> int:
-        return 2
-
-
-@pytest.mark.parametrize(
-    ("plan", "text"),
-    [
-        (
-            {"blocks.*.attention.ou": "rowwise"},
-            r"'blocks.*.attention.ou', which matches no module.*Did you mean 'blocks.\*.attention.out'",
-        ),
-        ({"head": "colwize"}, "style 'colwize', which is unknown. Did you mean 'colwise'"),
-        ({"norm": "colwise"}, "splits norm with ColwiseParallel, which does not support LayerNorm"),
-        (
-            {"head": "fused_colwise", "norm": "fused_colwise"},
-            "splits norm with FusedColwise, which does not support LayerNorm",
-        ),
-        ({"odd": "colwise"}, r"odd: its width 9 is not divisible by tp=2. Use a width that is a multiple of 2 \(10\)"),
-        ({"odd": ColwiseParallel()}, "odd: its width 9"),
-        ({"odd": "rowwise"}, "odd: its width 15"),
-        ({"blocks.0.attention.out": "fused_colwise"}, "its width 16 of 3 blocks is not divisible by tp=2"),
-    ],
-)
-def test_a_plan_that_does_not_fit_the_task_is_refused_before_anything_is_touched(plan: Any, text: str) -> None:
-    task = Gpt()
-    task.odd = nn.Linear(15, 9)
-    before = {name: id(p) for name, p in task.named_parameters()}
-    with pytest.raises(ConfigurationError, match=text):
-        SplitLayers(task, plan, _TwoRanks())  # type: ignore[arg-type]  # as much of a mesh as is asked for
-    assert {name: id(p) for name, p in task.named_parameters()} == before
-
-
-def test_a_number_of_heads_that_cannot_be_divided_is_refused_with_ranks_that_could() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"heads=6 is not divisible by tp=4. Use tp=2 or 3 or 6, or a multiple"
-    ):
-        need_divisible(4, heads=6)
+def _loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(rows(4)), batch_size=4)
 
 
 class TwoHeads(Gpt):
@@ -493,19 +439,39 @@ class _AsksForRanks(Gpt):
 
 
 @pytest.mark.parametrize(
-    ("task", "strategy", "devices", "text"),
+    ("plan", "text"),
     [
-        (Gpt({"block": "colwise"}), "tp", 2, r"names 'block', which matches no module.*Did you mean 'blocks'"),
-        (Gpt({"blocks.*.mlp.1": "colwise"}), FSDPStrategy(tp=2), 2, "does not support GELU"),
-        (TwoHeads(), FSDPStrategy(tp=4), 4, r"num_heads=2 is not divisible by tp=4. Use tp=2"),
+        (
+            {"blocks.*.attention.ou": "rowwise"},
+            r"'blocks.*.attention.ou', which matches no module.*Did you mean 'blocks.\*.attention.out'",
+        ),
+        ({"head": "colwize"}, "style 'colwize', which is unknown. Did you mean 'colwise'"),
+        ({"norm": "colwise"}, "splits norm with ColwiseParallel, which does not support LayerNorm"),
+        (
+            {"head": "fused_colwise", "norm": "fused_colwise"},
+            "splits norm with FusedColwise, which does not support LayerNorm",
+        ),
+        ({"odd": "colwise"}, r"odd: its width 9 is not divisible by tp=2. Use a width that is a multiple of 2 \(10\)"),
+        ({"odd": ColwiseParallel()}, "odd: its width 9"),
+        ({"odd": "rowwise"}, "odd: its width 15"),
+        ({"blocks.0.attention.out": "fused_colwise"}, "its width 16 of 3 blocks is not divisible by tp=2"),
+        ({"block": "colwise"}, r"names 'block', which matches no module.*Did you mean 'blocks'"),
+        ({"blocks.*.mlp.1": "colwise"}, "does not support GELU"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused_before_a_process_starts(
-    task: Any, strategy: Any, devices: int, text: str
-) -> None:
-    trainer = quiet_trainer(devices=devices, strategy=strategy, max_epochs=1)
+@pytest.mark.parametrize("strategy", ["tp", FSDPStrategy(tp=2)], ids=["tp", "fsdp"])
+def test_a_plan_that_does_not_fit_is_refused_before_a_process_starts(strategy: Any, plan: Any, text: str) -> None:
+    task = Gpt(plan)
+    task.odd = nn.Linear(15, 9)
+    before = {name: id(p) for name, p in task.named_parameters()}
     with pytest.raises(ConfigurationError, match=text):
-        trainer.fit(task, DataLoader(TensorDataset(rows(4)), batch_size=4))
+        quiet_trainer(devices=2, strategy=strategy, max_epochs=1).fit(task, _loader())
+    assert {name: id(p) for name, p in task.named_parameters()} == before
+
+
+def test_a_number_of_heads_that_tp_does_not_divide_is_refused_before_a_process_starts() -> None:
+    with pytest.raises(ConfigurationError, match=r"num_heads=2 is not divisible by tp=4. Use tp=2"):
+        quiet_trainer(devices=4, strategy=FSDPStrategy(tp=4), max_epochs=1).fit(TwoHeads(), _loader())
 
 
 def test_a_plan_that_asks_for_ranks_is_left_until_there_are_some() -> None:
@@ -534,7 +500,7 @@ def _refusals() -> list[str]:
     for task in tasks:
         trainer = quiet_trainer(devices="auto", strategy="tp", max_epochs=1)
         with pytest.raises(ConfigurationError) as caught:
-            trainer.fit(task, DataLoader(TensorDataset(rows(4)), batch_size=4))
+            trainer.fit(task, _loader())
         found.append(str(caught.value))
     return found
 

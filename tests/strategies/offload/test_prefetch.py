@@ -117,16 +117,10 @@ def test_no_more_is_fetched_ahead_than_the_budget_allows() -> None:
     _idle(prefetcher)
 
 
-def test_a_budget_of_nothing_starts_no_thread() -> None:
-    prefetcher = Prefetcher(0)
-    parts, numbers = _parts(prefetcher, 3)
-    _take(prefetcher, numbers * 3)
-    assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
-
-
-def test_a_unit_larger_than_the_budget_is_fetched_when_it_is_needed() -> None:
-    prefetcher = Prefetcher(10)
-    parts, numbers = _parts(prefetcher, 3, num_bytes=11)
+@pytest.mark.parametrize(("budget", "num_bytes"), [(0, 10), (10, 11)], ids=["no budget", "larger than the budget"])
+def test_a_unit_that_the_budget_does_not_allow_is_fetched_when_it_is_needed(budget: int, num_bytes: int) -> None:
+    prefetcher = Prefetcher(budget)
+    parts, numbers = _parts(prefetcher, 3, num_bytes=num_bytes)
     assert _take(prefetcher, numbers * 3) == [0, 1, 2] * 3
     assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
 
@@ -305,25 +299,20 @@ import torch
 from trainwright.strategies.offload.copy_stream import Fetched
 from trainwright.strategies.offload.prefetch import Prefetcher
 
-class Slow:
-    num_bytes = 4
-    stays_on_host = False
+class Unit:
+    num_bytes, stays_on_host = 4, False
+
+    def __init__(self, seconds):
+        self.seconds = seconds
 
     def fetch(self):
-        until = time.monotonic() + 0.5
+        until = time.monotonic() + self.seconds
         while time.monotonic() < until:
             torch.ones(1)
         return Fetched({})
 
-class Quick:
-    num_bytes = 4
-    stays_on_host = False
-
-    def fetch(self):
-        return Fetched({})
-
 prefetcher = Prefetcher()
-units = [Quick(), Slow()]
+units = [Unit(0.0), Unit(0.5)]
 quick, slow = (prefetcher.add(unit) for unit in units)
 for number in (quick, slow, quick):  # what follows is known to be the slow one: the reader is at it
     prefetcher.acquire(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,21 +115,19 @@ def test_it_equals_training_in_one_place(parameters: Any, state: Any, stream: bo
     assert list(tmp_path.iterdir()) == []  # files have no names
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_the_device_holds_as_many_units_as_it_should(ahead: int) -> None:
-    task = Tiny()
-    seen: list[int] = []
+_VARIANTS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    "activations computed anew": ({"recompute": True}, dict),
+    "averages evaluated": ({}, lambda: {"callbacks": [EMAWeightAveraging(decay=0.5)]}),
+    "bf16-mixed": ({}, lambda: {"precision": "bf16-mixed", "limit_val_batches": 0}),
+}
 
-    def count(*_: Any) -> None:
-        units = task.trainer.strategy.weight_stream.units
-        seen.append(sum(unit.flats[0][1].untyped_storage().nbytes() > 0 for unit in units))
 
-    for block in task.blocks:
-        block.up.register_forward_hook(count)
-        block.norm.weight.register_hook(count)
-    train(task, OffloadStrategy(stream=True, prefetch=ahead), accumulate_grad_batches=1, limit_val_batches=0)
-    assert max(seen) == 1 + ahead
-    assert len(seen) == 2 * 8 * 2 * DEPTH
+@pytest.mark.parametrize("parameters", ["cpu", "device"])
+@pytest.mark.parametrize("name", _VARIANTS)
+def test_a_variant_equals_that_in_one_place(name: str, parameters: Any) -> None:
+    task, options = _VARIANTS[name]
+    found = train(Tiny(**task), OffloadStrategy(parameters, stream=True), **options())
+    assert_same(found, train(Tiny(**task), **options()))
 
 
 def test_units_are_found_by_size_where_nobody_names_them() -> None:
@@ -141,10 +140,6 @@ def test_units_are_found_by_size_where_nobody_names_them() -> None:
     strategy = OffloadStrategy(stream=True)
     assert_same(train(Tiny(units=False), strategy, callbacks=[Look()]), train(Tiny(units=False)))
     assert found[0] >= DEPTH
-
-
-def test_activations_may_be_computed_anew() -> None:
-    assert_same(train(Tiny(recompute=True), OffloadStrategy(stream=True)), train(Tiny(recompute=True)))
 
 
 def test_a_frozen_base_streams_and_small_additions_train() -> None:
@@ -197,13 +192,6 @@ def test_what_is_unfrozen_during_a_run_trains() -> None:
 
 
 @pytest.mark.parametrize("parameters", ["cpu", "device"])
-def test_averages_are_evaluated(parameters: Any) -> None:
-    options: dict[str, Any] = {"callbacks": [EMAWeightAveraging(decay=0.5)]}
-    wanted = train(Tiny(), callbacks=[EMAWeightAveraging(decay=0.5)])
-    assert_same(train(Tiny(), OffloadStrategy(parameters, stream=True), **options), wanted)
-
-
-@pytest.mark.parametrize("parameters", ["cpu", "device"])
 def test_predictions_are_the_same(parameters: Any) -> None:
     wanted = quiet_trainer().predict(Tiny(), batches(3))
     found = quiet_trainer(strategy=OffloadStrategy(parameters, stream=True)).predict(Tiny(), batches(3))
@@ -224,42 +212,6 @@ def test_a_failed_step_leaves_every_weight_at_home() -> None:
         train(task, OffloadStrategy(stream=True), limit_val_batches=0)
     for name in ("embed.weight", "blocks.1.up.weight"):
         assert torch.equal(task.state_dict()[name], before[name])
-
-
-def test_listeners_to_gradients_find_them_at_home() -> None:
-    class Look(Callback):
-        def __init__(self) -> None:
-            self.sums: list[float] = []
-
-        def on_after_backward(self, trainer: Any, task: Any) -> None:
-            self.sums.append(sum(float(p.grad.sum()) for p in task.parameters()))
-
-        def on_before_zero_grad(self, trainer: Any, task: Any, optimizer: Any) -> None:
-            self.sums.append(sum(float(p.grad.sum()) for p in task.parameters() if p.grad is not None))
-
-    looks = [Look(), Look()]
-    assert_same(train(Tiny(), OffloadStrategy(stream=True), callbacks=[looks[0]]), train(Tiny(), callbacks=[looks[1]]))
-    assert looks[0].sums == looks[1].sums
-
-
-def test_bf16_mixed_is_that_of_one_place() -> None:
-    options: dict[str, Any] = {"precision": "bf16-mixed", "limit_val_batches": 0}
-    assert_same(train(Tiny(), OffloadStrategy(stream=True), **options), train(Tiny(), **options))
-
-
-def test_the_state_of_an_optimizer_lies_in_files(tmp_path: Path) -> None:
-    mapped: list[bool] = []
-
-    class Look(Callback):
-        def on_train_end(self, trainer: Any, task: Any) -> None:
-            maps = Path("/proc/self/maps").read_text()
-            mapped.append(str(tmp_path) in maps)
-            state = trainer.optimizers[0].state
-            mapped.extend(hasattr(s["exp_avg"], "_trainwright_on_host") for s in state.values())
-
-    train(Tiny(), OffloadStrategy("disk", "disk", offload_folder=tmp_path), callbacks=[Look()])
-    assert mapped == [True] * len(mapped)
-    assert len(mapped) > DEPTH
 
 
 def test_a_full_disk_is_an_error_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
