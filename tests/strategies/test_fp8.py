@@ -46,8 +46,6 @@ _STEPS, _VOCABULARY, _LENGTH = 20, 32, 16
 
 
 class Block(nn.Module):
-    """A transformer block."""
-
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -61,8 +59,6 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """A language model of two blocks."""
-
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -78,8 +74,6 @@ class TinyGPT(nn.Module):
 
 
 class Language(TaskModule):
-    """Trains the model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.model = TinyGPT()
@@ -113,7 +107,6 @@ def loader() -> DataLoader[Any]:
 
 
 def fit(precision: Any, task: Any = None, **arguments: Any) -> Language:
-    """Train a task for all steps."""
     task = task or Language()
     arguments = {"max_epochs": 1, "precision": precision, **arguments}
     quiet_trainer(**arguments).fit(task, loader())
@@ -200,8 +193,6 @@ def test_shards_train_as_replicas_do() -> None:
 
 
 class Split(Language):
-    """Splits the feed-forward layers."""
-
     def tensor_parallel_plan(self, mesh: Any) -> Any:
         return {"model.blocks.*.up": "colwise", "model.blocks.*.down": "rowwise"}
 

@@ -66,8 +66,6 @@ TABLE = documented()
 
 
 class Probe(TaskModule):
-    """Notes the dtypes that its forward meets."""
-
     def __init__(self) -> None:
         super().__init__()
         self.block = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
@@ -130,7 +128,6 @@ class Dtypes(Callback):
 
 
 def only(dtypes: set[torch.dtype]) -> torch.dtype:
-    """Return the one dtype there is."""
     (dtype,) = dtypes
     return dtype
 
@@ -249,8 +246,6 @@ def _cells(place: int) -> list[tuple[str, str, str]]:
 
 
 class Layers(TaskModule):
-    """Notes the loss and the dtype of the parameters in a step."""
-
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):

@@ -18,7 +18,6 @@ no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="sa
 
 
 def choose(**arguments: Any) -> Selection:
-    """Select with the Trainer's defaults on the CPU."""
     defaults: dict[str, Any] = {
         "strategy": "auto",
         "accelerator": "cpu",

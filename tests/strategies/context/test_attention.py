@@ -25,7 +25,6 @@ from trainwright.strategies.context.split import positions, split_sequence
 
 @contextmanager
 def attention_over(group: dist.ProcessGroup | None, kind: Kind = "ring") -> Iterator[None]:
-    """Make attention span the ranks of a group."""
     attention = SplitAttention(group, kind)
     with attention.installed(), attention.over_ranks(required=False):
         yield
@@ -247,7 +246,6 @@ def test_llama_of_transformers_gives_the_logits_and_gradients_of_the_full_sequen
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -142,8 +142,6 @@ def _split(folder: Path, kind: str, model: str | None = None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Returns what one process trains."""
-
     @cache
     def found(model: str | None = None) -> dict[str, Any]:
         task: Any = Speaker() if model is None else Hf(model)

@@ -62,8 +62,6 @@ def test_no_option_changes_what_is_learned() -> None:
 
 
 class ReplicaKeeper(Callback):
-    """Notes what torch's wrapper was built with."""
-
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
 
@@ -99,8 +97,6 @@ def test_the_options_reach_torch() -> None:
 
 
 class PartlyUsedTask(RegressionTask):
-    """Uses one of two heads in turn."""
-
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -130,8 +126,6 @@ def test_parameters_that_a_step_does_not_use_are_torchs_own_error_otherwise() ->
 
 
 class SleepyTask(RegressionTask):
-    """Rank 1 comes late."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         if self.global_rank == 1:
             time.sleep(6)
@@ -179,8 +173,6 @@ def test_synchronized_batch_norm_is_refused_on_the_cpu() -> None:
 
 
 class DifferentTask(RegressionTask):
-    """Starts from weights of its rank's own."""
-
     def __init__(self, rank: int) -> None:
         super().__init__(seed=rank)
         self.register_buffer("mark", torch.tensor(float(rank)))
@@ -251,8 +243,6 @@ def _groups_left(strategy: str) -> list[bool]:
 
 
 class GroupWatcher(Callback):
-    """Takes a weak reference to each stage's process group."""
-
     def __init__(self, groups: list[weakref.ref[Any]]) -> None:
         self.groups = groups
 

@@ -62,14 +62,11 @@ def train(strategy: DDPStrategy, **arguments: Any) -> dict[str, Any]:
 
 
 def annotated(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Count, and average."""
     state["calls"] += 1
     return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: all ranks
 
 
 def doubled(hook: Any) -> Any:
-    """Return a hook whose result is twice that of another one."""
-
     def run(state: Any, bucket: Any) -> Any:
         return hook(state, bucket).then(lambda done: done.value().mul_(2))
 
@@ -129,7 +126,6 @@ def _train_with_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Any]]:
-    """What each rank saw under each strategy."""
     return run_distributed(_train_with_all, 2, timeout=240)
 
 

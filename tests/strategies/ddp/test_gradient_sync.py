@@ -103,7 +103,6 @@ def _count_all() -> dict[str, tuple[list[int], dict[str, torch.Tensor]]]:
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, tuple[list[int], dict[str, torch.Tensor]]]]:
-    """How often gradients crossed on each rank, and the weights that came of it."""
     return run_distributed(_count_all, 2, timeout=120)
 
 

@@ -134,7 +134,6 @@ def _train_all(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw."""
     return run_distributed(_train_all, 2, tmp_path_factory.mktemp("local"), timeout=120)
 
 
@@ -174,8 +173,6 @@ def test_a_resume_goes_on_as_the_run_that_saved(runs: list[dict[str, Any]]) -> N
 
 
 class SeesWeights(Task):
-    """Notes a weight whenever it evaluates."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[float] = []
@@ -208,15 +205,11 @@ def test_every_rank_evaluates_the_average_and_a_search_tries_steps_out(tmp_path:
 
 
 class Ragged(Task):
-    """Counts the rows of a batch."""
-
     def num_items(self, batch: Any) -> int:
         return len(batch[0])
 
 
 class FirstLoss(Callback):
-    """Keeps the losses and gradients of each step."""
-
     def __init__(self) -> None:
         self.grads: list[torch.Tensor] = []
 

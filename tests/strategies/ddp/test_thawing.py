@@ -74,7 +74,6 @@ def _train_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, Any]]:
-    """What two ranks trained."""
     return run_distributed(_train_all, 2, timeout=120, init=False)
 
 

@@ -44,8 +44,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Inside(Callback):
-    """Looks at what this rank holds in the middle of training."""
-
     def __init__(self) -> None:
         self.empty = 0
         self.numel = 0
@@ -88,7 +86,6 @@ def _train_with_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, Any]]:
-    """What each of two ranks trained with each of the options."""
     return run_distributed(_train_with_all, 2, timeout=290, init=False)
 
 
@@ -224,8 +221,6 @@ def test_ranks_agree_on_a_gradient_that_is_not_finite() -> None:
 
 
 class Names(Callback):
-    """Notes the devices of the weights that a checkpoint is about to hold."""
-
     def __init__(self) -> None:
         self.seen: set[str] = set()
 

@@ -52,13 +52,11 @@ class Wide(TaskModule):
 
 
 def batches(number: int = 4) -> list[torch.Tensor]:
-    """Return the data."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(2, WIDTH, generator=generator) for _ in range(number)]
 
 
 def strategy(disk: Path) -> DeepSpeedStrategy:
-    """Return one with states and weights on a disk, and with small buffers."""
     place = {"device": "nvme", "nvme_path": str(disk)}
     return DeepSpeedStrategy(
         {

@@ -41,8 +41,6 @@ class Scheduled(Blocks):
 
 
 class Rates(Callback):
-    """Notes the learning rate of each step."""
-
     def __init__(self) -> None:
         self.seen: list[float] = []
 
@@ -126,8 +124,6 @@ def test_optimizer_and_parameters_on_the_host_train_and_continue(tmp_path: Path)
 
 
 class BuiltLate(Blocks):
-    """Has no layers before a strategy asks for them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tied = nn.Linear(5, 7)  # its own weight: ties across modules cannot be made of pieces
@@ -140,8 +136,6 @@ class BuiltLate(Blocks):
 
 
 class Experts(nn.Module):
-    """Two layers, of which a batch goes through one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
@@ -153,8 +147,6 @@ class Experts(nn.Module):
 
 
 class Routed(Blocks):
-    """Sends each batch through one expert."""
-
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -204,7 +196,6 @@ class Student(Blocks):
 
 
 def _distil(folder: Path) -> dict[str, Any]:
-    """Train, and continue from the middle."""
     found: dict[str, Any] = {}
     for stage in (1, 2):
         task = Student()
@@ -252,7 +243,6 @@ def _other_ways(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks made of other formats and ways to build."""
     return run_distributed(_other_ways, 2, tmp_path_factory.mktemp("others"), timeout=290, init=False)
 
 

@@ -160,7 +160,6 @@ def _train_all() -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[Any, Any]]:
-    """What two ranks have trained in all of these loops."""
     return run_distributed(_train_all, 2, init=False, timeout=290)
 
 

@@ -58,8 +58,6 @@ def test_a_script_runs_one_stage_after_the_other_at_stage_3() -> None:
 
 
 class Accumulating(Blocks):
-    """Adagrad with two rates and a schedule."""
-
     def configure_optimizers(self) -> Any:
         weights = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
         others = [p for p in self.parameters() if p.requires_grad and p.dim() < 2]
@@ -69,8 +67,6 @@ class Accumulating(Blocks):
 
 
 class Factored(Blocks):
-    """An optimizer that looks at rows and columns."""
-
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor([p for p in self.parameters() if p.requires_grad])
 
@@ -108,7 +104,6 @@ def _try_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tried() -> list[dict[str, Any]]:
-    """What two ranks found."""
     return run_distributed(_try_all, 2, timeout=240, init=False)
 
 

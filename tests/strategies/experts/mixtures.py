@@ -13,8 +13,6 @@ from trainwright.core.task import TaskModule
 
 
 class Experts(nn.Module):
-    """Stacked experts with a bias."""
-
     def __init__(self, num_experts: int, width: int) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -101,8 +99,6 @@ _VOCABULARY = 24
 
 
 class Hf(TaskModule):
-    """A mixture of transformers with its own loss."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         import transformers

@@ -87,7 +87,6 @@ _PRECISIONS: list[Any] = ["bf16-mixed", "16-mixed", "bf16-true", "64-true"]
 
 @pytest.fixture(scope="module")
 def in_precisions() -> list[dict[str, Any]]:
-    """What each of two ranks trained in other precisions."""
     return run_distributed(lambda: {name: train("fsdp", 2, precision=name) for name in _PRECISIONS}, 2, timeout=120)
 
 
@@ -113,8 +112,6 @@ def test_units_are_compiled_by_themselves(strategy: str, regional: bool) -> None
 
 
 class EncoderTask(RegressionTask):
-    """Units that are layers of torch itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True) for _ in range(3))
@@ -154,8 +151,6 @@ def test_layers_of_torch_are_compiled_as_units(strategy: str, options: Any) -> N
 
 
 class PieceWatcher(Callback):
-    """Counts what this rank holds in the middle of training."""
-
     def on_train_end(self, trainer: Any, task: Any) -> None:
         assert all(isinstance(parameter, DTensor) for parameter in task.parameters())
         self.held = sum(p.to_local().numel() for p in task.parameters())
@@ -347,8 +342,6 @@ def test_ranks_that_build_on_meta_get_rank_zeros_weights() -> None:
 
 
 class StateWatcher(Callback):
-    """Notes the devices of the weights that a checkpoint is about to hold."""
-
     def __init__(self) -> None:
         self.seen: set[tuple[str, str]] = set()
 
@@ -565,8 +558,6 @@ def test_a_mesh_that_does_not_fit_the_processes_is_refused_before_anything_is_to
 
 
 class ByHand(RegressionTask):
-    """Optimizes by hand."""
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -590,16 +581,12 @@ def _built_early() -> RegressionTask:
 
 
 class WithSparseGradients(RegressionTask):
-    """One layer's gradients are sparse."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(4, 2, sparse=True)
 
 
 class FromMetaWithoutReset(RegressionTask):
-    """Has a parameter on meta that nobody can give a value."""
-
     def configure_model(self) -> None:
         self.scale = nn.Parameter(torch.empty(2, device="meta"))
 

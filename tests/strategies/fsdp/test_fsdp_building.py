@@ -76,7 +76,6 @@ def _fit(strategy: Any, task: TaskModule, *, steps: int = 2, ckpt_path: Any = No
 
 
 def _held() -> int:
-    """Return the bytes of all tensors of this process."""
     gc.collect()
     found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
     sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found if t.device.type == "cpu"}
@@ -232,8 +231,6 @@ def test_a_task_that_builds_everything_early_is_told_to_build_later(option: str)
 
 
 class WithScalar(Blocks):
-    """Has a parameter without a dimension."""
-
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(1.0))

@@ -35,7 +35,6 @@ class TwoOptimizers(Blocks):
 
 
 def first_checkpoint(folder: Path) -> Path:
-    """Return the one of step 2."""
     return next(path for path in folder.iterdir() if "step=2" in path.name)
 
 
@@ -67,19 +66,16 @@ def train_all(strategy: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where both strategies save."""
     return tmp_path_factory.mktemp("beside")
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Any]:
-    """What one process does."""
     return train_all("single", folder / "single")
 
 
 @pytest.fixture(scope="module")
 def sharded(folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each of two ranks with pieces does."""
     assert alone
     return run_distributed(train_all, 2, "fsdp", folder / "fsdp", timeout=300)
 

@@ -108,7 +108,6 @@ def _try_all(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks found."""
     folder = tmp_path_factory.mktemp("calls")
     found = run_distributed(_try_all, 2, folder, timeout=120, init=False)
     for of_rank in found:

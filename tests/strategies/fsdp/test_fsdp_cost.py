@@ -45,8 +45,6 @@ class Plain(Blocks):
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators, collectives among them, by name."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.counts: Counter[str] = Counter()
@@ -86,8 +84,6 @@ def _compares(frame: FrameType | None) -> bool:
 
 
 class Counting(Callback):
-    """Counts within some steps of a run."""
-
     def __init__(self, counter: Any) -> None:
         self.counter = counter
 
@@ -199,8 +195,6 @@ def test_a_sharded_step_calls_little_more_than_a_hand_written_one(kind: str, cou
 
 
 class Feed(nn.Module):
-    """A feed-forward block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)

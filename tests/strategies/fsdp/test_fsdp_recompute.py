@@ -45,7 +45,6 @@ class Counted(Blocks):
 
 
 def keep_affine_maps(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what an affine map gives."""
     kept = operator is torch.ops.aten.addmm.default
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -152,7 +152,6 @@ def _look() -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
-    """What two ranks have seen in all of these runs."""
     return run_distributed(_look, 2, timeout=240)
 
 
@@ -271,7 +270,6 @@ def test_units_that_are_really_compiled_train_as_in_one_process() -> None:
 
 
 def indices(runs: list[tuple[int, int]]) -> list[int]:
-    """Return the indices of some runs, in their order."""
     return [start + i for start, length in runs for i in range(length)]
 
 

@@ -36,13 +36,11 @@ def _train_and_save(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of two ranks: of each step, in a thread; and of the last one once more, at once."""
     return tmp_path_factory.mktemp("sharded")
 
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights after the run that wrote them."""
     weights: list[dict[str, torch.Tensor]] = run_distributed(_train_and_save, 2, folder, init=False, timeout=300)
     return weights[0]
 

@@ -205,7 +205,6 @@ _PLANS = {"layers": _PLAN, "sequence": _SEQUENCE_PLAN, "loss": _LOSS_PLAN}
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """What one process gives."""
     return train("single")
 
 
@@ -216,7 +215,6 @@ def _train_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def split() -> list[dict[str, Any]]:
-    """What two ranks give under each plan, by rank."""
     return run_distributed(_train_all, 2, init=False, timeout=300)
 
 
@@ -362,7 +360,6 @@ def test_other_precisions_come_close_to_one_process_in_them() -> None:
 
 
 def lengths(strategy: Any, processes: int, num_nodes: int = 1) -> tuple[int, int, int]:
-    """Return the lengths of the axes of a strategy's mesh."""
     settings = EngineSettings("cpu", list(range(processes)), num_nodes, Precision.parse("32-true"))
     strategy.check(settings)
     shape = strategy.mesh_shape(settings)
@@ -417,8 +414,6 @@ def _loader() -> DataLoader[Any]:
 
 
 class TwoHeads(Gpt):
-    """Says how many heads it has."""
-
     def __init__(self) -> None:
         super().__init__(heads=2)
         self.plan = None

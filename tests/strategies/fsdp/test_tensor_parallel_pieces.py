@@ -27,8 +27,6 @@ class Untied(Gpt):
 
 
 class Built(Gpt):
-    """Is built where the strategy says."""
-
     def __init__(self) -> None:
         super().__init__()
         for name in [name for name, _ in self.named_children() if name != "total"]:
@@ -89,7 +87,6 @@ def _run_two() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, Any]]:
-    """What two ranks have found."""
     return run_distributed(_run_two, 2, init=False, timeout=300)
 
 

@@ -51,8 +51,6 @@ def make_model(kind: str, **changes: Any) -> Any:
 
 
 class Hf(TaskModule):
-    """A model of transformers, split by its ready plan."""
-
     def __init__(self, kind: str, options: dict[str, bool] | None = None, **changes: Any) -> None:
         super().__init__()
         self.options = options
@@ -74,7 +72,6 @@ class Hf(TaskModule):
 
 
 def train(strategy: str, task: Hf) -> dict[str, Any]:
-    """Train two steps."""
     recorder = StepRecorder()
     ids = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(4))
     trainer = quiet_trainer(

@@ -132,7 +132,6 @@ def train(folder: Path, strategy: Any, *, data: Any = None, task: Any = None) ->
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tapes lie."""
     return tmp_path_factory.mktemp("pipeline")
 
 
@@ -141,7 +140,6 @@ _MIXED = (6, 4, 6, 3, 5, 6, 4, 4, 2, 6, 5)  # of several lengths, and the last s
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> dict[str, Any]:
-    """One process, each by its data."""
     return {
         "even": train(folder / "one", "single"),
         "mixed": train(folder / "one-mixed", "single", data=batches(_MIXED)),
@@ -150,8 +148,6 @@ def one(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
-    """Two ranks, each by its schedule and data."""
-
     def runs() -> dict[str, Any]:
         def run(name: str, data: Any = None, **options: Any) -> dict[str, Any]:
             return train(folder / name, MegatronStrategy(pp=2, **options), data=data)
@@ -207,8 +203,6 @@ def test_four_ranks_divide_stages_and_data(one: Any, folder: Path) -> None:
 
 
 class Counting(Speaker):
-    """Logs the number of samples of an epoch."""
-
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.log("count", float(len(batch)), on_step=False, on_epoch=True, reduce_fx="sum")
         return super().training_step(batch, batch_idx)
@@ -331,8 +325,6 @@ def test_heads_that_tp_does_not_divide_are_refused_before_a_process_starts() -> 
 
 
 class Twice(Speaker):
-    """Calls the model twice in a step."""
-
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.loss(batch) + self.loss(batch)
 
@@ -420,8 +412,6 @@ def test_a_model_that_a_pipeline_cannot_run_is_refused_in_its_first_step(task: A
 
 
 class Norms(Callback):
-    """Reads all weights."""
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         for parameter in pl_module.parameters():
             parameter.norm().item()

@@ -85,8 +85,6 @@ class Layers(TaskModule):
 
 
 class Losses(Callback):
-    """Notes the loss of each step."""
-
     def __init__(self) -> None:
         self.values: list[float] = []
 

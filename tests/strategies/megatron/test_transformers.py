@@ -51,8 +51,6 @@ def make_model(kind: str) -> Any:
 
 
 class Hf(TaskModule):
-    """A language model of transformers with its own loss."""
-
     def __init__(self, kind: str, **options: object) -> None:
         super().__init__()
         self.model, self.options = make_model(kind), options
@@ -119,7 +117,6 @@ _CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return on two ranks the run of each case."""
     folder = tmp_path_factory.mktemp("stages")
 
     def runs() -> dict[str, Any]:

@@ -23,8 +23,6 @@ WIDTH, DEPTH = 16, 5
 
 
 class Block(nn.Module):
-    """A residual block with dropout and a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -40,8 +38,6 @@ class Block(nn.Module):
 
 
 class Tiny(TaskModule):
-    """An embedding, blocks, and a head that shares the embedding's weight."""
-
     def __init__(self, *, recompute: bool = False, units: bool = True) -> None:
         super().__init__()
         self.recompute, self.units = recompute, units

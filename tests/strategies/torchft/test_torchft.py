@@ -100,7 +100,6 @@ class Replicas:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    """Return a function that starts replicas."""
     started = []
 
     def start(**arguments: Any) -> Replicas:

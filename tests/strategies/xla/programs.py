@@ -71,19 +71,16 @@ class Regression(TaskModule):
 
 
 def loader(batch_size: int = 16, samples: int = SAMPLES) -> DataLoader[Any]:
-    """Return batches that are the same in each call."""
     x = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size)
 
 
 def trainer(folder: str, **options: Any) -> Trainer:
-    """Return a quiet Trainer."""
     given = {"max_epochs": 3, "logger": False, "enable_checkpointing": False, "log_every_n_steps": 4, **options}
     return Trainer(enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **given)
 
 
 def fit(folder: str, dropout: float = 0.0, manual: bool = False, **options: Any) -> tuple[Regression, Trainer]:
-    """Train with a Trainer."""
     task, run = Regression(dropout, manual=manual), trainer(folder, **options)
     run.fit(task, loader(), None if manual else loader(32))
     return task, run
@@ -160,7 +157,6 @@ def language_model(folder: str, **options: Any) -> list[dict[str, float]]:
 
 
 def counters() -> dict[str, int]:
-    """Return how often something has happened in this process."""
     import torch_xla.debug.metrics as metrics
 
     compiled = metrics.metric_data("CompileTime")
