@@ -47,14 +47,8 @@ STRATEGIES: dict[str, tuple[str | Callable[[], Any], int]] = {
     "zero2_4": ("deepspeed_stage_2", 4),
     "zero3_4": ("deepspeed_stage_3", 4),
 }
-_DATA_RANKS = {
-    "tp": 1,
-    "tp_4": 1,
-    "fsdp_tp_4": 2,
-    "pp": 1,
-    "pp_4": 2,
-    "pp_tp_4": 1,
-}  # where several processes see the same data
+# where several processes see the same data
+_DATA_RANKS = {"tp": 1, "tp_4": 1, "fsdp_tp_4": 2, "pp": 1, "pp_4": 2, "pp_tp_4": 1}
 
 NAMES = list(STRATEGIES)
 _FOUR = [name for name in NAMES if STRATEGIES[name][1] == 4]
@@ -70,14 +64,8 @@ PAIRS = [
 
 
 # Pairs of two sharded strategies that `make test` keeps; the other pairs without "single" are exhaustive.
-_KEPT_PAIRS = {
-    ("fsdp", "zero3"),
-    ("zero3", "fsdp"),
-    ("tp", "fsdp"),
-    ("fsdp", "fsdp_tp_4"),
-    ("pp", "fsdp"),
-    ("fsdp", "pp"),
-}
+_KEPT_PAIRS = {*itertools.permutations(("fsdp", "zero3")), *itertools.permutations(("fsdp", "pp"))}
+_KEPT_PAIRS |= {("tp", "fsdp"), ("fsdp", "fsdp_tp_4")}
 
 
 def _is_kept(reader: str, writer: str) -> bool:

@@ -438,11 +438,9 @@ class _Layers(nn.Module):
     ],
 )
 def test_what_is_converted(precision: Fp8, expected: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    from contextlib import ExitStack
-
     model = _Layers()
     before = copy.deepcopy(dict(vars(model.second)))
-    with caplog.at_level(logging.INFO, "trainwright"), ExitStack() as undo:
+    with caplog.at_level(logging.INFO, "trainwright"), contextlib.ExitStack() as undo:
         precision.convert([model], torch.device("cpu"), undo)
         assert [name for name, layer in model.named_children() if has_ao_layers(layer)] == expected
         (text,) = [record.getMessage() for record in caplog.records if "fp8:" in record.getMessage()]
@@ -453,10 +451,8 @@ def test_what_is_converted(precision: Fp8, expected: list[str], caplog: pytest.L
 
 
 def test_a_name_to_skip_that_no_module_has_is_an_error() -> None:
-    from contextlib import ExitStack
-
     with pytest.raises(ConfigurationError, match=r"_Layers has no module 'thrid'. Did you mean 'third'"):
-        Fp8(skip=("second", "thrid")).convert([_Layers()], torch.device("cpu"), ExitStack())
+        Fp8(skip=("second", "thrid")).convert([_Layers()], torch.device("cpu"), contextlib.ExitStack())
 
 
 def test_a_model_is_converted_for_a_loop_without_an_accelerator() -> None:

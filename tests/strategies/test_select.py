@@ -1,4 +1,4 @@
-"""From the Trainer's arguments and the launcher's variables to a strategy, before anything is touched."""
+"""From arguments and the launcher's variables to a strategy and its mesh, before anything is touched."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.distributed import run_distributed
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.process import Topology
 from trainwright.processes.devices import device_indices, device_type, kernel_choice
+from trainwright.processes.process_group import Processes
 from trainwright.strategies import DDPStrategy, SingleDeviceStrategy
 from trainwright.strategies.megatron.strategy import MegatronStrategy
+from trainwright.strategies.mesh import MeshShape, data_axes, data_group
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, compile_options, select
 
@@ -203,3 +207,46 @@ def test_the_choice_of_kernels_ends_with_the_stage(before: bool, arguments: tupl
         assert torch.are_deterministic_algorithms_enabled() is bool(deterministic)
     assert torch.backends.cudnn.benchmark is before
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+# Ranks along named axes
+
+
+@pytest.mark.parametrize(
+    ("shape", "of_ranks", "members"),
+    [
+        (MeshShape(dp_shard=4), [0, 1, 2, 3], [0, 1, 2, 3]),
+        (MeshShape(dp_replicate=2, dp_shard=2), [0, 1, 2, 3], [0, 1, 2, 3]),
+        (MeshShape(dp_shard=2, tp=2), [0, 0, 1, 1], [0, 2]),  # neighbours work on one batch
+        (MeshShape(pp=2, dp_shard=2), [0, 1, 0, 1], [0, 1]),  # stages of one batch are not neighbours
+        (MeshShape(pp=2, dp_replicate=2, tp=2), [0, 0, 1, 1, 0, 0, 1, 1], [0, 2]),
+        (MeshShape(dp_shard=2, cp=2, tp=2), [0, 0, 1, 1, 2, 2, 3, 3], [0, 2, 4, 6]),
+        (MeshShape(tp=2), [0, 0], [0]),
+    ],
+)
+def test_ranks_along_the_data_axes_see_different_data(
+    shape: MeshShape, of_ranks: list[int], members: list[int]
+) -> None:
+    found = [
+        shape.data_ranks(Processes(Topology("torchrun", rank=rank, world_size=shape.size)))
+        for rank in range(shape.size)
+    ]
+    assert [ranks.rank for ranks in found] == of_ranks
+    assert all(list(ranks.members) == members for ranks in found)
+
+
+def _groups() -> tuple[tuple[str, ...], list[int], list[int]]:
+    import torch.distributed as dist
+
+    shape = MeshShape(pp=2, dp_replicate=2)
+    mesh = shape.device_mesh("cpu")
+    return mesh.mesh_dim_names or (), dist.get_process_group_ranks(data_group(mesh)), list(data_axes(mesh).shape)
+
+
+@pytest.mark.distributed
+def test_torchs_mesh_has_the_same_ranks() -> None:
+    found = run_distributed(_groups, 4)
+    for rank, (names, group, lengths) in enumerate(found):
+        assert names == ("pp", "dp_replicate", "dp_shard")
+        assert group == ([0, 1] if rank < 2 else [2, 3])
+        assert lengths == [2, 1]

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.distributed import RankError, run_distributed
-from tests.helpers.runs import quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.callback import Callback
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
-from trainwright.strategies import DDPStrategy, EngineSettings
+from trainwright.core.task import TaskModule
+from trainwright.strategies import DDPStrategy, EngineSettings, LocalSGDStrategy
 from trainwright.strategies.precision import Precision
 from trainwright.trainer.trainer import Trainer
 
@@ -251,7 +253,7 @@ class GroupWatcher(Callback):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])
 def test_a_process_group_ends_with_its_stage_and_is_not_left_to_the_collector(strategy: str) -> None:
     # The collector may run in a loader's forked worker, where freeing a gloo group waits for threads that are not
     # there. torch.distributed.nn keeps the first group of a process for good, as a default argument.
@@ -292,3 +294,77 @@ def test_layers_that_configure_model_builds_are_synchronized_too() -> None:
     engine = DDPStrategy(sync_batchnorm=True).engine(EngineSettings("cuda", [0], 1, Precision.parse("32-true")))
     engine._build(task)
     assert isinstance(task.late, nn.SyncBatchNorm)
+
+
+# Parameters that are frozen or unfrozen during a fit
+
+
+class Thawing(Blocks):
+    """Its middle block is unfrozen before the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.blocks[1].requires_grad_(self.current_epoch == 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class ThawingLater(Thawing):
+    """The block is unfrozen between two micro-batches of one step."""
+
+    def on_train_epoch_start(self) -> None:
+        """Leave it as it is."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Unfreeze before the last micro-batch of an epoch, which is this one's on any number of ranks."""
+        if torch.equal(batch, batches()[-1]) or torch.equal(batch, batches()[-2]):
+            self.blocks[1].requires_grad_(True)
+
+
+class ThawingAll(Thawing):
+    """Nothing is trained when the strategy takes the task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.requires_grad_(True)
+
+
+class Freezing(Blocks):
+    """Its middle block is frozen after the first epoch of two steps, which end between two averages."""
+
+    def on_train_epoch_start(self) -> None:
+        self.blocks[1].requires_grad_(self.current_epoch == 0)
+
+
+_TASKS: dict[str, type[TaskModule]] = {"epoch": Thawing, "step": ThawingLater, "all": ThawingAll}
+
+
+def _train_all() -> dict[str, Any]:
+    found: dict[str, Any] = {name: train(DDPStrategy(), 2, task()) for name, task in _TASKS.items()}
+    frozen = Freezing()
+    trainer = quiet_trainer(devices="auto", strategy=LocalSGDStrategy(3), max_epochs=2, accumulate_grad_batches=2)
+    trainer.fit(frozen, batches())
+    return found | {"local_sgd": weights_of(frozen)}
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Any]]:
+    return run_distributed(_train_all, 2, timeout=120, init=False)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", list(_TASKS))
+def test_replicas_average_what_is_unfrozen_during_a_fit(name: str, trained: list[dict[str, Any]]) -> None:
+    assert_trained_alike([found[name] for found in trained], train("single", 1, _TASKS[name]()))
+
+
+@pytest.mark.distributed
+def test_local_sgd_averages_what_was_frozen_since_the_last_average(trained: list[dict[str, Any]]) -> None:
+    assert_equal_weights(trained[0]["local_sgd"], trained[1]["local_sgd"])

@@ -148,9 +148,9 @@ def test_replicas_stay_equal_under_every_hook(runs: list[dict[str, Any]]) -> Non
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["full rank", "batched"])
-def test_power_sgd_of_full_rank_is_an_average(name: str, runs: list[dict[str, Any]]) -> None:
-    torch.testing.assert_close(runs[0][name]["weights"], runs[0]["plain"]["weights"], rtol=0, atol=1e-5)
+@pytest.mark.parametrize(("name", "atol"), [("full rank", 1e-5), ("batched", 1e-5), ("late", 1e-6)])
+def test_power_sgd_of_full_rank_or_before_it_starts_is_an_average(name: str, atol: float, runs: list[Any]) -> None:
+    torch.testing.assert_close(runs[0][name]["weights"], runs[0]["plain"]["weights"], rtol=0, atol=atol)
 
 
 @pytest.mark.distributed
@@ -158,11 +158,6 @@ def test_power_sgd_of_full_rank_is_an_average(name: str, runs: list[dict[str, An
 def test_power_sgd_of_rank_one_compresses(name: str, runs: list[dict[str, Any]]) -> None:
     difference = (runs[0][name]["weights"]["net.0.weight"] - runs[0]["plain"]["weights"]["net.0.weight"]).abs()
     assert difference.max() > 1e-4
-
-
-@pytest.mark.distributed
-def test_power_sgd_averages_plainly_before_it_starts(runs: list[dict[str, Any]]) -> None:
-    torch.testing.assert_close(runs[0]["late"]["weights"], runs[0]["plain"]["weights"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.distributed

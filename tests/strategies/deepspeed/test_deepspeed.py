@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import pickle
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
-from tests.strategies.ddp.test_ddp import GroupWatcher
-from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
-from tests.strategies.fsdp.test_fsdp import _LeavesGroup, _train_on_bad
+from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, train
+from tests.strategies.fsdp.test_fsdp import StateWatcher, _LeavesGroup
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint
-from trainwright.core.errors import TaskError
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 pytestmark = pytest.mark.distributed
@@ -128,104 +121,7 @@ def test_a_group_that_is_left_between_its_micro_batches_leaves_no_gradient_behin
         assert_trained_alike([found["left"][number] for found in trained], alone)
 
 
-# After a stage
-
-
-def _after() -> dict[str, Any]:
-    groups: list[weakref.ref[Any]] = []
-    linear, found = nn.functional.linear, {}
-    for stage in (1, 3):
-        task, plain = Blocks(), Blocks()
-        watcher = GroupWatcher(groups)
-        trainer = quiet_trainer(devices="auto", strategy=f"deepspeed_stage_{stage}", max_epochs=1, callbacks=[watcher])
-        trainer.fit(task, batches(), batches(3))
-        gc.disable()
-        same = [
-            (type(one), set(vars(one)), type(one._parameters)) == (type(other), set(vars(other)), dict)
-            for one, other in zip([*task.modules()][1:], [*plain.modules()][1:], strict=True)
-        ]
-        hooks = [key for m in task.modules() for key, value in vars(m).items() if key.endswith("_hooks") and value]
-        traces = {name for parameter in task.parameters() for name in vars(parameter)}
-        again = pickle.loads(pickle.dumps(task))
-        found[stage] = {
-            "plain": (same.count(False), hooks, traces, task.tied.weight is task.inputs.weight),
-            "outputs": again(batches()[3]).detach(), "weights": weights_of(task),
-            "predictions": trainer.predict(task, batches(3)),
-            "validated": trainer.validate(task, batches(3), verbose=False)[0]["val_loss"],
-        }  # fmt: skip
-        quiet_trainer(devices="auto", strategy=f"deepspeed_stage_{stage}", max_epochs=1).fit(task, batches())
-        found[stage]["moved"] = weights_of(task)
-        alive = weakref.ref(task)
-        del task, plain, watcher, trainer
-        gc.collect()
-        found[stage]["alive"] = alive() is not None
-        gc.disable()
-    found["groups"] = [group() is not None for group in groups[1:]]
-    found["linear"] = nn.functional.linear is linear
-    return found
-
-
-def test_after_a_stage_the_task_is_a_plain_one_with_whole_weights_and_can_be_used_again() -> None:
-    by_rank = run_distributed(_after, 2, timeout=280, init=False)
-    for stage in (1, 3):
-        first, second = (found[stage] for found in by_rank)
-        for found in (first, second):
-            assert found["plain"] == (0, [], set(), True)
-            assert_equal_weights(found["weights"], first["weights"])
-            assert_equal_weights(found["moved"], first["moved"])
-        task = Blocks()
-        task.load_state_dict(first["weights"])
-        with torch.no_grad():
-            torch.testing.assert_close(first["outputs"], task(batches()[3]))
-            torch.testing.assert_close(first["predictions"], [task(batch) for batch in batches(3)])
-        assert first["validated"] == second["validated"]
-        assert not first["alive"]
-        assert not torch.equal(first["moved"]["outputs.weight"], first["weights"]["outputs.weight"])
-    assert by_rank[0]["groups"] == [False]
-    assert by_rank[0]["linear"]
-
-
-# Steps that do not end
-
-
-class _ReturnsNone(Blocks):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
-
-
-def _not_ending() -> dict[str, Any]:
-    import warnings
-
-    warnings.simplefilter("ignore")
-    found: dict[str, Any] = {
-        policy: [_train_on_bad(DeepSpeedStrategy(stage=stage), policy, 1) for stage in (0, 1, 2, 3)]
-        for policy in ("skip", "raise")
-    }
-    with pytest.raises(TaskError) as none:
-        quiet_trainer(devices="auto", strategy="deepspeed_stage_2", max_epochs=1).fit(_ReturnsNone(), batches())
-    found["none"] = str(none.value)
-    return found
-
-
-def test_ranks_agree_on_a_gradient_that_is_not_finite() -> None:
-    first, second = run_distributed(_not_ending, 2, timeout=280, init=False)
-    for one, other in zip(first["skip"], second["skip"], strict=True):
-        assert one[:2] == other[:2] == (1, 1)
-        assert all(tensor.isfinite().all() for tensor in one[2].values())
-        torch.testing.assert_close(one[2], first["skip"][0][2], rtol=0, atol=1e-5)
-    assert all("outputs.bias" in text for text in first["raise"])
-    assert "Return a zero loss" in first["none"]
-
-
 # Checkpoints
-
-
-class Names(Callback):
-    def __init__(self) -> None:
-        self.seen: set[str] = set()
-
-    def on_save_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
-        self.seen |= {value.device.type for value in checkpoint["state_dict"].values()}
 
 
 _SAVES = [(1, "sharded"), (2, "sharded"), (2, "full"), (3, "sharded"), (3, "full")]
@@ -234,10 +130,10 @@ _SAVES = [(1, "sharded"), (2, "sharded"), (2, "full"), (3, "sharded"), (3, "full
 def _save(folder: Path) -> list[set[str]]:
     seen = []
     for stage, kind in _SAVES:
-        watcher = Names()
+        watcher = StateWatcher()
         saver = ModelCheckpoint(folder / f"{stage}-{kind}", every_n_train_steps=2, save_top_k=-1)
         train(DeepSpeedStrategy(stage=stage, state_dict_type=kind), 2, callbacks=[watcher, saver])
-        seen.append(watcher.seen)
+        seen.append({device for _, device in watcher.seen})
     return seen
 
 

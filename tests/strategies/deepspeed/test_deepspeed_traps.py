@@ -86,6 +86,11 @@ class Thawing(Blocks):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
+class _ReturnsNone(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
 def _try_all() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for stage in (1, 3):
@@ -98,6 +103,9 @@ def _try_all() -> dict[str, Any]:
             with pytest.raises(TaskError) as failed:
                 trainer.fit(Thawing(begins), batches())
             found[f"thawing {stage} {begins}"] = str(failed.value), trainer.global_step
+    with pytest.raises(TaskError) as none:
+        quiet_trainer(devices="auto", strategy="deepspeed_stage_2", max_epochs=1).fit(_ReturnsNone(), batches())
+    found["none"] = str(none.value)
     found["stage 0"] = train(DeepSpeedStrategy(stage=0), 2, Thawing(begins=False))
     return found
 
@@ -132,6 +140,10 @@ def test_what_is_frozen_or_thawed_later_is_an_error_before_the_step(
         message, steps = found[f"thawing {stage} {begins}"]
         assert f"blocks.1.norm.weight was {what} after" in message
         assert steps == 4  # those of the first epoch
+
+
+def test_a_step_without_a_loss_is_an_error(tried: list[dict[str, Any]]) -> None:
+    assert all("Return a zero loss" in found["none"] for found in tried)
 
 
 def test_stage_0_takes_what_is_thawed_later(tried: list[dict[str, Any]]) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
+from tests.strategies.fsdp import sharded
+from tests.strategies.fsdp.sharded import batches
 from trainwright.core.task import TaskModule
 
 
@@ -83,12 +84,6 @@ class MixtureTask(TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-4)
 
 
-def batches(num: int = 12) -> list[torch.Tensor]:
-    """Return micro-batches of 1 to 4 rows of 5 numbers."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(1 + i % 4, 5, generator=generator) for i in range(num)]
-
-
 _KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "output_router_logits": True},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
@@ -144,18 +139,6 @@ def text(num: int = 12) -> list[dict[str, torch.Tensor]]:
 
 def train(task: TaskModule, strategy: Any = "single", processes: int = 1, **arguments: Any) -> dict[str, Any]:
     """Train three steps of four micro-batches; return what can be compared."""
-    recorder, data = StepRecorder(), text if isinstance(task, Hf) else batches
-    settings = {"gradient_clip_val": 0.5, "max_epochs": 1, **arguments}
-    trainer = quiet_trainer(
-        devices="auto" if processes > 1 else 1,
-        strategy=strategy,
-        accumulate_grad_batches=4 // processes,
-        callbacks=[recorder, *settings.pop("callbacks", [])],
-        **{name: value for name, value in settings.items() if name != "ckpt_path"},
-    )
-    trainer.fit(task, data(), data(5), ckpt_path=settings.get("ckpt_path"))
-    return {
-        "losses": torch.tensor(recorder.losses), "norms": torch.tensor(recorder.norms), "weights": weights_of(task),
-        "val": trainer.callback_metrics["val_loss"], "reported": torch.tensor(recorder.reported),
-        "computed": [module.computed for module in task.modules() if isinstance(module, Experts)],
-    }  # fmt: skip
+    data = text if isinstance(task, Hf) else batches
+    found = sharded.train(strategy, processes, task, data=(data(12), data(5)), **{"max_epochs": 1, **arguments})
+    return found | {"computed": [module.computed for module in task.modules() if isinstance(module, Experts)]}

@@ -87,6 +87,7 @@ def train(
     *,
     ckpt_path: Path | None = None,
     save_to: Path | None = None,
+    data: tuple[Any, Any] | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Train two epochs of steps of four micro-batches, save if told; return what can be compared."""
@@ -96,12 +97,13 @@ def train(
     trainer = quiet_trainer(devices="auto" if processes > 1 else 1, strategy=strategy, **settings)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*(generators start from scratch|holds the state of a callback)")
-        trainer.fit(task, batches(), batches(7), ckpt_path=ckpt_path)
+        trainer.fit(task, *(data or (batches(), batches(7))), ckpt_path=ckpt_path)
     if save_to is not None:
         trainer.save_checkpoint(save_to)
     return {
         "losses": torch.tensor(recorder.losses), "norms": torch.tensor(recorder.norms), "weights": weights_of(task),
         "val": float(trainer.callback_metrics["val_loss"]), "reported": recorder.reported, "step": trainer.global_step,
+        "rates": [rates[0] for rates in recorder.lrs],
         "hidden": trainer.strategy.capabilities.gradients == "hidden",
     }  # fmt: skip
 

@@ -116,7 +116,7 @@ class Precise(torch.optim.Optimizer):
     """Sums gradients in float64 and counts in int64."""
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
+        super().__init__(parameters, {"lr": 0.1})
 
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()

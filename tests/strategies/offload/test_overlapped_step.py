@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.runs import assert_equal_weights
 from tests.helpers.selection import mostly_exhaustive
-from tests.strategies.offload.late_stream import LateStream
-from tests.strategies.offload.overlapped import assert_same, train, writer
+from tests.strategies.offload.overlapped import LateStream, assert_same, train, writer
 from tests.strategies.offload.test_training import DEPTH, PLACES, WIDTH, Tiny
 from trainwright import OffloadStrategy
 from trainwright.callbacks import EMAWeightAveraging
