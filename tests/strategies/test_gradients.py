@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trainwright.strategies.steps.gradients import (
-    GradientClip,
-    HostGradients,
-    parameters_of,
-    stack_counts,
-)
+from trainwright.strategies.steps.gradients import GradientClip, HostGradients, parameters_of, stack_counts
 
 
 def test_parameters_of_several_optimizers_come_once_each_and_in_order() -> None:

@@ -22,16 +22,8 @@ no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="sa
 
 
 def choose(**arguments: Any) -> Selection:
-    defaults: dict[str, Any] = {
-        "strategy": "auto",
-        "accelerator": "cpu",
-        "devices": "auto",
-        "num_nodes": 1,
-        "precision": Precision.parse("32-true"),
-        "compile": False,
-        "launcher": "auto",
-        "sync_batchnorm": False,
-    }
+    defaults: dict[str, Any] = {"strategy": "auto", "accelerator": "cpu", "devices": "auto", "num_nodes": 1}
+    defaults |= {"precision": Precision.parse("32-true"), "compile": False, "launcher": "auto", "sync_batchnorm": False}
     return select(**(defaults | arguments))
 
 

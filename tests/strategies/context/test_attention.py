@@ -369,16 +369,12 @@ def test_blocks_merge_on_cuda(kernel: str, dtype: torch.dtype, bound: float, mon
 # Sequences: who holds which positions, splitting and joining
 
 
-def _positions(order: str) -> list[int]:
-    return positions(8, None, order).tolist()
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("order", "expected"), [("plain", [[0, 1, 2, 3], [4, 5, 6, 7]]), ("zigzag", [[0, 1, 6, 7], [2, 3, 4, 5]])]
 )
 def test_each_rank_holds_the_positions_of_the_order(order: str, expected: list[list[int]]) -> None:
-    assert run_distributed(_positions, 2, order) == expected
+    assert run_distributed(lambda order: positions(8, None, order).tolist(), 2, order) == expected
 
 
 def _join_parts(order: str) -> None:

@@ -14,10 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer, weights_of
+from tests.helpers.runs import quiet_trainer
+from tests.strategies.megatron import test_pipeline as pipeline
+from tests.strategies.megatron.test_pipeline import assert_same
 from tests.strategies.megatron.test_transformers import Hf, make_model
 from tests.strategies.megatron.test_transformers import batches as hf_batches
-from trainwright.cli.parity_tape import StepTape, Tape, Tolerance, compare
+from trainwright.cli.parity_tape import Tolerance
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.context.sequences import SplitSequences
@@ -99,28 +101,10 @@ def batches(num: int, rows: int = 2) -> list[Any]:
     return found
 
 
-def train(folder: Path, task: Any, data: list[Any], strategy: Any = "single", **options: Any) -> dict[str, Any]:
+def train(folder: Path, task: Any, data: list[Any], strategy: Any = "single") -> dict[str, Any]:
     """Train four steps of two micro-batches each, validate and predict."""
-    folder.mkdir(exist_ok=True)
-    trainer = quiet_trainer(
-        strategy=strategy, devices=1 if strategy == "single" else "auto", max_steps=4, accumulate_grad_batches=2,
-        gradient_clip_val=0.5, callbacks=[StepTape(folder, 4, seed=0)], **options,
-    )  # fmt: skip
-    trainer.fit(task, data, data[:2])
-    return {
-        "tape": Tape.read(type(trainer.strategy).__name__, folder),
-        "metrics": dict(trainer.callback_metrics),
-        "weights": weights_of(task),
-        "predictions": trainer.predict(task, data[:2]) if isinstance(task, Speaker) else None,
-    }
-
-
-def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Check losses, norms, gradients, parameters and metrics."""
-    assert compare(expected["tape"], found["tape"], _EXACT).found == []
-    assert {k: float(v) for k, v in found["metrics"].items()} == pytest.approx(expected["metrics"], rel=1e-5)
-    for name, value in expected["weights"].items():
-        torch.testing.assert_close(found["weights"][name], value, atol=1e-5, rtol=1e-4, msg=name)
+    options = {"max_epochs": None, "max_steps": 4, "accumulate_grad_batches": 2}
+    return pipeline.train(folder, strategy, task=task, data=data, val=data[:2], **options)
 
 
 _STRATEGIES: dict[str, Any] = {
@@ -154,7 +138,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str
 @pytest.mark.parametrize("kind", ["cp", "sp", "recomputed"])
 def test_a_training_equals_one_process(kind: str, expected: Any, tmp_path: Path) -> None:
     found = run_distributed(_split, 2, tmp_path / "run", kind)[0]
-    check(found, expected())
+    assert_same(found, expected(), _EXACT)
     torch.testing.assert_close(found["predictions"], expected()["predictions"], atol=1e-5, rtol=1e-4)
 
 
@@ -162,7 +146,7 @@ def test_a_training_equals_one_process(kind: str, expected: Any, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cp", "replicas", "pp_cp", "pp_sp"])
 def test_a_training_on_four_ranks_equals_one_process(kind: str, expected: Any, tmp_path: Path) -> None:
-    check(run_distributed(_split, 4, tmp_path / "run", kind)[0], expected())
+    assert_same(run_distributed(_split, 4, tmp_path / "run", kind)[0], expected(), _EXACT)
 
 
 @pytest.mark.distributed
@@ -179,7 +163,7 @@ def test_a_training_on_four_ranks_equals_one_process(kind: str, expected: Any, t
 def test_models_of_transformers_equal_one_process(
     kind: str, model: str, world: int, expected: Any, tmp_path: Path
 ) -> None:
-    check(run_distributed(_split, world, tmp_path / "run", kind, model)[0], expected(model))
+    assert_same(run_distributed(_split, world, tmp_path / "run", kind, model)[0], expected(model), _EXACT)
 
 
 @pytest.fixture

@@ -110,13 +110,9 @@ class PartlyUsedTask(RegressionTask):
         return nn.functional.mse_loss(output, batch[1])
 
 
-def _fit_partly_used() -> dict[str, torch.Tensor]:
-    return fit(DDPStrategy(find_unused_parameters=True), PartlyUsedTask())[1]
-
-
 @pytest.mark.distributed
 def test_parameters_that_a_step_does_not_use_are_found_if_asked() -> None:
-    first, second = run_distributed(_fit_partly_used, 2)
+    first, second = run_distributed(lambda: fit(DDPStrategy(find_unused_parameters=True), PartlyUsedTask())[1], 2)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert not torch.equal(first["heads.1.weight"], weights_of(PartlyUsedTask())["heads.1.weight"])
 

@@ -162,10 +162,7 @@ def test_accelerates_names_are_understood() -> None:
     [
         ({"zero_stages": 2}, "Did you mean 'zero_stage'"),
         ({"deepspeed_hostfile": "hosts"}, "launcher"),
-        (
-            {"deepspeed_config_file": {"gradient_clipping": 2}, "gradient_clipping": 1.0},
-            "differs from 2 in the",
-        ),
+        ({"deepspeed_config_file": {"gradient_clipping": 2}, "gradient_clipping": 1.0}, "differs from 2 in the"),
         ({"offload_param_nvme_path": "/a", "offload_optimizer_nvme_path": "/b"}, "differ"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -306,44 +307,33 @@ def _sgd(task: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(task.parameters(), lr=0.1)
 
 
+_UNSCHEDULED = {key: value for key, value in config(2).items() if key != "scheduler"}
+_ON_DISK = {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme"}
+_REFUSED: list[tuple[Callable[[], Blocks], dict[str, Any], str]] = [
+    (lambda: _Returns(lambda task: [_sgd(task), _sgd(task)]), {"stage": 2}, "returned 2 optimizers"),
+    (lambda: _Returns(lambda task: torch.optim.LBFGS(task.parameters())), {"stage": 2}, "LBFGS evaluates"),
+    (lambda: _Returns(lambda _: _sgd(nn.Linear(2, 2))), {"stage": 2}, "not belong to the task"),
+    (lambda: _Returns(_sgd), {"stage": 2, "offload_optimizer": True}, "DeepSpeedCPUAdam"),
+    (Named, {"stage": 2}, "has no 'optimizer'"),
+    (Scheduled, {"config": _UNSCHEDULED}, "LambdaLR was created over its DummyOptim"),
+    (Blocks, {"config": config(2)}, "has an 'optimizer'"),
+    (Blocks, _ON_DISK, "configure_model"),
+    (Blocks, {"stage": 2, "moe_leaf_modules": ("Block",)}, "has no effect at stage=2"),
+    (Blocks, {"stage": 2, "frozen_modules": ("Block",)}, "is trained"),
+    (lambda: _Sparse(_sgd), {"stage": 1}, "words has sparse=True"),
+]
+
+
 def _refuse() -> list[str]:
     texts = []
-    for task, options in (
-        (_Returns(lambda task: [_sgd(task), _sgd(task)]), {"stage": 2}),
-        (_Returns(lambda task: torch.optim.LBFGS(task.parameters())), {"stage": 2}),
-        (_Returns(lambda _: _sgd(nn.Linear(2, 2))), {"stage": 2}),
-        (_Returns(_sgd), {"stage": 2, "offload_optimizer": True}),
-        (Named(), {"stage": 2}),
-        (Scheduled(), {"config": {key: value for key, value in config(2).items() if key != "scheduler"}}),
-        (Blocks(), {"config": config(2)}),
-        (Blocks(), {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme"}),
-        (Blocks(), {"stage": 2, "moe_leaf_modules": ("Block",)}),
-        (Blocks(), {"stage": 2, "frozen_modules": ("Block",)}),
-        (_Sparse(_sgd), {"stage": 1}),
-    ):
+    for make, options, _ in _REFUSED:
         with pytest.raises(ConfigurationError) as raised:
-            quiet_trainer(devices="auto", strategy=DeepSpeedStrategy(**options), max_epochs=1).fit(task, batches())
+            quiet_trainer(devices="auto", strategy=DeepSpeedStrategy(**options), max_epochs=1).fit(make(), batches())
         texts.append(str(raised.value))
     return texts
 
 
 def test_what_an_engine_cannot_train_is_said_before_there_is_one() -> None:
     (texts,) = run_distributed(_refuse, 1, timeout=280, init=False)
-    for text, expected in zip(
-        texts,
-        [
-            "returned 2 optimizers",
-            "LBFGS evaluates",
-            "not belong to the task",
-            "DeepSpeedCPUAdam",
-            "has no 'optimizer'",
-            "LambdaLR was created over its DummyOptim",
-            "has an 'optimizer'",
-            "configure_model",
-            "has no effect at stage=2",
-            "is trained",
-            "words has sparse=True",
-        ],
-        strict=True,
-    ):
+    for text, (_, _, expected) in zip(texts, _REFUSED, strict=True):
         assert expected in text

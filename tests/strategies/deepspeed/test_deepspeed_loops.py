@@ -15,14 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.contracts.test_own_loop import Net, data, make_optimizer
 from tests.contracts.test_strategy import run
 from tests.helpers.distributed import run_distributed
-from trainwright import (
-    Accelerator,
-    AcceleratorState,
-    DeepSpeedPlugin,
-    DeepSpeedStrategy,
-    DummyOptim,
-    DummyScheduler,
-)
+from trainwright import Accelerator, AcceleratorState, DeepSpeedPlugin, DeepSpeedStrategy, DummyOptim, DummyScheduler
 from trainwright.checkpoint.interop.export import export_weights
 from trainwright.core.errors import ConfigurationError
 

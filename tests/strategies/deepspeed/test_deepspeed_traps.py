@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
+from tests.helpers.sources import ROOT
 from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
@@ -19,6 +19,7 @@ from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 pytestmark = pytest.mark.distributed
 
 _SCRIPT = """
+import os
 import warnings
 
 warnings.simplefilter("ignore")
@@ -26,35 +27,30 @@ from tests.helpers.runs import quiet_trainer
 from tests.strategies.fsdp.sharded import Blocks, batches
 
 task = Blocks()
+"""
+_ONE_PROCESS = """
+quiet_trainer(devices=1, strategy="deepspeed_stage_2", max_steps=1).fit(task, batches())
+assert "LOCAL_RANK" not in os.environ  # by which other libraries recognize torchrun
+"""
+# The script's own process stays, and the others are started anew for each stage.
+_TWO_STAGES = """
 trainer = quiet_trainer(devices=2, strategy="deepspeed_stage_3", max_epochs=1)
 trainer.fit(task, batches())
 (found,) = trainer.validate(task, batches(), verbose=False)
 (expected,) = quiet_trainer().validate(task, batches(), verbose=False)
 assert abs(found["val_loss"] - expected["val_loss"]) < 1e-6
-print("both stages are done")
 """
 
 
-def test_the_environment_is_left_as_it_was() -> None:
-    # Other libraries recognize torchrun by it.
-    fit = "fit(Blocks(), batches())\nassert 'LOCAL_RANK' not in os.environ"
-    script = _SCRIPT.replace("task = Blocks()", "import os").partition("trainer = ")[0]
-    script += f"quiet_trainer(devices=1, accelerator='cpu', strategy='deepspeed_stage_2', max_steps=1).{fit}"
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120, check=False
-    )
+@pytest.mark.parametrize(
+    "lines",
+    [_ONE_PROCESS, pytest.param(_TWO_STAGES, marks=[pytest.mark.slow, pytest.mark.exhaustive])],
+    ids=["leaves the environment as it was", "runs one stage after the other at stage 3"],
+)
+def test_a_script(lines: str) -> None:
+    command = [sys.executable, "-c", _SCRIPT + lines]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_script_runs_one_stage_after_the_other_at_stage_3() -> None:
-    # The script's own process stays, and the others are started anew for each stage.
-    command = [sys.executable, "-c", _SCRIPT]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, check=False)
-    assert "both stages are done" in done.stdout, done.stderr[-3000:]
 
 
 class Accumulating(Blocks):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.helpers.language_models import make_model
 from tests.strategies.fsdp import sharded
 from tests.strategies.fsdp.sharded import batches
 from trainwright.core.task import TaskModule
@@ -96,23 +97,7 @@ _VOCABULARY = 24
 class Hf(TaskModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        import transformers
-
-        config = transformers.AutoConfig.for_model(
-            kind,
-            vocab_size=_VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_experts_per_tok=2,
-            max_position_embeddings=16,
-            **_KINDS[kind],
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(2)
-            self.model: Any = transformers.AutoModelForCausalLM.from_config(config)
+        self.model = make_model(kind, intermediate_size=24, num_experts_per_tok=2, **_KINDS[kind])
         with torch.no_grad():
             for parameter in self.model.parameters():  # larger than those of transformers, so that routes differ
                 parameter.mul_(4 if parameter.dim() > 1 else 1)

@@ -233,13 +233,9 @@ class _LeavesGroup(Blocks):
         return -1 if self.current_epoch == 0 and batch_idx == (5 if self._run.world_size == 1 else 3) else None
 
 
-def _train_left() -> dict[str, Any]:
-    return train("fsdp", 2, _LeavesGroup(), accumulate_grad_batches=2)
-
-
 @pytest.mark.distributed
 def test_a_group_that_is_left_between_its_micro_batches_leaves_no_gradient_behind() -> None:
-    by_rank = run_distributed(_train_left, 2)
+    by_rank = run_distributed(lambda: train("fsdp", 2, _LeavesGroup(), accumulate_grad_batches=2), 2)
     alone = train("single", 1, _LeavesGroup())
     assert_trained_alike(by_rank, alone)
 

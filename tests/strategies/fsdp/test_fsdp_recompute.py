@@ -57,7 +57,8 @@ _VARIANTS: dict[str, tuple[dict[str, Any], list[int], tuple[int, int]]] = {
     "all": (_ALL, [2, 2, 2], (3, 3)),
     "every second": ({"activation_checkpointing": 2}, [1, 2, 1], (1, 1)),
     "third": ({"activation_checkpointing": 3}, [1, 1, 2], (1, 1)),
-    "a class": ({"activation_checkpointing_policy": {nn.LayerNorm, nn.Linear}}, [2, 2, 2], (6, 0)),
+    # What is recomputed stops at what backward needs, which is the input of a layer here.
+    "a class": ({"activation_checkpointing_policy": {nn.LayerNorm, nn.Linear}}, [2, 2, 2], (0, 0)),
     "all but named operators": (_ALL | {_SAVE: ["aten.addmm"]}, [2, 2, 2], (0, 3)),
     "all but operators": (_ALL | {_SAVE: {torch.ops.aten.tanh, torch.ops.aten.addmm}}, [2, 2, 2], (0, 0)),
     "all but what a function says": (_ALL | {_SAVE: keep_affine_maps}, [2, 2, 2], (0, 3)),

@@ -70,7 +70,9 @@ def _until(condition: Iterator[bool]) -> None:
         time.sleep(0.002)
 
 
-def _idle(prefetcher: Prefetcher) -> None:
+def _idle(prefetcher: Prefetcher, in_use: int = 0) -> None:
+    for _ in range(in_use):
+        prefetcher.release()
     _until(prefetcher._reader is None for _ in itertools.count())
 
 
@@ -88,9 +90,7 @@ def test_the_order_of_the_first_pass_is_fetched_ahead_in_the_second() -> None:
     _until(bool(parts[1].fetched_by[1:]) for _ in itertools.count())
     assert _begin_use(prefetcher, numbers[1]) == 1
     assert parts[1].fetched_by == ["MainThread", "prefetch"]
-    prefetcher.release()
-    prefetcher.release()
-    _idle(prefetcher)
+    _idle(prefetcher, in_use=2)
 
 
 def test_a_unit_that_is_being_fetched_is_waited_for_and_not_fetched_twice() -> None:
@@ -103,9 +103,7 @@ def test_a_unit_that_is_being_fetched_is_waited_for_and_not_fetched_twice() -> N
     threading.Timer(0.05, parts[1].gate.set).start()
     _begin_use(prefetcher, numbers[1])
     assert parts[1].fetched_by == ["MainThread", "prefetch"]
-    prefetcher.release()
-    prefetcher.release()
-    _idle(prefetcher)
+    _idle(prefetcher, in_use=2)
 
 
 def test_no_more_is_fetched_ahead_than_the_budget_allows() -> None:
@@ -116,8 +114,7 @@ def test_no_more_is_fetched_ahead_than_the_budget_allows() -> None:
     _until(len(parts[2].fetched_by) == 2 for _ in itertools.count())
     assert [len(part.fetched_by) for part in parts] == [2, 2, 2, 1, 1, 1]
     assert prefetcher._held_bytes <= 25
-    prefetcher.release()
-    _idle(prefetcher)
+    _idle(prefetcher, in_use=1)
 
 
 @pytest.mark.parametrize(("budget", "num_bytes"), [(0, 10), (10, 11)], ids=["no budget", "larger than the budget"])
@@ -138,9 +135,7 @@ def test_an_error_of_the_reader_is_met_by_whoever_needs_the_weights() -> None:
         prefetcher.acquire(numbers[1])
     parts[1].error = None
     assert _begin_use(prefetcher, numbers[1]) == 1
-    prefetcher.release()
-    prefetcher.release()
-    _idle(prefetcher)
+    _idle(prefetcher, in_use=2)
 
 
 def test_memory_that_runs_out_takes_back_what_was_fetched_ahead() -> None:
