@@ -26,7 +26,8 @@ def make_model(kind: str, *, layers: int = 2, **changes: Any) -> Any:
     import transformers
 
     sizes = {"vocab_size": 24, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0}
-    sizes |= {} if kind in ("t5", "mt5", "bart") else {"num_hidden_layers": layers}
+    if kind not in ("t5", "mt5", "bart"):
+        sizes["n_layer" if kind == "gpt2" else "num_hidden_layers"] = layers
     config = transformers.AutoConfig.for_model(kind, **(sizes | _SIZES.get(kind, _LLAMA) | changes))
     auto: Any = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
     auto = transformers.AutoModelForSeq2SeqLM if kind in ("t5", "mt5", "bart") else auto
